@@ -244,7 +244,7 @@ def _by_bitmap(
         bitmap.spmm_bitmap, grid,
         bits.masks, bits.starts, m.values, bits.high, bits.tiles, x, x.stride(0), x.stride(1), out,
         out.stride(0), out.stride(1), partial, given, float(first), float(second), x.shape[0], rows,
-        n, share, HEIGHT=height, WIDTH=choice.width, TURNED=turned, SPLIT=splits > 1,
+        n, share, HEIGHT=height, WIDTH=choice.width, TRANSPOSED=turned, SPLIT=splits > 1,
         BIASED=bias is not None, ACT=name, WIDE=_interpreted(x), num_warps=choice.warps,
     )  # fmt: skip
     if splits > 1:
