@@ -23,7 +23,7 @@ from demask.sparse import SparseConv2d, SparseLinear, spmm
 from demask.sparse.products import gpu_formats as gpu_forms
 from demask.sparse.products import spmm_cpu as multiply
 
-CACHES = (plan_cache.WEIGHTS, multiply.DEALS, gpu_forms.FORMS)
+CACHES = (plan_cache.WEIGHTS, multiply.DEALS, gpu_forms.FORMATS)
 
 
 def pruned(layer: Any) -> Any:

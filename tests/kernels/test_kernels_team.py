@@ -56,10 +56,10 @@ def test_threads_that_the_system_refuses(monkeypatch, refused):
 def test_a_thread_that_waits_for_long_sleeps():
     """For the second thread of an empty tape, which comes half a second later."""
     job = team.Job(np.zeros(1, team.ENTRY), np.zeros(3, np.int64), 2, np.zeros(1, np.int64))
-    late = threading.Timer(0.5, job.told, (job.place, 1, 2))
+    late = threading.Timer(0.5, job.numbered, (job.address, 1, 2))
     late.start()
     begin = time.thread_time()
-    job.told(job.place, 0, 2)
+    job.numbered(job.address, 0, 2)
     used = time.thread_time() - begin
     late.join()
     assert used < 0.05

@@ -47,8 +47,8 @@ def inputs(
     return x, weight, torch.randn(c, generator=g)
 
 
-def expected(window: WindowKernel, pad: tuple[int, int], x: Tensor, weight: Tensor, bias: Tensor | None,
-             onto: Tensor | None = None) -> Tensor:  # fmt: skip
+def expected(window: WindowKernel, pad: tuple[int, int], x: Tensor, weight: Tensor,
+             bias: Tensor | None, onto: Tensor | None = None) -> Tensor:  # fmt: skip
     """What torch makes of it in float64 [rows, columns, channels]."""
     image = x.double().permute(2, 0, 1)[None]
     size, step, dilation = window.size, window.step, window.dilation

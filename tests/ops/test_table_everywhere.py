@@ -307,7 +307,7 @@ def test_torch_computes_it_on_gpus(device: str) -> None:
 
 
 def test_names_in_use_are_refused() -> None:
-    with pytest.raises(BadInput, match="a new name"):
+    with pytest.raises(BadInput, match="an unused activation name"):
         register(SOFTSHRINK, llvm=lower)
     assert act_of("softshrink") == ("softshrink", (0.5,))
     assert act_of(nn.Softshrink(0.1)) == ("softshrink", (0.1,))

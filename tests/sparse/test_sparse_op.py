@@ -17,11 +17,11 @@ from demask.sparse import reference as dense
 from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
 from demask.sparse.segment.segment_op import segment
 from demask.sparse.segment_program import (
-    Add,
+    ActivationStep,
+    AddStep,
     ConvStep,
-    Flat,
+    FlattenStep,
     LinearStep,
-    Map,
     MeanStep,
     SegmentProgram,
     SparseWeight,
@@ -64,7 +64,7 @@ def network():
     steps = (
         ConvStep(0, weight(4, n), (3, 0, 4), 4, (3, 3), padding=same, act=("relu", ()), add=0),
         MeanStep(1, True),
-        Flat(2),
+        FlattenStep(2),
         LinearStep(3, SparseWeight((4, 0, m), (5, 0, 4), (6, 0, m)), None, 3),
     )
     return SegmentProgram(("image",), steps, (4, 1)), weights
@@ -138,7 +138,9 @@ def test_images_of_any_strides(change):
 
 def test_outputs_are_in_memory_of_their_own():
     x = torch.randn(2, 3, 1, 1)
-    program = SegmentProgram(("image",), (Flat(0), Map(0, ("relu", ()))), (0, 1, 2, 2, 0))
+    program = SegmentProgram(
+        ("image",), (FlattenStep(0), ActivationStep(0, ("relu", ()))), (0, 1, 2, 2, 0)
+    )
     for given in (x, x.double()):
         found = segment([given], [], program.text())
         assert torch.equal(found[1], given.flatten(1))
@@ -201,7 +203,7 @@ def test_two_programs_over_the_same_weights():
     (step,) = program.steps
     x = torch.randn(3, 6)
     for act in ("relu", "silu", "tanh", "gelu"):  # texts of equal length among them
-        other = SegmentProgram(("tokens",), (step, Map(1, (act, ()))), (2,))
+        other = SegmentProgram(("tokens",), (step, ActivationStep(1, (act, ()))), (2,))
         wanted = dense.run(other, [x], weights)[0]
         torch.testing.assert_close(segment([x], weights, other.text())[0], wanted, **CLOSE)
 
@@ -329,7 +331,7 @@ def test_gradients():
 
 def test_gradients_of_gradients():
     program, weights = small(dtype=torch.float64)
-    program = SegmentProgram(("tokens",), (*program.steps, Map(1, ("silu", ()))), (2,))
+    program = SegmentProgram(("tokens",), (*program.steps, ActivationStep(1, ("silu", ()))), (2,))
     x = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
     values, crow, col, bias = weights
     values.requires_grad_()
@@ -341,7 +343,9 @@ def test_gradients_of_gradients():
 
 
 def test_gradients_of_a_tensor_given_twice():
-    program = SegmentProgram(("tokens", "tokens"), (Map(0, ("tanh", ())), Add(2, 1)), (3,))
+    program = SegmentProgram(
+        ("tokens", "tokens"), (ActivationStep(0, ("tanh", ())), AddStep(2, 1)), (3,)
+    )
     x = torch.randn(2, 6, requires_grad=True)
     segment([x, x], [], program.text())[0].sum().backward()
     torch.testing.assert_close(x.grad, 2 - torch.tanh(x.detach()) ** 2)

@@ -37,12 +37,12 @@ from demask.sparse.plan import tape
 from demask.sparse.plan.pack_weights import dealt
 from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
 from demask.sparse.segment_program import (
-    Add,
-    Cat,
+    ActivationStep,
+    AddStep,
+    ConcatStep,
     ConvStep,
-    Flat,
+    FlattenStep,
     LinearStep,
-    Map,
     SegmentProgram,
     SparseWeight,
 )
@@ -133,7 +133,9 @@ def test_activations_with_a_sum(name):
     weight = matrix(20, 24, 0.3, dtype=torch.float32) * 3
     program, weights = layer("tokens", weight, draw(20))
     step = replace(program.steps[0], act=act, add=1)
-    both = SegmentProgram(("tokens", "tokens"), (step, Map(2, act), Add(2, 1, act)), (2, 3, 4))
+    both = SegmentProgram(
+        ("tokens", "tokens"), (step, ActivationStep(2, act), AddStep(2, 1, act)), (2, 3, 4)
+    )
     check(both, weights, [draw(2, 9, 24), draw(2, 9, 20, seed=2)])
 
 
@@ -171,8 +173,8 @@ def network(batch: int, size: int):
         MeanStep(9, False),
         LinearStep(10, spans[6], None, 10),
         MeanStep(9, True),
-        Flat(12),
-        Cat((3, 3)),
+        FlattenStep(12),
+        ConcatStep((3, 3)),
         PoolStep(2, True, (2, 2), (2, 2)),
     )
     program = SegmentProgram(("image",), steps, (4, 5, 11, 13, 14, 15))
@@ -271,7 +273,7 @@ def test_what_kernels_do_not_take():
 
 @pytest.mark.parametrize(
     "where, most, words",
-    [("kernels.cpu.sparse_tile", 20, "20 nonzeros"), ("sparse.plan.tape", 63, "252 at most")],
+    [("kernels.cpu.sparse_tile", 20, "20 nonzeros"), ("sparse.plan.tape", 63, "more than 252")],
 )
 def test_numbers_beyond_32_bits(monkeypatch, where, most, words):
     """No plan, instead of tables whose numbers wrap: nonzeros of a stream, elements of a value."""
@@ -358,7 +360,8 @@ KERNELS = [
     SparseTileKernel((0, 9), (0, 1), None, 1, ("gelu_tanh", ()), "int8"),
     SparseVectorKernel(True, ("hardswish", ()), "int8"),
     SparseVectorKernel(False, None, "bfloat16"),
-    Gather(), Scatter(), TransposedKernel(True), TransposedKernel(False), PoolKernel((0, 1, 5), True), PoolKernel((0, 7), False),
+    Gather(), Scatter(), TransposedKernel(True), TransposedKernel(False),
+    PoolKernel((0, 1, 5), True), PoolKernel((0, 7), False),
     Pointwise(("tanh", ()), True), MeanKernel(((0, 1), (2, 3))), TeamWork(True), TeamWork(False),
 ]  # fmt: skip
 

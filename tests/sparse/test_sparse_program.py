@@ -15,12 +15,12 @@ from demask.errors import BadInput
 from demask.ops.activations import ACTIVATIONS
 from demask.sparse import reference as dense
 from demask.sparse.segment_program import (
-    Add,
-    Cat,
+    ActivationStep,
+    AddStep,
+    ConcatStep,
     ConvStep,
-    Flat,
+    FlattenStep,
     LinearStep,
-    Map,
     MeanStep,
     PoolStep,
     SegmentProgram,
@@ -35,12 +35,12 @@ EVERY = SegmentProgram(
         ConvStep(
             0, weight(4, 9), (3, 0, 4), 4, (3, 3), (2, 2), ((1, 1), (0, 2)), (1, 2), 2, name="c"
         ),
-        Map(1, ("leaky_relu", (0.1,))),
+        ActivationStep(1, ("leaky_relu", (0.1,))),
         PoolStep(2, True, (2, 2), (2, 2), (1, 0), ceil=True, counted=False),
-        Add(3, 3, ("clamp", (0.0, 6.0))),
-        Cat((4, 3)),
+        AddStep(3, 3, ("clamp", (0.0, 6.0))),
+        ConcatStep((4, 3)),
         MeanStep(5, True),
-        Flat(6),
+        FlattenStep(6),
         LinearStep(
             7, SparseWeight((0, 0, 4), (1, 0, 6), (2, 0, 4), (4, 0, 5)), None, 5, ("gelu", ())
         ),
@@ -186,9 +186,9 @@ def flipped(text: str, draw: random.Random) -> str:
         (ConvStep(0, weight(2, 1), None, 2, (2, 2), padding=((3, 3), (0, 0)), transposed=True),
          [(1, 2, 3, 3)]),
         (PoolStep(0, False, (3, 3), (1, 1)), [(1, 1, 2, 2)]),
-        (Flat(0), [(1, 2, 1, 2)]),
-        (Add(0, 1), [(1, 2, 3, 3), (1, 2, 3, 4)]),
-        (Cat((0, 1)), [(1, 2, 3, 3), (1, 2, 3, 4)]),
+        (FlattenStep(0), [(1, 2, 1, 2)]),
+        (AddStep(0, 1), [(1, 2, 3, 3), (1, 2, 3, 4)]),
+        (ConcatStep((0, 1)), [(1, 2, 3, 3), (1, 2, 3, 4)]),
         (ConvStep(0, weight(2, 1), None, 2, (1, 1), add=1), [(1, 3, 3, 3), (1, 3, 3, 3)]),
     ],
 )  # fmt: skip
@@ -257,7 +257,7 @@ def test_activations_are_those_of_torch(name):
     added = SegmentProgram(("tokens", "tokens"), (replace(step, add=1),), (2,))
     y = F.linear(x, dense.weight(step, weights, x.shape)) + z
     assert torch.equal(dense.run(added, [x, z], weights)[0], function(y))
-    mapped = SegmentProgram(("tokens",), (Map(0, (name, numbers)),), (1,))
+    mapped = SegmentProgram(("tokens",), (ActivationStep(0, (name, numbers)),), (1,))
     assert torch.equal(dense.run(mapped, [y], [])[0], function(y))
 
 
@@ -269,8 +269,8 @@ def test_pools_means_and_joins():
               F.avg_pool2d(x, 3, (2, 1), (1, 0), True, False)),
              (MeanStep(0, True), x.mean((2, 3), keepdim=True)),
              (MeanStep(0, False), x.mean((2, 3))),
-             (Cat((0, 1, 0)), torch.cat([x, z, x], 1)),
-             (Add(0, 1, ("relu", ())), (x + z).relu())]  # fmt: skip
+             (ConcatStep((0, 1, 0)), torch.cat([x, z, x], 1)),
+             (AddStep(0, 1, ("relu", ())), (x + z).relu())]  # fmt: skip
     for step, wanted in pools:
         program = SegmentProgram(("image", "image"), (step,), (2,))
         (found,) = dense.run(program, [x, z], [])
@@ -281,7 +281,7 @@ def test_pools_means_and_joins():
 @pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 3, 5), (2, 3, 1, 5)])
 def test_tokens_have_any_rank(shape):
     x = torch.randn(shape)
-    program = SegmentProgram(("tokens",), (Cat((0, 0)), Add(1, 1)), (2,))
+    program = SegmentProgram(("tokens",), (ConcatStep((0, 0)), AddStep(1, 1)), (2,))
     assert torch.equal(dense.run(program, [x], [])[0], 2 * torch.cat([x, x], -1))
     program, weights = layer("tokens", matrix(3, 5, 0.5, dtype=torch.float32))
     wanted = x @ dense.weight(program.steps[0], weights, shape).T
@@ -392,6 +392,6 @@ def test_whole_programs_are_traced():
 
 
 def test_what_a_step_reads():
-    assert reads(Cat((3, 4))) == (3, 4)
-    assert reads(Add(1, 2)) == (1, 2)
+    assert reads(ConcatStep((3, 4))) == (3, 4)
+    assert reads(AddStep(1, 2)) == (1, 2)
     assert reads(ConvStep(1, weight(1, 0), None, 1, (1, 1), add=0)) == (1, 0)

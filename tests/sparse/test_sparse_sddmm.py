@@ -225,8 +225,8 @@ def test_the_transposed_order_is_made_once(monkeypatch):
     from demask.sparse.products import gpu_formats as gpu_forms
 
     made = []
-    inner = gpu_forms.turned_of
-    monkeypatch.setattr(gpu_forms, "turned_of", lambda m: made.append(1) or inner(m))
+    inner = gpu_forms.transpose_of
+    monkeypatch.setattr(gpu_forms, "transpose_of", lambda m: made.append(1) or inner(m))
     w = as_csr(matrix(20, 30, 0.2, dtype=torch.float32))
     crow, col, values = w.crow_indices(), w.col_indices(), w.values()
     for _ in range(3):
@@ -319,5 +319,5 @@ def test_sddmm_refuses_what_is_no_tensor():
     mask = torch.ones(2, 2).to_sparse_csr()
     with pytest.raises(BadInput, match="dense tensors, got ndarray"):
         sddmm(torch.ones(2, 3).numpy(), torch.ones(3, 2), mask)
-    with pytest.raises(BadInput, match="as to_sparse_csr"):
+    with pytest.raises(BadInput, match="as returned by to_sparse_csr"):
         sddmm(torch.ones(2, 3), torch.ones(3, 2), torch.ones(2, 2))

@@ -67,7 +67,7 @@ def all_sparse(program: Program) -> Program:
 
 
 def and_back(program: Program) -> Program:
-    return spell.spelled(all_sparse(program))
+    return spell.inlined(all_sparse(program))
 
 
 def constant(program: Program, name: str) -> Tensor:
@@ -363,7 +363,7 @@ def test_fewer_bits(precision: str, error: float) -> None:
         found.constants[str(node.args[1][2].target)].tensor.itemsize
         == {"bf16": 2, "int8": 1}[precision]
     )
-    back = spell.spelled(found)
+    back = spell.inlined(found)
     for name in ("0", "2"):
         exact = constant(program, f"{name}.weight")
         made_of = back.constants[f"{name}.weight"].tensor

@@ -1,7 +1,7 @@
-"""Caches of what is derived from tensors: plans of weights, deals and forms of sparse matrices.
+"""Caches of values derived from tensors: plans of weights, work splits and formats of matrices.
 
-An entry is removed with the memory of any of its tensors. So its value must not refer to them: a
-tensor that a cache refers to is never freed.
+An entry is removed when the memory of any of its tensors is freed. So a value must not refer to
+them: a tensor that a cache refers to is never freed.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 if TYPE_CHECKING:
     from demask.kernels.memory_probe import MemoryProbe
 
-PLANS = 8  # cached per program and weights, one for every size of the inputs; programs per weights
-MAX_COUNTED = 64  # sizes whose calls are counted
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # types by their bytes
+PLANS = 8  # per program and weights, one per input size; also programs per weights
+MAX_COUNTED = 64  # input sizes whose calls are counted
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes -> integer type
 
 Value = TypeVar("Value")
-Planned = tuple[Any, tuple[int, ...]]  # a plan or None; positions of inputs it needs contiguous
+Planned = tuple[Any, tuple[int, ...]]  # plan or None; numbers of the inputs that must be contiguous
 
 
 def identity(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    """The memory of tensors and how they read it: equal for equal views, as long as they live."""
+    """A key of the memory and layout of tensors: equal for equal views, as long as they live."""
     return tuple(
         [(id(t.untyped_storage()), t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
     )
 
 
 def version(tensor: Tensor) -> int:
-    """Counts writes into a tensor, as far as torch does; 0 where it was made in inference mode."""
+    """Counter of the writes into a tensor that torch sees; 0 for inference tensors."""
     try:
         return tensor._version
     except RuntimeError:
@@ -41,8 +41,10 @@ def version(tensor: Tensor) -> int:
 
 
 class TensorCache(Generic[Value]):
-    """Values by keys that contain the `identity` of tensors. limit: before there are more entries,
-    all are removed."""
+    """Values by keys that contain the `identity` of tensors.
+
+    limit: largest number of entries; all are removed before it would be exceeded.
+    """
 
     def __init__(self, limit: int | None = None):
         self.entries: dict[Hashable, Value] = {}
@@ -51,7 +53,7 @@ class TensorCache(Generic[Value]):
         self.lock = threading.Lock()
 
     def put(self, key: Hashable, tensors: Sequence[Tensor], value: Value) -> Value:
-        """Cache a value until one of the tensors is freed; returns it."""
+        """Cache a value until one of the tensors is freed; returns the value."""
         with self.lock:
             if len(self.entries) == self.limit and key not in self.entries:
                 self.clear()
@@ -66,8 +68,8 @@ class TensorCache(Generic[Value]):
 
     def remove(self, key: Hashable) -> None:
         self.entries.pop(key, None)
-        for end in self.finalizers.pop(key, ()):
-            end.detach()
+        for finalizer in self.finalizers.pop(key, ()):
+            finalizer.detach()
 
     def clear(self) -> None:
         for key in list(self.entries):
@@ -75,15 +77,15 @@ class TensorCache(Generic[Value]):
 
 
 class ChangeCounter:
-    """Counts changes of tensors that torch counts no writes into: they are compared with copies."""
+    """Counts changes of tensors without a version counter, by comparison with copies."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.last: tuple[list[Tensor], int] = [], 0  # replaced as a whole: read without the lock
 
     def edition(self, tensors: Sequence[Tensor]) -> int:
-        """A number that changes whenever they do."""
-        # As whole numbers, of which each equals itself.
+        """A number that changes whenever one of the tensors does."""
+        # Compared as integers, since NaN does not equal itself.
         bits = [t.detach().view(BITS[t.element_size()]) for t in tensors]
         copies, edition = self.last
         if len(copies) == len(bits) and all(map(torch.equal, copies, bits)):
@@ -96,14 +98,14 @@ class ChangeCounter:
 
 
 class PlanCache:
-    """Plans of one program over one set of weights, by versions of weights, sizes and threads.
+    """Plans of one program for one set of weights, by weight versions, input sizes and threads.
 
-    Plans that the next call makes useless cost more than they save: after each one discarded, a new
-    one waits for one more call that needs it. So weights that are trained get no plans.
+    Plans that the next call invalidates cost more than they save: after each discarded plan, a new
+    one waits for one more call that needs it. So weights in training get no plans.
     """
 
-    parse: Callable[[str], Any]  # of subclasses: from a text to its program
-    new_plan: Callable[..., Planned]  # of subclasses: of inputs and weights
+    parse: Callable[[str], Any]  # set by subclasses: text -> program
+    new_plan: Callable[..., Planned]  # set by subclasses: (inputs, weights) -> plan
 
     def __init__(self, text: str):
         self.text, self.program = text, self.parse(text)
@@ -114,13 +116,13 @@ class PlanCache:
         self.discarded = 0
         self.changes = ChangeCounter()
         self.edition = 0
-        self.probe: MemoryProbe | None = None  # of the weights of these plans
+        self.probe: MemoryProbe | None = None  # of the weights
 
     def versions_of(self, weights: list[Tensor]) -> tuple[int, ...]:
-        """What changes whenever a weight does."""
+        """Versions that change whenever a weight does."""
         try:
             versions = tuple([w._version for w in weights])
-        except RuntimeError:  # tensors made in inference mode have none
+        except RuntimeError:  # inference tensors have no version counter
             return (self.changes.edition(weights),)
         probe = self.probe
         if probe is not None and not probe.same():
@@ -130,8 +132,10 @@ class PlanCache:
         return (*versions, self.edition)
 
     def plan(self, key: Any, inputs: list[Tensor], weights: list[Tensor]) -> Planned:
-        """The plan of a key, (None, ()) where there is none or it would not be cached. key: the
-        versions of the weights, then what else the plan depends on."""
+        """The plan of a key; (None, ()) if there is none or it would not be reused.
+
+        key: the versions of the weights, followed by everything else the plan depends on.
+        """
         if (plan := self.plans.get(key)) is not None:
             return plan
         with self.lock:
@@ -150,7 +154,7 @@ class PlanCache:
                 self.discarded += 1
             plan = self.plans[key] = self.new_plan(inputs, weights)
             if plan[0] is not None and self.probe is None:
-                from demask.kernels.memory_probe import MemoryProbe  # which needs LLVM
+                from demask.kernels.memory_probe import MemoryProbe  # needs llvmlite
 
                 self.probe = MemoryProbe(weights)
             return plan
@@ -161,7 +165,7 @@ _NEW = threading.Lock()
 
 
 def plans_of(weights: list[Tensor], text: str, kind: type[PlanCache]) -> Any:
-    """The plans of a program over these weights."""
+    """The plan cache of a program for these weights."""
     key = identity(weights)
     for plans in WEIGHTS.entries.get(key, ()):
         if plans.text == text and type(plans) is kind:

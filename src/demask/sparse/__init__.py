@@ -1,4 +1,4 @@
-"""Sparse layers and products: of weights, only the nonzeros are stored and computed with."""
+"""Sparse layers and products, which store and compute only the nonzeros of weights."""
 
 from demask.sparse.functional import DCSR, spmm
 from demask.sparse.modules import (

@@ -1,4 +1,4 @@
-"""A sparse matrix as products take it."""
+"""A sparse matrix as an operand of products."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 class CsrMatrix(NamedTuple):
-    """A matrix in CSR; rows that are there have names if most of them are empty."""
+    """A matrix [size] in CSR.
+
+    names [stored rows]: the row indices if empty rows are not stored (DCSR), otherwise None.
+    """
 
     crow: Tensor
     col: Tensor
@@ -19,8 +22,7 @@ class CsrMatrix(NamedTuple):
 
 
 def like(x: Tensor, rows: int, columns: int) -> Tensor:
-    """An empty [rows, columns] that lies as x does: columns side by side, or rows where those of x
-    are. What products on a GPU return.
+    """An empty tensor [rows, columns] in the memory order of x (row-major or column-major).
 
     >>> import torch
     >>> like(torch.ones(4, 2).t(), 3, 4).stride()
@@ -32,7 +34,7 @@ def like(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def row_of(m: CsrMatrix) -> Tensor:
-    """The row of each nonzero, int64."""
+    """The row of each nonzero [nonzeros], int64."""
     count = m.crow.shape[0] - 1
     rows = torch.arange(count, device=m.crow.device) if m.names is None else m.names.long()
     return rows.repeat_interleave(m.crow.diff(), output_size=m.col.shape[0])

@@ -1,7 +1,7 @@
 """Products with sparse matrices: `spmm`.
 
-Matrices stay as they come (torch.sparse_csr, torch.sparse_csc, DCSR): nothing is packed, so that
-they may change from call to call. Layers whose weights stay are faster (`sparse.modules`).
+Matrices (torch.sparse_csr, torch.sparse_csc, DCSR) are read directly, without packing, so that they
+may change from call to call. Layers with fixed weights are faster (`sparse.modules`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,22 @@ INDICES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DCSR:
-    """A doubly compressed sparse matrix: rows without nonzeros are not there.
+    """A doubly compressed sparse matrix: CSR in which rows without nonzeros are not stored.
 
-    rows [r]: the numbers of the others, rising. crow [r + 1], col and values as in CSR, of these
-    rows. size: (rows, columns) of the whole matrix. BadInput for indices that do not fit.
+    Args:
+        rows: index of each stored row [r], strictly increasing, int32 or int64.
+        crow: start of each stored row [r + 1], and the number of nonzeros, in the dtype of `rows`.
+        col: column of each nonzero [n], in the dtype of `rows`.
+        values: value of each nonzero [n].
+        size: (rows, columns) of the whole matrix.
 
-    >>> ones = torch.ones(2)
-    >>> DCSR(torch.tensor([1]), torch.tensor([0, 2]), torch.tensor([0, 3]), ones, (3, 4)).size
-    (3, 4)
+    Raises:
+        BadInput: dtypes, shapes or indices that are not valid.
+
+    Example:
+        >>> ones = torch.ones(2)
+        >>> DCSR(torch.tensor([1]), torch.tensor([0, 2]), torch.tensor([0, 3]), ones, (3, 4)).size
+        (3, 4)
     """
 
     rows: Tensor
@@ -43,10 +51,12 @@ class DCSR:
 
     def __post_init__(self) -> None:
         parts = (self.rows, self.crow, self.col)
-        kinds = {t.dtype for t in parts}
-        if len(kinds) != 1 or not kinds <= set(INDICES) or any(t.ndim != 1 for t in parts):
-            found = [f"{t.dtype} {tuple(t.shape)}" for t in parts]
-            raise BadInput(f"expected rows, crow, col in int32 or int64, of one axis, got {found}")
+        dtypes = {t.dtype for t in parts}
+        if len(dtypes) != 1 or not dtypes <= set(INDICES) or any(t.ndim != 1 for t in parts):
+            tensors = [f"{t.dtype} {tuple(t.shape)}" for t in parts]
+            raise BadInput(
+                f"expected rows, crow, col in int32 or int64, of one axis, got {tensors}"
+            )
         if self.crow.numel() != self.rows.numel() + 1 or self.values.shape != self.col.shape:
             sizes = [t.numel() for t in (*parts, self.values)]
             raise BadInput(f"expected r rows, r + 1 row starts, n columns and values, got {sizes}")
@@ -54,7 +64,7 @@ class DCSR:
         check_indices(self.crow, self.col, self.size[1])
         rows = self.rows
         if traced([rows]):
-            return  # kernels look at every index
+            return  # kernels check every index
         if rows.numel() and not (rows[0] >= 0 and rows[-1] < self.size[0]):
             raise BadInput(f"expected rows below {self.size[0]}, got {rows[0]} to {rows[-1]}")
         if (rows[1:] <= rows[:-1]).any():
@@ -62,17 +72,32 @@ class DCSR:
 
     @classmethod
     def from_csr(cls, matrix: Tensor) -> Self:
-        """The matrix without its empty rows, from torch.sparse_csr."""
+        """The DCSR form of a torch.sparse_csr matrix [m, k].
+
+        Raises:
+            BadInput: the matrix is not sparse_csr, or its values are blocks.
+
+        Example:
+            >>> DCSR.from_csr(torch.tensor([[0.0, 0.0], [0.0, 2.0]]).to_sparse_csr()).rows
+            tensor([1])
+        """
         crow, col, values = csr_parts(matrix)
-        # No view of a sparse tensor, which torch.compile and torch.export do not take.
+        # torch.compile and torch.export do not support views of a sparse tensor.
         values = values if values.requires_grad else values.detach()
-        there = crow.diff() != 0
-        rows = there.nonzero()[:, 0].to(crow.dtype)
-        short = torch.cat([crow[:1], crow[1:][there]])
-        return cls(rows, short, col, values, (matrix.shape[0], matrix.shape[1]))
+        is_stored = crow.diff() != 0
+        rows = is_stored.nonzero()[:, 0].to(crow.dtype)
+        short_crow = torch.cat([crow[:1], crow[1:][is_stored]])
+        return cls(rows, short_crow, col, values, (matrix.shape[0], matrix.shape[1]))
 
     def to_csr(self) -> Tensor:
-        """As torch.sparse_csr, with the empty rows."""
+        """The matrix as a torch.sparse_csr tensor, with its empty rows.
+
+        Example:
+            >>> index = torch.tensor([0, 1])
+            >>> DCSR(index[1:], index, index[1:], torch.ones(1), (2, 2)).to_csr().to_dense()
+            tensor([[0., 0.],
+                    [0., 1.]])
+        """
         counts = torch.zeros(self.size[0], dtype=self.crow.dtype, device=self.crow.device)
         counts = counts.index_copy(0, self.rows.long(), self.crow.diff())
         crow = torch.cat([self.crow[:1], counts.cumsum(0).to(self.crow.dtype)])
@@ -87,33 +112,43 @@ def spmm(
     bias: Tensor | None = None,
     activation: ActivationLike = None,
 ) -> Tensor:
-    """act(w @ x + bias), where one of the matrices, or both, are sparse.
+    """act(w @ x + bias), where one or both of the matrices are sparse.
+
+    Supported layouts:
 
         sparse_csr or DCSR [m, k] @ dense [k, n]       -> dense [m, n]; bias [m]
         dense [m, k]              @ sparse_csc [k, n]  -> dense [m, n]; bias [n]
         sparse_csr or DCSR [m, k] @ sparse_csr or DCSR [k, n]
                                                        -> sparse_csr [m, n]; no bias, no activation
 
-    Floating-point matrices of one dtype; indices of 32 or 64 bits; differentiable. float32 on the
-    CPU is computed by kernels, float16 and bfloat16 in float32, other things by ATen ops.
-    activation: as those of `SparseLinear`. BadInput for shapes, types and indices that do not fit.
+    The result is differentiable. float32 on the CPU is computed by compiled kernels, float16 and
+    bfloat16 in float32, other dtypes by ATen ops. DCSR contains plain tensors, so it supports
+    torch.compile and second derivatives; torch's sparse tensors support neither. On a GPU, data
+    derived from the indices is cached: do not write into the indices of a sparse tensor, as torch
+    does not count such writes.
 
-    DCSR holds plain tensors: torch.compile takes it, and gradients of gradients pass; torch's
-    sparse tensors have neither. Where a GPU multiplies, what follows from the indices is kept, so
-    do not write into those of a sparse tensor, which torch does not count.
+    Args:
+        w: left matrix [m, k], floating-point; indices int32 or int64.
+        x: right matrix [k, n], of the dtype and device of `w`.
+        bias: one number per row of a sparse `w`, or per column of a sparse_csc `x`; default none.
+        activation: a name or a torch module, as in `SparseLinear`; default none.
 
-    >>> one = torch.tensor([0, 1])
-    >>> w = DCSR(one[:1], one, torch.tensor([2]), torch.tensor([3.0]), (2, 3))  # 3 at (0, 2)
-    >>> spmm(w, torch.ones(3, 2), bias=torch.tensor([0.0, -1.0]), activation="relu")
-    tensor([[3., 3.],
-            [0., 0.]])
+    Raises:
+        BadInput: layouts, shapes, dtypes, devices or indices that do not match.
+
+    Example:
+        >>> one = torch.tensor([0, 1])
+        >>> w = DCSR(one[:1], one, torch.tensor([2]), torch.tensor([3.0]), (2, 3))  # 3 at (0, 2)
+        >>> spmm(w, torch.ones(3, 2), bias=torch.tensor([0.0, -1.0]), activation="relu")
+        tensor([[3., 3.],
+                [0., 0.]])
     """
     act = act_of(activation)
     right = _layout(x)
     if isinstance(w, Tensor) and isinstance(x, Tensor) and w.layout == torch.strided:
         if right != torch.sparse_csc:
             raise BadInput(f"{_PAIRS}, got {w.layout} @ {right}; give {_advice(x, right)}")
-        # x @ w = (w.T @ x.T).T, and w.T has in CSR what w has in CSC
+        # w @ x = (x.T @ w.T).T, and the CSC arrays of x are the CSR arrays of x.T
         _check_pair(w, x)
         crow, col, values = _parts(x, x.ccol_indices(), x.row_indices())
         parts = (crow, col, values, None, (x.shape[1], x.shape[0]))
@@ -141,7 +176,7 @@ _PAIRS = (
 
 
 def _layout(matrix: Tensor | DCSR) -> torch.layout | str:
-    """How a matrix is stored; BadInput for what is none."""
+    """The layout of a matrix. Raises BadInput if it is neither a tensor nor DCSR."""
     if isinstance(matrix, DCSR):
         return "DCSR"
     if not isinstance(matrix, Tensor):
@@ -150,18 +185,18 @@ def _layout(matrix: Tensor | DCSR) -> torch.layout | str:
 
 
 def _advice(x: Tensor, layout: torch.layout | str) -> str:
-    """What to multiply a dense matrix by."""
+    """What to multiply a dense matrix with instead."""
     return "a sparse one, or w @ x" if layout == torch.strided else "x.to_sparse_csc()"
 
 
 def sparse_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of sparse_csr matrices, sparse_csr: what any nonzeros meet in is stored, zero or not.
+    """a @ b of sparse_csr matrices, as sparse_csr; sums that are zero are stored, too.
 
-    Every nonzero of a meets a row of b; the products are sorted by their place and summed.
+    Every nonzero of a is multiplied with a row of b; products with the same position are summed.
     """
     (crow, col, values), (other_crow, other_col, other_values) = csr_parts(a), csr_parts(b)
     gpu, size = kernels(values), (a.shape[0], b.shape[1])
-    if gpu is not None and not _followed(values, other_values):
+    if gpu is not None and not _needs_gradients(values, other_values):
         left = CsrMatrix(crow, col, values, None, (a.shape[0], a.shape[1]))
         right = CsrMatrix(other_crow, other_col, other_values, None, (b.shape[0], b.shape[1]))
         if gpu.takes(left, other_values):
@@ -171,51 +206,57 @@ def sparse_product(a: Tensor, b: Tensor) -> Tensor:
     check_indices(other_crow, other_col, b.shape[1])
     rows = torch.arange(a.shape[0], device=col.device).repeat_interleave(crow.diff().long())
     begins, counts = other_crow[:-1].long()[col.long()], other_crow.diff().long()[col.long()]
-    which = torch.arange(len(col), device=col.device).repeat_interleave(counts)
-    within = torch.arange(len(which), device=col.device) - (counts.cumsum(0) - counts)[which]
-    met = begins[which] + within
-    places = rows[which] * b.shape[1] + other_col.long()[met]
-    kept, slot = torch.unique(places, return_inverse=True)
-    wide = torch.float32 if values.dtype in NARROW else values.dtype
-    sums = torch.zeros(len(kept), dtype=wide, device=values.device)
-    sums = sums.index_add(0, slot, values[which].to(wide) * other_values[met].to(wide))
+    left_index = torch.arange(len(col), device=col.device).repeat_interleave(counts)
+    within = (
+        torch.arange(len(left_index), device=col.device) - (counts.cumsum(0) - counts)[left_index]
+    )
+    right_index = begins[left_index] + within
+    positions = rows[left_index] * b.shape[1] + other_col.long()[right_index]
+    unique_positions, inverse = torch.unique(positions, return_inverse=True)
+    sum_dtype = torch.float32 if values.dtype in NARROW else values.dtype
+    sums = torch.zeros(len(unique_positions), dtype=sum_dtype, device=values.device)
+    sums = sums.index_add(
+        0, inverse, values[left_index].to(sum_dtype) * other_values[right_index].to(sum_dtype)
+    )
     starts = torch.arange(a.shape[0] + 1, device=col.device) * b.shape[1]
-    starts = torch.searchsorted(kept, starts).to(crow.dtype)
-    columns = (kept % max(b.shape[1], 1)).to(crow.dtype)
+    starts = torch.searchsorted(unique_positions, starts).to(crow.dtype)
+    columns = (unique_positions % max(b.shape[1], 1)).to(crow.dtype)
     sums = sums.to(values.dtype)
     return torch.sparse_csr_tensor(starts, columns, sums, size, check_invariants=False)
 
 
-def _followed(*tensors: Tensor) -> bool:
-    """Whether gradients are recorded."""
+def _needs_gradients(*tensors: Tensor) -> bool:
+    """Whether gradients are recorded for any of the tensors."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def csr_parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Row starts, columns and values of a sparse_csr matrix; BadInput for anything else."""
+    """Row starts, columns and values of a sparse_csr matrix; raises BadInput for other tensors."""
     if _layout(matrix) != torch.sparse_csr or matrix.ndim != 2:
-        found = f"{tuple(matrix.shape)}, {matrix.layout}"
-        raise BadInput(f"expected a sparse_csr matrix, as to_sparse_csr() makes it, got {found}")
+        description = f"{tuple(matrix.shape)}, {matrix.layout}"
+        raise BadInput(
+            f"expected a sparse_csr matrix, as returned by to_sparse_csr(), got {description}"
+        )
     return _parts(matrix, matrix.crow_indices(), matrix.col_indices())
 
 
 def _parts(matrix: Tensor, starts: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values = matrix.values()
     if values.ndim != 1:
-        raise BadInput(f"expected single numbers as values, got blocks {tuple(values.shape)}")
+        raise BadInput(f"expected scalar values, got blocks {tuple(values.shape)}")
     return starts, others, values
 
 
 def _check_pair(w: Tensor | DCSR, x: Tensor) -> None:
-    """Raise BadInput for matrices that cannot be multiplied."""
+    """Raise BadInput if the matrices cannot be multiplied."""
     size, values = (w.size, w.values) if isinstance(w, DCSR) else (tuple(w.shape), w)
     if len(size) != 2 or x.ndim != 2 or size[1] != x.shape[0]:
         raise BadInput(f"expected matrices [m, k] and [k, n], got {size} and {tuple(x.shape)}")
     if x.layout not in (torch.strided, torch.sparse_csr, torch.sparse_csc):
         raise BadInput(f"expected a dense or compressed matrix, got {x.layout}")
     if values.dtype != x.dtype or not x.is_floating_point():
-        found = f"{values.dtype} and {x.dtype}"
-        raise BadInput(f"expected floating-point matrices of one dtype, got {found}")
+        dtypes = f"{values.dtype} and {x.dtype}"
+        raise BadInput(f"expected floating-point matrices of one dtype, got {dtypes}")
     if values.device != x.device:
         raise BadInput(f"expected one device, got {values.device} and {x.device}")
     _check_size(size)
@@ -223,5 +264,6 @@ def _check_pair(w: Tensor | DCSR, x: Tensor) -> None:
 
 
 def _check_size(size: tuple[int, ...]) -> None:
+    """Raise BadInput for sizes that are not (rows, columns)."""
     if len(size) != 2 or not all(type(n) is int and 0 <= n <= MAX_SIZE for n in size):
         raise BadInput(f"expected (rows, columns) of at most {MAX_SIZE}, got {size!r:.80}")

@@ -1,10 +1,11 @@
-"""A segment of a network as a value: steps over images and tokens, weights as spans of tensors.
+"""A segment of a network as a value: steps over images and tokens, with weights as spans of
+tensors.
 
-A program says what is computed, nothing about where or how: layouts, tiles and packed weights are a
-plan's (`sparse.plan`), made for one machine and one size. It is text in graphs and files, so it is
-hostile until `Program.parse` has checked it.
+A program defines what is computed, but not how: layouts, tiles and packed weights belong to a plan
+(`sparse.plan`), which is for one machine and one size. It is text in graphs and files, so it is
+untrusted until `SegmentProgram.parse` has checked it.
 
-Value k is input k, or what step k - len(inputs) makes. Kinds of values, by their tensors:
+Value k is input k, or the output of step k - len(inputs). Kinds of values, by their tensors:
 
     image   [batch, channels, height, width]
     signal  [batch, channels, length]
@@ -25,17 +26,19 @@ from demask.ops.activations import ACTIVATIONS, Act
 KINDS = ("image", "signal", "tokens")
 MAX_TEXT = 4_000_000  # characters of a program: ResNet-152 has 60,000
 MAX_SIZE = 2**31 - 1
-LARGEST = 3.4e38  # a float32 takes it
+LARGEST = 3.4e38  # fits in float32
 
-Span = tuple[int, int, int]  # tensor, first element, element behind the last
+Span = tuple[int, int, int]  # number of the tensor, first element, end
 Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class SparseWeight:
-    """A sparse matrix [rows, columns] in CSR: float values, int32 row starts and columns. That of
-    a convolution is [out, in / groups · kernel height · kernel width], as `weight.flatten(1)`.
-    values: float32, bfloat16, or int8 with a float32 scale per row."""
+    """A sparse matrix [rows, columns] in CSR: float values, int32 row starts and columns.
+
+    The matrix of a convolution is [out, in / groups * kernel height * kernel width], that is
+    `weight.flatten(1)`. values: float32, bfloat16, or int8 with a float32 scale per row.
+    """
 
     values: Span
     crow: Span
@@ -47,11 +50,12 @@ class SparseWeight:
 class ConvStep:
     """act(conv(x) + bias + value `add`) of an image or a signal (height 1).
 
-    padding: before and behind, per axis. transposed: as conv_transpose, whose full output (input
-    · stride apart, kernel not flipped) is cut by `padding`; behind may be less than zero, down to
-    1 - the larger of stride and dilation: torch's output_padding is before - behind. Its matrix is
-    [out, in / groups · kernel] too, that is weight.transpose(0, 1).flatten(1) for one group.
-    Fields of a signal are those of an image of height 1: (1, kernel), ((0, 0), (before, behind)).
+    padding: before and after, per axis. transposed: as conv_transpose, with the full output (input
+    spaced by the stride, kernel not flipped) cropped by `padding`. The padding after an axis may be
+    negative, down to 1 - max(stride, dilation): the output_padding of torch is before - after. The
+    matrix is [out, in / groups * kernel] too, that is weight.transpose(0, 1).flatten(1) for one
+    group.
+    Fields of a signal are those of an image of height 1: (1, kernel), ((0, 0), (before, after)).
     """
 
     x: int
@@ -84,8 +88,11 @@ class LinearStep:
 
 @dataclass(frozen=True, slots=True)
 class PoolStep:
-    """The largest or the mean value of each window. ceil: windows may begin inside and end outside
-    the padded image. counted: the padding counts in means, whose windows have no dilation."""
+    """The maximum or mean of each window.
+
+    ceil: windows may start inside and end outside of the padded image. counted: means include the
+    padding; their windows have no dilation.
+    """
 
     x: int
     mean: bool
@@ -99,21 +106,21 @@ class PoolStep:
 
 @dataclass(frozen=True, slots=True)
 class MeanStep:
-    """The mean of each channel of an image: an image of one pixel (keep) or tokens."""
+    """The mean of each channel of an image, as an image of one pixel (keep) or as tokens."""
 
     x: int
     keep: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class FlattenStep:
     """Images of one pixel as tokens."""
 
     x: int
 
 
 @dataclass(frozen=True, slots=True)
-class Map:
+class ActivationStep:
     """act(x)."""
 
     x: int
@@ -121,8 +128,8 @@ class Map:
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
-    """act(x + z), of one shape."""
+class AddStep:
+    """act(x + z) of values of the same shape."""
 
     x: int
     z: int
@@ -130,24 +137,33 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
-class Cat:
-    """Channels of several values, one behind the other."""
+class ConcatStep:
+    """Channels of several values, concatenated."""
 
     xs: tuple[int, ...]
 
 
-Step = ConvStep | LinearStep | PoolStep | MeanStep | Flat | Map | Add | Cat
-# The name of each kind of step in the text of a program, which files store.
+Step = (
+    ConvStep
+    | LinearStep
+    | PoolStep
+    | MeanStep
+    | FlattenStep
+    | ActivationStep
+    | AddStep
+    | ConcatStep
+)
+# Names of steps in the text of a program, which is stored in files.
 STEPS: dict[str, type] = {
-    "conv": ConvStep, "linear": LinearStep, "pool": PoolStep, "mean": MeanStep, "flat": Flat,
-    "map": Map, "add": Add, "cat": Cat,
+    "conv": ConvStep, "linear": LinearStep, "pool": PoolStep, "mean": MeanStep, "flat": FlattenStep,
+    "map": ActivationStep, "add": AddStep, "cat": ConcatStep,
 }  # fmt: skip
 NAMES = {kind: name for name, kind in STEPS.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentProgram:
-    """Steps from inputs (their kinds) to outputs (values)."""
+    """Steps from inputs to outputs. inputs: kind of each input; outputs: numbers of values."""
 
     inputs: tuple[str, ...]
     steps: tuple[Step, ...]
@@ -158,58 +174,61 @@ class SegmentProgram:
         object.__setattr__(self, "kinds", _kinds(self))
 
     def text(self) -> str:
-        """As one line of JSON: `Program.parse` reads it."""
+        """The program as one line of JSON, read by `SegmentProgram.parse`."""
         steps = [{"op": NAMES[type(s)], **_plain(s)} for s in self.steps]
-        whole = {"inputs": self.inputs, "steps": steps, "outputs": self.outputs}
-        return json.dumps(whole, separators=(",", ":"))
+        document = {"inputs": self.inputs, "steps": steps, "outputs": self.outputs}
+        return json.dumps(document, separators=(",", ":"))
 
     @classmethod
     def parse(cls, text: str) -> SegmentProgram:
-        """The program of a text; BadInput for what is none."""
+        """The program of a text. Raises BadInput if the text is not a valid program."""
         if len(text) > MAX_TEXT:
             raise BadInput(f"expected a program of at most {MAX_TEXT} characters, got {len(text)}")
         try:
-            whole = json.loads(text)
-            steps = tuple(_step(dict(entry)) for entry in whole["steps"])
-            return cls(tuple(whole["inputs"]), steps, tuple(whole["outputs"]))
+            document = json.loads(text)
+            steps = tuple(_step(dict(entry)) for entry in document["steps"])
+            return cls(tuple(document["inputs"]), steps, tuple(document["outputs"]))
         except BadInput:
             raise
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadInput(
-                f"expected a program as Program.text writes it: {error!r:.200}"
+                f"expected a program as written by SegmentProgram.text: {error!r:.200}"
             ) from None
 
     def shapes(self, inputs: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-        """The shape of every value; sizes may be symbolic. BadInput where steps do not fit."""
+        """The shape of every value; sizes may be symbolic.
+
+        Raises BadInput if the inputs or steps do not match.
+        """
         if len(inputs) != len(self.inputs):
             raise BadInput(f"expected {len(self.inputs)} inputs, got {len(inputs)}")
-        made: list[tuple[Any, ...]] = []
+        shapes: list[tuple[Any, ...]] = []
         for kind, shape in zip(self.inputs, inputs, strict=True):
             rank = {"image": 4, "signal": 3}.get(kind)
             if (len(shape) != rank) if rank else (len(shape) < 1):
                 raise BadInput(f"expected {kind}, got a tensor of shape {tuple(shape)}")
-            made.append(tuple(shape))
-        for place, step in enumerate(self.steps):
+            shapes.append(tuple(shape))
+        for number, step in enumerate(self.steps):
             kind = self.kinds[reads(step)[0]]
             try:
-                made.append(_positive(_shape(step, made, kind), kind))
+                shapes.append(_positive(_shape(step, shapes, kind), kind))
             except BadInput as error:
-                raise BadInput(f"step {place} ({NAMES[type(step)]}): {error}") from None
-        return made
+                raise BadInput(f"step {number} ({NAMES[type(step)]}): {error}") from None
+        return shapes
 
 
 def reads(step: Step) -> tuple[int, ...]:
     """The values that a step reads."""
-    if isinstance(step, Cat):
+    if isinstance(step, ConcatStep):
         return step.xs
-    if isinstance(step, Add):
+    if isinstance(step, AddStep):
         return step.x, step.z
     add = getattr(step, "add", None)
     return (step.x,) if add is None else (step.x, add)
 
 
 def canonical(kind: str, shape: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
-    """(batch, channels, height, width) of a value; tokens are the pixels of one row."""
+    """(batch, channels, height, width) of a value; tokens are pixels of one row."""
     if kind == "image":
         return shape[0], shape[1], shape[2], shape[3]
     if kind == "signal":
@@ -221,13 +240,13 @@ def canonical(kind: str, shape: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
 
 
 def _plain(step: Step) -> dict[str, Any]:
-    """The fields that differ from their defaults."""
-    found = {}
+    """The fields of a step that differ from their defaults."""
+    changed = {}
     for f in fields(step):
         value = getattr(step, f.name)
         if value != f.default:
-            found[f.name] = _spans(value) if isinstance(value, SparseWeight) else value
-    return found
+            changed[f.name] = _spans(value) if isinstance(value, SparseWeight) else value
+    return changed
 
 
 def _spans(weight: SparseWeight) -> list[Span]:
@@ -251,44 +270,45 @@ def _tupled(value: Any) -> Any:
 
 
 def _kinds(program: SegmentProgram) -> tuple[str, ...]:
-    """The kind of each value; BadInput for steps whose fields make no sense."""
-    made: list[str] = []
+    """The kind of each value. Raises BadInput for steps with invalid fields."""
+    kinds: list[str] = []
     for kind in program.inputs:
         if kind not in KINDS:
             raise BadInput(f"expected inputs of the kinds {KINDS}, got {kind!r:.40}")
-        made.append(kind)
-    for place, step in enumerate(program.steps):
+        kinds.append(kind)
+    for number, step in enumerate(program.steps):
         try:
-            _check(step, len(made))
-            made.append(_kind(step, [made[v] for v in reads(step)]))
+            _check(step, len(kinds))
+            kinds.append(_kind(step, [kinds[v] for v in reads(step)]))
         except BadInput as error:
-            raise BadInput(f"step {place} ({NAMES[type(step)]}): {error}") from None
-    if not program.outputs or not all(_is_count(v) and v < len(made) for v in program.outputs):
-        raise BadInput(f"expected outputs among {len(made)} values, got {program.outputs!r:.80}")
-    return tuple(made)
+            raise BadInput(f"step {number} ({NAMES[type(step)]}): {error}") from None
+    if not program.outputs or not all(_is_count(v) and v < len(kinds) for v in program.outputs):
+        raise BadInput(f"expected outputs among {len(kinds)} values, got {program.outputs!r:.80}")
+    return tuple(kinds)
 
 
-def _kind(step: Step, found: Sequence[str]) -> str:
-    """The kind of what a step makes."""
-    wanted = {ConvStep: ("image", "signal"), PoolStep: ("image",), MeanStep: ("image",), Flat: ("image",),
-              LinearStep: ("tokens",)}.get(type(step), KINDS)  # fmt: skip
-    if found[0] not in wanted or len(set(found)) != 1:
-        raise BadInput(f"expected values of one kind of {wanted}, got {found}")
-    if isinstance(step, ConvStep) and found[0] == "signal":
+def _kind(step: Step, operands: Sequence[str]) -> str:
+    """The kind of the output of a step. operands: kinds of its operands."""
+    allowed = {ConvStep: ("image", "signal"), PoolStep: ("image",), MeanStep: ("image",),
+               FlattenStep: ("image",), LinearStep: ("tokens",)}.get(type(step), KINDS)  # fmt: skip
+    if operands[0] not in allowed or len(set(operands)) != 1:
+        raise BadInput(f"expected values of one kind of {allowed}, got {operands}")
+    if isinstance(step, ConvStep) and operands[0] == "signal":
         first = step.kernel[0], step.stride[0], step.dilation[0], step.padding[0]
         if first != (1, 1, 1, (0, 0)):
             raise BadInput(f"expected a kernel of height 1 for a signal, got {step.kernel}")
-    if isinstance(step, Flat) or (isinstance(step, MeanStep) and not step.keep):
+    if isinstance(step, FlattenStep) or (isinstance(step, MeanStep) and not step.keep):
         return "tokens"
-    return found[0]
+    return operands[0]
 
 
 def _is_count(value: Any, least: int = 0) -> bool:
+    """Whether a value is an integer from `least` to MAX_SIZE."""
     return type(value) is int and least <= value <= MAX_SIZE
 
 
 def _check(step: Step, known: int) -> None:
-    """Raise BadInput for fields that make no sense, whatever the sizes."""
+    """Raise BadInput for fields that are invalid for all sizes."""
     if not all(_is_count(v) and v < known for v in reads(step)) or not reads(step):
         raise BadInput(f"expected values before it, got {reads(step)!r:.80}")
     if isinstance(step, MeanStep) and type(step.keep) is not bool:
@@ -298,7 +318,7 @@ def _check(step: Step, known: int) -> None:
     if isinstance(step, (ConvStep, PoolStep)):
         _check_window(step)
     act = getattr(step, "act", None)
-    if act is not None or isinstance(step, Map):
+    if act is not None or isinstance(step, ActivationStep):
         _check_act(act)
 
 
@@ -321,9 +341,9 @@ def _check_layer(step: ConvStep | LinearStep) -> None:
 
 def _check_window(step: ConvStep | PoolStep) -> None:
     for key in ("kernel", "stride", "dilation"):
-        found = getattr(step, key)
-        if len(found) != 2 or not all(_is_count(n, 1) for n in found):
-            raise BadInput(f"expected two positive {key} sizes, got {found!r:.80}")
+        sizes = getattr(step, key)
+        if len(sizes) != 2 or not all(_is_count(n, 1) for n in sizes):
+            raise BadInput(f"expected two positive {key} sizes, got {sizes!r:.80}")
     if len(step.padding) != 2:
         raise BadInput(f"expected padding of two axes, got {step.padding!r:.80}")
     if isinstance(step, ConvStep):
@@ -344,11 +364,11 @@ def _check_conv(step: ConvStep) -> None:
         raise BadInput(f"expected groups that divide {step.out}, got {step.groups!r}")
     if type(step.transposed) is not bool:
         raise BadInput(f"expected a flag, got transposed={step.transposed!r}")
-    for axis, found in enumerate(step.padding):
-        room = max(step.stride[axis], step.dilation[axis]) if step.transposed else 1
-        pair = type(found) is tuple and len(found) == 2
-        if not pair or not _is_count(found[0]) or not _is_count(found[1], 1 - room):
-            raise BadInput(f"expected padding (before, behind) per axis, got {step.padding!r:.80}")
+    for axis, pair in enumerate(step.padding):
+        limit = max(step.stride[axis], step.dilation[axis]) if step.transposed else 1
+        is_pair = type(pair) is tuple and len(pair) == 2
+        if not is_pair or not _is_count(pair[0]) or not _is_count(pair[1], 1 - limit):
+            raise BadInput(f"expected padding (before, after) per axis, got {step.padding!r:.80}")
 
 
 def _check_act(act: Any) -> None:
@@ -360,78 +380,84 @@ def _check_act(act: Any) -> None:
         raise BadInput(f"expected numbers, got {act!r:.80}")
 
 
-def _shape(step: Step, made: Sequence[tuple[Any, ...]], kind: str) -> tuple[Any, ...]:
-    """The shape of what a step makes."""
-    x = made[reads(step)[0]]
+def _shape(step: Step, shapes: Sequence[tuple[Any, ...]], kind: str) -> tuple[Any, ...]:
+    """The shape of the output of a step."""
+    x = shapes[reads(step)[0]]
     if isinstance(step, LinearStep):
-        return _same(step, made, (*x[:-1], step.out))
+        return _same(step, shapes, (*x[:-1], step.out))
     if isinstance(step, ConvStep):
         if x[1] % step.groups:
             raise BadInput(f"expected channels in {step.groups} groups, got {x[1]}")
         height = (1,) if len(x) == 3 else ()
         sizes = _convolved(step, (*height, *x[2:]))
-        return _same(step, made, (x[0], step.out, *sizes[len(height) :]))
+        return _same(step, shapes, (x[0], step.out, *sizes[len(height) :]))
     if isinstance(step, PoolStep):
         return (x[0], x[1], *_pooled(step, x[2:]))
     if isinstance(step, MeanStep):
         return (x[0], x[1], 1, 1) if step.keep else (x[0], x[1])
-    if isinstance(step, Flat):
+    if isinstance(step, FlattenStep):
         if x[2] != 1 or x[3] != 1:
             raise BadInput(f"expected images of one pixel, got {x}")
         return (x[0], x[1])
-    if isinstance(step, Cat):
-        return _joined([made[v] for v in step.xs], len(x) - 1 if kind == "tokens" else 1)
-    return _same(step, made, x)
+    if isinstance(step, ConcatStep):
+        return _joined([shapes[v] for v in step.xs], len(x) - 1 if kind == "tokens" else 1)
+    return _same(step, shapes, x)
 
 
-def _joined(found: Sequence[tuple[Any, ...]], axis: int) -> tuple[Any, ...]:
-    """The shape of values one behind the other along an axis."""
-    around = [(*shape[:axis], *shape[axis + 1 :]) for shape in found]
-    if any(other != around[0] for other in around):
-        raise BadInput(f"expected shapes that differ in axis {axis} alone, got {found}")
-    total = found[0][axis]
-    for shape in found[1:]:
+def _joined(shapes: Sequence[tuple[Any, ...]], axis: int) -> tuple[Any, ...]:
+    """The shape of values concatenated along an axis."""
+    other_sizes = [(*shape[:axis], *shape[axis + 1 :]) for shape in shapes]
+    if any(sizes != other_sizes[0] for sizes in other_sizes):
+        raise BadInput(f"expected shapes that differ only in axis {axis}, got {shapes}")
+    total = shapes[0][axis]
+    for shape in shapes[1:]:
         total = total + shape[axis]
-    return (*found[0][:axis], total, *found[0][axis + 1 :])
+    return (*shapes[0][:axis], total, *shapes[0][axis + 1 :])
 
 
 def _positive(shape: tuple[Any, ...], kind: str) -> tuple[Any, ...]:
-    """The shape, of which no image is empty or too large; symbolic sizes are taken as they are."""
+    """The shape. Raises BadInput if an image is empty or too large (symbolic sizes pass)."""
     sizes = shape[2:] if len(shape) > 2 and kind != "tokens" else ()
     if any(isinstance(size, int) and not 1 <= size <= MAX_SIZE for size in sizes):
         raise BadInput(f"expected windows that fit into the input, got an output of {shape}")
     return shape
 
 
-def _same(step: Step, made: Sequence[tuple[Any, ...]], shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`shape`, which what is added has too."""
-    other = getattr(step, "add", None)
-    other = getattr(step, "z", None) if other is None else other
-    if other is not None and tuple(made[other]) != shape:
-        raise BadInput(f"expected {shape} to be added, got {made[other]}")
+def _same(step: Step, shapes: Sequence[tuple[Any, ...]], shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`shape`. Raises BadInput if the added value has another shape."""
+    addend = getattr(step, "add", None)
+    addend = getattr(step, "z", None) if addend is None else addend
+    if addend is not None and tuple(shapes[addend]) != shape:
+        raise BadInput(f"expected {shape} to be added, got {shapes[addend]}")
     return shape
 
 
 def _convolved(step: ConvStep, sizes: Sequence[Any]) -> list[Any]:
-    found = []
+    """Output sizes of a convolution."""
+    outputs = []
     for axis, size in enumerate(sizes):
         reach = step.dilation[axis] * (step.kernel[axis] - 1)
-        before, behind = step.padding[axis]
+        padding_before, padding_after = step.padding[axis]
         if step.transposed:
-            found.append((size - 1) * step.stride[axis] + reach + 1 - before - behind)
+            outputs.append(
+                (size - 1) * step.stride[axis] + reach + 1 - padding_before - padding_after
+            )
         else:
-            found.append((size + before + behind - reach - 1) // step.stride[axis] + 1)
-    return found
+            outputs.append(
+                (size + padding_before + padding_after - reach - 1) // step.stride[axis] + 1
+            )
+    return outputs
 
 
 def _pooled(step: PoolStep, sizes: Sequence[Any]) -> list[Any]:
-    found = []
+    """Output sizes of a pool."""
+    outputs = []
     for axis, size in enumerate(sizes):
         reach, pad = step.dilation[axis] * (step.kernel[axis] - 1), step.padding[axis]
         stride = step.stride[axis]
-        room = size + 2 * pad - reach - 1 + (stride - 1 if step.ceil else 0)
-        count = room // stride + 1
+        last_start = size + 2 * pad - reach - 1 + (stride - 1 if step.ceil else 0)
+        count = last_start // stride + 1
         if step.ceil and (count - 1) * stride >= size + pad:
             count = count - 1
-        found.append(count)
-    return found
+        outputs.append(count)
+    return outputs

@@ -75,7 +75,7 @@ def test_bitmaps_use_tensor_cores(name):
     types |= dict.fromkeys(("high", "tiles", "x_row", "out_row", "k", "m", "share"), "i32")
     aligned = [*types.keys() - {"tiles", "share", "first", "second"}]
     constants = {
-        "HEIGHT": height, "WIDTH": width, "TURNED": turned, "SPLIT": True, "BIASED": True,
+        "HEIGHT": height, "WIDTH": width, "TRANSPOSED": turned, "SPLIT": True, "BIASED": True,
         "ACT": "relu", "WIDE": False, "x_column": 1, "out_column": 1,
     }  # fmt: skip
     found = compiled(bitmap.spmm_bitmap, types, constants, aligned, warps)

@@ -20,10 +20,10 @@ from demask.sparse.products.gpu_autotune import KernelChoice, candidates, fastes
 from demask.sparse.products.gpu_formats import (
     bitmap_of,
     deal_tasks,
-    form_of,
+    formats_of,
     full,
     snake,
-    turned_of,
+    transpose_of,
 )
 from sparse_cases import csr
 from sparse_cases import matrix as random
@@ -126,7 +126,7 @@ def test_a_bitmap_is_the_matrix(shape, density):
 def test_the_transpose(density):
     w = random(7, 12, density)
     m = rows_of(w)
-    made = turned_of(m)
+    made = transpose_of(m)
     parts = made.crow, made.col, m.values[made.order]
     found = torch.sparse_csr_tensor(*parts, (12, 7), check_invariants=True)
     assert torch.equal(found.to_dense(), w.t())
@@ -140,26 +140,26 @@ def test_rows_with_names():
     short = m._replace(crow=m.crow[[0, *(names + 1).tolist()]], names=names)
     assert torch.equal(full(short).crow, m.crow)
     assert torch.equal(spread(short), spread(m))
-    crow = turned_of(short)
-    assert all(map(torch.equal, crow, turned_of(m)))
+    crow = transpose_of(short)
+    assert all(map(torch.equal, crow, transpose_of(m)))
 
 
 def test_forms_live_as_long_as_the_matrix():
     m = rows_of(random(7, 12, 0.4))
-    first = form_of(m)
+    first = formats_of(m)
     first.bitmap(m)
     first.tasks(m, 4)
-    assert form_of(m._replace(values=m.values * 2)) is first
+    assert formats_of(m._replace(values=m.values * 2)) is first
     m.col.add_(0)
-    assert form_of(m) is not first
+    assert formats_of(m) is not first
     several = [rows_of(random(3, 4, 0.5)) for _ in range(200)]  # a network's layers
-    first, others = form_of(m), [form_of(one) for one in several]
-    assert form_of(m) is first
-    assert all(form_of(one) is form for one, form in zip(several, others, strict=True))
-    count = len(gpu_forms.FORMS.entries)
+    first, others = formats_of(m), [formats_of(one) for one in several]
+    assert formats_of(m) is first
+    assert all(formats_of(one) is form for one, form in zip(several, others, strict=True))
+    count = len(gpu_forms.FORMATS.entries)
     del m
     gc.collect()
-    assert len(gpu_forms.FORMS.entries) < count
+    assert len(gpu_forms.FORMATS.entries) < count
 
 
 @pytest.mark.parametrize("part", ["a column", "a start", "a name"])
@@ -173,7 +173,7 @@ def test_hostile_indices_are_refused(part):
     if part == "a name":
         names[3] = 4
     with pytest.raises(BadInput):
-        form_of(m._replace(names=names))
+        formats_of(m._replace(names=names))
 
 
 def test_the_fastest_is_taken_and_remembered(tmp_path):
@@ -211,8 +211,8 @@ def test_calls_of_one_kind_share_a_choice():
 
 def test_forms_are_copied_whole():
     m = rows_of(random(50, 30, 0.4))
-    form = form_of(m)
-    form.tasks(m, 4), form.bitmap(m), form.turned(m)
+    form = formats_of(m)
+    form.tasks(m, 4), form.bitmap(m), form.transposed(m)
     other = copy.deepcopy(form)
     assert torch.equal(other.bitmap(m).masks, form.bitmap(m).masks)
     assert other.bitmap(m).masks.data_ptr() != form.bitmap(m).masks.data_ptr()

@@ -44,7 +44,7 @@ def test_gradients(named):
         a = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
 
     def turned(values, a):
-        return gpu_ops.turned(CsrMatrix(crow, col, values, names, size), a)
+        return gpu_ops.transposed_product(CsrMatrix(crow, col, values, names, size), a)
 
     def sampled(a, b):
         return gpu_ops.sampled(CsrMatrix(crow, col, values, names, size), a, b)
@@ -58,7 +58,7 @@ def test_ops_are_what_they_say():
     crow, col, (values, a, b) = parts()
     w = torch.sparse_csr_tensor(crow, col, values, (6, 5), check_invariants=True).to_dense()
     m = CsrMatrix(crow, col, values, None, (6, 5))
-    torch.testing.assert_close(gpu_ops.turned(m, a), w.t() @ a)
+    torch.testing.assert_close(gpu_ops.transposed_product(m, a), w.t() @ a)
     torch.testing.assert_close(gpu_ops.sampled(m, a, b), (a @ b.t())[w != 0])
 
 
@@ -134,7 +134,7 @@ def check_dispatch(device):
     m, before = rows_of(w, device), product.kernels
     product.kernels = lambda x: gpu
     try:
-        found = product.elsewhere(*m[:4], list(m.size), x.to(device), None, "relu", [])
+        found = product.on_other_devices(*m[:4], list(m.size), x.to(device), None, "relu", [])
     finally:
         product.kernels = before
     assert error(found, (w.double() @ x.double()).clamp(min=0).numpy()) <= 2e-6

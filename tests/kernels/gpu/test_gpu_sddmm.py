@@ -69,12 +69,12 @@ def test_every_type(device, name, choice, dtype):
 def check_planted(device):
     """One entry too few is found."""
     from demask.sparse.products import gpu_products as gpu
-    from demask.sparse.products.gpu_formats import form_of
+    from demask.sparse.products.gpu_formats import formats_of
 
     w = matrix(13, 75, 0.3)
     m, a = rows_of(w.float(), device), torch.ones(13, 4, device=device)
-    begins, ends, rows = form_of(m).parts(m, 16)
-    form_of(m)._made["parts 16"] = begins[:-1], ends[:-1], rows[:-1]
+    begins, ends, rows = formats_of(m).parts(m, 16)
+    formats_of(m)._derived["parts 16"] = begins[:-1], ends[:-1], rows[:-1]
     with poisoned(device):
         found = gpu.sddmm(m, a, torch.ones(75, 4, device=device), CHOICES[0])
     wanted = (a.cpu() @ torch.ones(4, 75)).double()[w != 0].numpy()

@@ -12,7 +12,7 @@ import torch
 from demask.ops.activations import ACTIVATIONS, activate
 from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.gpu_autotune import KernelChoice, candidates
-from demask.sparse.products.gpu_formats import form_of
+from demask.sparse.products.gpu_formats import formats_of
 from interpreted import CLOSE, DEVICES, error, nowhere, poisoned, rows_of, run_on
 from sparse_cases import matrix
 
@@ -133,7 +133,7 @@ def check_turned(device, name, dtype, choice):
     y = torch.randn(len(w), 11).to(dtype)
     wanted = w.double().numpy().T @ y.double().numpy()
     with poisoned(device):
-        found = gpu.spmm_turned(rows_of(w, device), nowhere(y, device), choice)
+        found = gpu.spmm_transposed(rows_of(w, device), nowhere(y, device), choice)
     assert found.shape == wanted.shape
     assert error(found, wanted) <= CLOSE[dtype], error(found, wanted)
 
@@ -165,7 +165,7 @@ def check_named(device, choice):
         given = x.to(device), bias.to(device), ("relu", ())
         assert error(gpu.spmm(m, *given, choice), wanted.clip(0)) <= CLOSE[torch.float32]
         assert torch.equal(gpu.densified(m).cpu(), w)
-        turned = gpu.spmm_turned(m, torch.ones(24, 3, device=device), choice)
+        turned = gpu.spmm_transposed(m, torch.ones(24, 3, device=device), choice)
     assert error(turned, w.double().numpy().T @ np.ones((24, 3))) <= CLOSE[torch.float32]
 
 
@@ -184,7 +184,7 @@ def check_loose(device):
     )
     w = torch.tensor([[2.0, 0, 0, 0, 4, 0], [0] * 6, [0, 5, 4, 0, 0, 0]])
     x = torch.randn(6, 4)
-    assert form_of(m).bitmap(m) is None
+    assert formats_of(m).bitmap(m) is None
     assert torch.equal(gpu.densified(m).cpu(), w)
     assert {c.kind for c in candidates("spmm", m, 4, False, 4)} == {"rows", "dense"}
     for choice in (ROWS[0], KernelChoice("dense")):
@@ -209,7 +209,7 @@ def check_every_candidate(device, dtype, n):
             if found is None:
                 y = torch.ones(70, n, dtype=dtype, device=device)
                 other = w.double().numpy().T @ np.ones((70, n))
-                found = gpu.spmm_turned(m, y, choice)
+                found = gpu.spmm_transposed(m, y, choice)
                 assert error(found, other) <= CLOSE[dtype], choice
             else:
                 assert error(found, wanted) <= CLOSE[dtype], choice
@@ -238,7 +238,7 @@ def check_planted(device):
     w = matrix(13, 75, 0.3, dtype=torch.float32)
     m, x = rows_of(w, device), torch.ones(75, 3, device=device)
     wanted = w.double().numpy() @ np.ones((75, 3))
-    form, found = form_of(m), []
+    form, found = formats_of(m), []
     tasks, bits = form.tasks(m, 8), form.bitmap(m)
     bits.masks[0, 3, 0] &= bits.masks[0, 3, 0] - 1
     form._tasks[8, None] = tasks._replace(begins=tasks.begins[:-1])

@@ -1,8 +1,8 @@
-"""Kernels over matrices in CSR as they come, without packing: sparse times dense.
+"""Sparse times dense kernels that read a CSR matrix directly, without packing.
 
-Every row checks its own indices before it uses them: those of a bad one are not followed, and the
-call says so. Vectors are as wide as there are columns, so that none is wasted on few of them; rows
-of similar length go side by side then, since one row alone would wait for its own sums.
+Every row checks its own indices before it uses them: those of an invalid row are not followed, and
+the call reports it. Vectors are at most as wide as the matrix has columns; with few columns, rows
+of similar length are computed together, since one row alone would wait for its own sums.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from demask.kernels.llvm.emitter import (
 from demask.kernels.llvm.isa import Isa
 from demask.ops.activations import Act
 
-#: what kernels are called with. names: rows of out, for rows that have names; order: rows of the
-#: matrix, of which this call takes begin to end, `together` being where those side by side end;
-#: pitches: bytes from row to row; tiles: how many are computed of each row; left: lanes in use of a
-#: partial vector; rows, columns, entries: sizes of the matrix; bad: set to 1 for bad indices.
+#: Call of a kernel. names: row of out for each row of the matrix, if rows are renumbered; order:
+#: rows of the matrix, of which this call computes begin to end, those before `together` in groups;
+#: pitches: bytes from row to row; tiles: number of tiles per row; left: lanes in use of a partial
+#: vector; rows, columns, entries: sizes of the matrix; bad: set to 1 for invalid indices.
 CALL = np.dtype([(key, "<i8") for key in (
     "crow", "col", "values", "names", "order", "begin", "together", "end", "x", "x_pitch", "out",
     "out_pitch", "bias", "tiles", "left", "rows", "columns", "entries", "bad")])  # fmt: skip
-#: fields of calls that are addresses
+#: fields that are addresses
 ADDRESSES = ("crow", "col", "values", "names", "order", "a", "x", "out", "bias", "bad")
 
 
 def narrowed(e: Emitter, lanes: int) -> Emitter:
-    """The same function, written with vectors of so many lanes."""
+    """The same function, with vectors of `lanes` lanes."""
     other = copy.copy(e)
     other.isa, other.lanes = replace(e.isa, lanes=lanes), lanes
     other.vector, other.ints = ir.VectorType(FLOAT, lanes), ir.VectorType(I32, lanes)
@@ -49,8 +49,7 @@ def narrowed(e: Emitter, lanes: int) -> Emitter:
 
 
 class Matrix:
-    """The fields of a call (those of `CALL`, or others that kernels name); rows and their
-    nonzeros."""
+    """The fields of a call (`CALL` by default), and the rows and nonzeros of its matrix."""
 
     def __init__(self, e: Emitter, wide: bool, fields: np.dtype[Any] = CALL):
         call = e.pointer(e.args[0])
@@ -58,61 +57,63 @@ class Matrix:
         self.field = {key: e.load(I64, call, k) for k, key in enumerate(fields.names or ())}
         self.at = {key: e.pointer(self.field[key]) for key in ADDRESSES if key in self.field}
 
-    def number(self, key: str, place: Value) -> Value:
-        """An index as a signed number of 64 bits."""
-        found = self.e.load(self.index, self.at[key], place)
-        return found if self.index is I64 else self.e.b.sext(found, I64)
+    def number(self, key: str, position: Value) -> Value:
+        """An index as a signed 64-bit integer."""
+        index = self.e.load(self.index, self.at[key], position)
+        return index if self.index is I64 else self.e.b.sext(index, I64)
 
-    def row(self, place: Value) -> tuple[Value, Value, Value]:
-        """(row of out, first nonzero, nonzeros) of a row in the order; none of a bad one."""
+    def row(self, position: Value) -> tuple[Value, Value, Value]:
+        """(row, first nonzero, number of nonzeros) of a position in the order; no nonzeros if the
+        row is invalid.
+        """
         e, b = self.e, self.e.b
-        row = e.load_long(I32, self.at["order"], place)
+        row = e.load_long(I32, self.at["order"], position)
         begin, end = self.number("crow", row), self.number("crow", b.add(row, I64(1)))
-        good = b.and_(b.icmp_signed("<=", I64(0), begin), b.icmp_signed("<=", begin, end))
-        good = b.and_(good, b.icmp_signed("<=", end, self.field["entries"]))
-        self.report(b.not_(good))
-        return row, b.select(good, begin, I64(0)), b.select(good, b.sub(end, begin), I64(0))
+        valid = b.and_(b.icmp_signed("<=", I64(0), begin), b.icmp_signed("<=", begin, end))
+        valid = b.and_(valid, b.icmp_signed("<=", end, self.field["entries"]))
+        self.report(b.not_(valid))
+        return row, b.select(valid, begin, I64(0)), b.select(valid, b.sub(end, begin), I64(0))
 
     def named(self, row: Value, named: bool) -> tuple[Value, Value]:
-        """The row of out that a row's name says, and whether there is one; else row 0."""
+        """(row of out, whether it is valid); row 0 if its number is out of range."""
         if not named:
             return row, BIT(1)
         b, name = self.e.b, self.number("names", row)
-        good = b.icmp_unsigned("<", name, self.field["rows"])
-        self.report(b.not_(good))
-        return b.select(good, name, I64(0)), good
+        valid = b.icmp_unsigned("<", name, self.field["rows"])
+        self.report(b.not_(valid))
+        return b.select(valid, name, I64(0)), valid
 
     def report(self, bad: Value) -> None:
-        """Note that an index is bad, where it is."""
+        """Set `bad` if a condition is true."""
         with self.e.b.if_then(bad, likely=False):
             self.e.b.store(I64(1), self.at["bad"])
 
-    def columns(self, place: Value, mask: Value) -> tuple[Value, Value]:
-        """A vector of columns, and the mask of those that are there and in range."""
+    def columns(self, position: Value, mask: Value) -> tuple[Value, Value]:
+        """A vector of column indices, and the mask of those that are in range."""
         e, b = self.e, self.e.b
         kind = ir.VectorType(self.index, e.lanes)
-        found = masked(e, kind, e.at(self.at["col"], place, self.index), mask)
+        indices = masked(e, kind, e.at(self.at["col"], position, self.index), mask)
         limit = self.field["columns"]
         limit = limit if self.index is I64 else b.trunc(limit, I32)
-        inside = b.icmp_unsigned("<", found, e.splat(limit))
-        return found, b.and_(mask, inside)
+        inside = b.icmp_unsigned("<", indices, e.splat(limit))
+        return indices, b.and_(mask, inside)
 
     def checked(self, begin: Value, count: Value) -> Value:
-        """How many nonzeros of a row may be followed: all or, where a column is bad, none."""
+        """How many nonzeros of a row to read: all, or none if a column is out of range."""
         e, b = self.e, self.e.b
         mask_type = ir.VectorType(BIT, e.lanes)
         bad = e.variable(mask_type, ir.Constant(mask_type, [0] * e.lanes))
         with e.loop(I64(0), count, e.lanes) as i:
             mask = below(e, b.sub(count, i))
-            _, good = self.columns(b.add(begin, i), mask)
-            bad.set(b.or_(bad.get(), b.xor(mask, good)))
-        any_ = any_set(e, bad.get())
-        self.report(any_)
-        return b.select(any_, I64(0), count)
+            _, valid = self.columns(b.add(begin, i), mask)
+            bad.set(b.or_(bad.get(), b.xor(mask, valid)))
+        any_bad = any_set(e, bad.get())
+        self.report(any_bad)
+        return b.select(any_bad, I64(0), count)
 
 
 def below(e: Emitter, count: Value) -> Value:
-    """The mask of the first `count` lanes; count may be any number of 64 bits."""
+    """The mask of the first `count` lanes; count is any signed 64-bit integer."""
     kind = ir.VectorType(I64, e.lanes)
     return e.b.icmp_signed("<", ir.Constant(kind, list(range(e.lanes))), e.splat(count))
 
@@ -132,11 +133,12 @@ def masked(e: Emitter, kind: Any, pointer: Value, mask: Value, align: int = 4) -
 
 @dataclass(frozen=True, slots=True)
 class Wide:
-    """out[r] = act(bias[r] + sum of values · x[columns]) in tiles of `tile` vectors of `lanes`.
+    """out[r] = act(bias[r] + sum of values * x[columns]) in tiles of `tile` vectors of `lanes`.
 
-    partial: of the last vector of a tile, `left` lanes are in use. side: rows side by side.
-    wide: indices of 64 bits. named: rows of out have names. biased: there is a bias. padded: rows
-    of x have whole vectors all the same.
+    partial: only `left` lanes of the last vector of a tile are in use. side: rows computed
+    together.
+    wide: 64-bit indices. named: rows of out are renumbered. biased: whether there is a bias.
+    padded: rows of x have whole vectors even where `partial` is set.
     """
 
     tile: int
@@ -152,7 +154,7 @@ class Wide:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        """k(call, arena)"""
+        """Write k(call, arena)."""
         m, e = Matrix(e, self.wide), narrowed(e, self.lanes)
         f, b = m.field, e.b
         size = self.tile * self.lanes * 4
@@ -170,38 +172,38 @@ class Wide:
         b, (x, out, mask) = e.b, at
         rows = [m.row(b.add(first, I64(r)) if r else first) for r in range(side)]
         counts = [m.checked(begin, count) for _, begin, count in rows]
-        least = counts[0]
+        shortest = counts[0]
         for count in counts[1:]:
-            least = b.select(b.icmp_signed("<", count, least), count, least)
+            shortest = b.select(b.icmp_signed("<", count, shortest), count, shortest)
         names = [m.named(row, self.named) for row, _, _ in rows]
         sums = []
         for name, _ in names:
             start = e.splat(e.load(FLOAT, m.at["bias"], name)) if self.biased else e.splat(0.0)
             sums.append([e.variable(e.vector, start) for _ in range(self.tile)])
-        with e.loop(I64(0), least) as i:
+        with e.loop(I64(0), shortest) as i:
             for (_, begin, _), row in zip(rows, sums, strict=True):
                 self._product(e, m, b.add(begin, i), row, (x, mask))
         for (_, begin, _), count, row in zip(rows, counts, sums, strict=True):
             if side > 1:
-                with e.loop(least, count) as i:
+                with e.loop(shortest, count) as i:
                     self._product(e, m, b.add(begin, i), row, (x, mask))
         for (name, good), sum_ in zip(names, sums, strict=True):
             with b.if_then(good):
                 self._store(e, m, name, sum_, (out, mask))
 
-    def _product(self, e: Emitter, m: Matrix, place: Value, sums: list[Variable],
+    def _product(self, e: Emitter, m: Matrix, position: Value, sums: list[Variable],
                  at: tuple[Value, Value]) -> None:  # fmt: skip
-        """sums += value · x[column]"""
+        """sums += value * x[column] of the nonzero at a position."""
         x, mask = at
-        value = e.splat(e.load(FLOAT, m.at["values"], place))
-        line = e.at(x, e.b.mul(m.number("col", place), m.field["x_pitch"]))
+        value = e.splat(e.load(FLOAT, m.at["values"], position))
+        line = e.at(x, e.b.mul(m.number("col", position), m.field["x_pitch"]))
         for t, sum_ in enumerate(sums):
             pointer = e.at(line, t * self.lanes * 4)
             if self.partial and not self.padded and t == self.tile - 1:
-                found = masked(e, e.vector, pointer, mask)
+                vector = masked(e, e.vector, pointer, mask)
             else:
-                found = e.b.load(pointer, typ=e.vector, align=4)
-            sum_.set(e.fma(value, found, sum_.get()))
+                vector = e.b.load(pointer, typ=e.vector, align=4)
+            sum_.set(e.fma(value, vector, sum_.get()))
 
     def _store(self, e: Emitter, m: Matrix, row: Value, sums: list[Variable],
                at: tuple[Value, Value]) -> None:  # fmt: skip
@@ -219,10 +221,10 @@ class Wide:
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """The same for one column: lanes are nonzeros, x is gathered.
+    """The same for one column: lanes are nonzeros, and x is gathered.
 
-    A row begins where its values' vector begins in memory, so that values are read aligned (they
-    lie at multiples of 4 bytes); lanes of other rows are masked, and masked lanes are not read.
+    A row begins at the start of the aligned vector that contains its first value (values are stored
+    at multiples of 4 bytes), so all reads are aligned. Lanes of other rows are masked and not read.
     """
 
     wide: bool = False
@@ -233,11 +235,11 @@ class Dot:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        """k(call, arena)"""
+        """Write k(call, arena)."""
         m, b = Matrix(e, self.wide), e.b
-        shift = b.lshr(m.field["values"], I64(2))  # of the first value in its vector, in lanes
-        with e.loop(m.field["begin"], m.field["end"]) as place:
-            row, begin, count = m.row(place)
+        shift = b.lshr(m.field["values"], I64(2))  # lane of the first value within its vector
+        with e.loop(m.field["begin"], m.field["end"]) as position:
+            row, begin, count = m.row(position)
             back = b.and_(b.add(begin, shift), I64(e.lanes - 1))
             sum_ = e.variable(e.vector, e.splat(0.0))
             none = ir.Constant(ir.VectorType(BIT, e.lanes), [0] * e.lanes)
@@ -252,28 +254,29 @@ class Dot:
                   bad: Variable) -> None:  # fmt: skip
         b, (begin, count, i) = e.b, at
         mask = b.and_(below(e, b.sub(count, i)), b.not_(below(e, b.neg(i))))
-        place = b.add(begin, i)
-        col, good = m.columns(place, mask)
-        bad.set(b.or_(bad.get(), b.xor(mask, good)))
-        # columns fit 32 bits: there are fewer than 2**31
+        position = b.add(begin, i)
+        col, valid = m.columns(position, mask)
+        bad.set(b.or_(bad.get(), b.xor(mask, valid)))
+        # columns fit in 32 bits: there are fewer than 2**31
         index = b.trunc(col, e.ints) if self.wide else col
-        values = masked(e, e.vector, e.at(m.at["values"], place, FLOAT), mask, e.isa.line)
-        found = e.gather(m.at["x"], index, good, e.splat(0.0))
-        sum_.set(e.fma(values, found, sum_.get()))
+        values = masked(e, e.vector, e.at(m.at["values"], position, FLOAT), mask, e.isa.line)
+        vector = e.gather(m.at["x"], index, valid, e.splat(0.0))
+        sum_.set(e.fma(values, vector, sum_.get()))
 
     def _finish(self, e: Emitter, m: Matrix, row: Value, total: Value) -> None:
-        name, good = m.named(row, self.named)
+        name, valid = m.named(row, self.named)
         if self.biased:
             total = e.b.fadd(total, e.load(FLOAT, m.at["bias"], name))
         value = e.b.extract_element(activated(e, e.splat(total), self.act), I32(0))
-        with e.b.if_then(good):
+        with e.b.if_then(valid):
             e.b.store(value, e.at(m.at["out"], name, FLOAT))
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnPiece:
-    """Some columns of the product: the kernel for them, where they begin, tiles of them, lanes in
-    use of the last vector."""
+    """Some columns of the product: their kernel, the first column, the number of tiles, and the
+    lanes in use of the last vector.
+    """
 
     kernel: Wide | Dot
     first: int
@@ -282,7 +285,10 @@ class ColumnPiece:
 
 
 def pieces(columns: int, isa: Isa, options: dict[str, Any]) -> list[ColumnPiece]:
-    """The kernels that compute so many columns together. options: fields of the kernels."""
+    """The kernels that together compute `columns` columns.
+
+    options: fields of the kernels.
+    """
     if columns == 1:
         unpadded = {key: value for key, value in options.items() if key != "padded"}
         return [ColumnPiece(Dot(**unpadded), 0, 1, 1)]
@@ -291,27 +297,29 @@ def pieces(columns: int, isa: Isa, options: dict[str, Any]) -> list[ColumnPiece]
         kernel = Wide(1, lanes, columns < lanes, SIDE[0], **options)
         return [ColumnPiece(kernel, 0, 1, columns)]
     vectors = -(-columns // isa.lanes)
-    tile = -(-vectors // -(-vectors // (isa.registers // 4)))  # of equal tiles that fit
+    tile = -(-vectors // -(-vectors // (isa.registers // 4)))  # equal tiles that fit in registers
     left = columns % isa.lanes or isa.lanes
-    whole = (vectors - (left < isa.lanes)) // tile
-    found = []
-    if whole:
-        found.append(ColumnPiece(Wide(tile, isa.lanes, False, side(tile), **options), 0, whole, 0))
-    rest = vectors - whole * tile
-    if rest:
-        kernel = Wide(rest, isa.lanes, left < isa.lanes, side(rest), **options)
-        found.append(ColumnPiece(kernel, whole * tile * isa.lanes, 1, left))
-    return found
+    whole_tiles = (vectors - (left < isa.lanes)) // tile
+    column_pieces = []
+    if whole_tiles:
+        column_pieces.append(
+            ColumnPiece(Wide(tile, isa.lanes, False, side(tile), **options), 0, whole_tiles, 0)
+        )
+    rest_vectors = vectors - whole_tiles * tile
+    if rest_vectors:
+        kernel = Wide(rest_vectors, isa.lanes, left < isa.lanes, side(rest_vectors), **options)
+        column_pieces.append(ColumnPiece(kernel, whole_tiles * tile * isa.lanes, 1, left))
+    return column_pieces
 
 
 def vector(columns: int, isa: Isa) -> int:
-    """Lanes of the vectors that kernels for so many columns use."""
+    """Lanes of the vectors used for `columns` columns."""
     return min(isa.lanes, 1 << (columns - 1).bit_length())
 
 
-SIDE = (4, 2, 2)  # rows side by side, for tiles of 1, 2, 3 vectors: enough sums to hide their wait
+SIDE = (4, 2, 2)  # rows computed together, for tiles of 1, 2, 3 vectors: hides FMA latency
 
 
 def side(tile: int) -> int:
-    """How many rows go side by side with tiles of so many vectors."""
+    """How many rows are computed together with tiles of `tile` vectors."""
     return SIDE[tile - 1] if tile <= len(SIDE) else 1

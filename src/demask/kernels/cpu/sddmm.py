@@ -1,9 +1,9 @@
-"""SDDMM: products of two dense matrices, only where a sparse one has nonzeros.
+"""SDDMM: products of two dense matrices, only at the nonzeros of a sparse one.
 
-    out[p] = sum over k of a[row of p, k] · x[column of p, k]
+    out[p] = sum over k of a[row of p, k] * x[column of p, k]
 
-A few nonzeros of one row go side by side: a vector of a is read once for all of them, and their
-sums are added up across lanes together, in as many rounds as one of them would take alone.
+Several nonzeros of one row are computed together: a vector of a is read once for all of them. Their
+sums are reduced across lanes together, in as many rounds as a single one needs.
 """
 
 from __future__ import annotations
@@ -17,19 +17,23 @@ from llvmlite import ir
 from demask.kernels.cpu.csr import Matrix, below, masked
 from demask.kernels.llvm.emitter import FLOAT, I32, I64, POINTER, VOID, Emitter, Value, Variable
 
-#: what kernels are called with, as `csr.CALL`, but: a, a_pitch: the operand read by rows; x: the
-#: one read by columns of the matrix; names: rows of a, for rows that have names, of which there are
-#: `rows`; vectors: whole vectors of each sum; left: lanes in use of one more.
+#: Call of a kernel, as `csr.CALL` except for: a, a_pitch: the operand read by rows of the matrix;
+#: x: the one read by its columns; names: row of a for each row of the matrix, if renumbered, less
+#: than `rows`; vectors: whole vectors of each sum; left: lanes in use of one more.
 CALL = np.dtype([(key, "<i8") for key in (
     "crow", "col", "names", "order", "begin", "end", "a", "a_pitch", "x", "x_pitch", "out",
     "vectors", "left", "rows", "columns", "entries", "bad")])  # fmt: skip
-TOGETHER = 8  # nonzeros side by side: enough sums to hide their wait
+TOGETHER = 8  # nonzeros computed together: hides FMA latency
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """out[p] = a[row] · x[column]. partial: one more vector has `left` lanes in use. wide: indices
-    of 64 bits. named: rows have names. more: sums are added to what lies in out."""
+    """out[p] = the dot product of a[row] and x[column].
+
+    partial: one more vector has `left` lanes in use. wide: 64-bit indices. named: rows are
+    renumbered.
+    more: sums are added to the values in out.
+    """
 
     partial: bool
     wide: bool = False
@@ -39,13 +43,13 @@ class Sampled:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        """k(call, arena)"""
+        """Write k(call, arena)."""
         m, b = Matrix(e, self.wide, CALL), e.b
         together = min(TOGETHER, e.lanes)
-        with e.loop(m.field["begin"], m.field["end"]) as place:
-            row, begin, count = m.row(place)
-            name, good = m.named(row, self.named)
-            count = m.checked(begin, b.select(good, count, I64(0)))
+        with e.loop(m.field["begin"], m.field["end"]) as position:
+            row, begin, count = m.row(position)
+            name, valid = m.named(row, self.named)
+            count = m.checked(begin, b.select(valid, count, I64(0)))
             a = e.at(m.at["a"], b.mul(name, m.field["a_pitch"]))
             last = b.sub(b.add(begin, count), I64(1))
             with e.loop(I64(0), count, together) as i:
@@ -57,13 +61,13 @@ class Sampled:
 
     def _sums(self, e: Emitter, m: Matrix, a: Value,
               at: tuple[Value, Value, int]) -> list[Value]:  # fmt: skip
-        """A vector per nonzero, whose lanes are to be added; the last one again behind it."""
+        """A vector per nonzero, to be reduced across lanes; repeats the last if fewer are left."""
         b, (first, last, together) = e.b, at
         lines = []
         for k in range(together):
-            place = b.add(first, I64(k))
-            place = b.select(b.icmp_signed("<", place, last), place, last)
-            lines.append(e.at(m.at["x"], b.mul(m.number("col", place), m.field["x_pitch"])))
+            position = b.add(first, I64(k))
+            position = b.select(b.icmp_signed("<", position, last), position, last)
+            lines.append(e.at(m.at["x"], b.mul(m.number("col", position), m.field["x_pitch"])))
         sums = [e.variable(e.vector, e.splat(0.0)) for _ in lines]
         whole = b.mul(m.field["vectors"], I64(e.isa.line))
         with e.loop(I64(0), whole, e.isa.line) as shift:
@@ -96,24 +100,26 @@ class Sampled:
 
 
 def totals(e: Emitter, vectors: Sequence[Value]) -> Value:
-    """Lane k holds the sum of the lanes of vector k; there are 2**n of them, at most as many as
-    lanes. Each round halves either the vectors or the lanes that are still to be added."""
-    found, lanes, distance = list(vectors), range(e.lanes), 1
+    """Lane k is the sum of the lanes of vector k, for 2**n vectors, at most as many as lanes.
+
+    Each round halves either the number of vectors or the number of lanes still to be added.
+    """
+    partial, lanes, distance = list(vectors), range(e.lanes), 1
     while distance < e.lanes:
-        if len(found) > 1:
+        if len(partial) > 1:
             low = [k if not k & distance else e.lanes + k - distance for k in lanes]
             high = [k + distance if not k & distance else e.lanes + k for k in lanes]
-            pairs = zip(found[::2], found[1::2], strict=True)
+            pairs = zip(partial[::2], partial[1::2], strict=True)
         else:
             low, high = list(lanes), [k ^ distance for k in lanes]
-            pairs = zip(found, found, strict=True)
-        found = [
+            pairs = zip(partial, partial, strict=True)
+        partial = [
             e.b.fadd(_picked(e, a, b, low), _picked(e, a, b, high)) for a, b in pairs
         ]  # fmt: skip
         distance *= 2
-    return found[0]
+    return partial[0]
 
 
 def _picked(e: Emitter, a: Value, b: Value, lanes: Sequence[int]) -> Value:
-    """Lanes of two vectors, counted through both."""
+    """Lanes of two vectors, numbered through both."""
     return e.b.shuffle_vector(a, b, ir.Constant(e.ints, list(lanes)))

@@ -4,9 +4,9 @@
         for k:  acc[r] += value[k][r] * x[column[k][r]]
         out[r] = act(acc[r] + bias[r] + add[r])
 
-Rows of about one length are grouped, so that few lanes are filled up with zeros (sliced ELLPACK:
-Monakov, Lokhmotov and Avetisyan 2010). A vector of inputs is gathered, which costs about as much as
-the loads; lanes that are positions would be used by one in sixteen.
+Rows of similar length are grouped, so that little padding is needed (sliced ELLPACK: Monakov,
+Lokhmotov and Avetisyan 2010). Gathering a vector of inputs costs about as much as single loads;
+with lanes as positions, only one of sixteen would be used.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import BYTE, I16, I32, I64, Emitter, Fields, Value
 from demask.ops.activations import Act
 
-#: what the kernel is called with. ends: per group; columns, values: a vector per k; rows: vectors
-#: of the elements of out (-1: no row) and of what is added, bias, scale
+#: call of the kernel. ends: per group; columns, values: a vector per k; outs, adds, biases, scales:
+#: a vector per group: elements of out (-1: no row) and of the added tensor, bias and scale of rows
 CALL = np.dtype([(key, "<i8") for key in (
     "x_slot", "x", "out_slot", "out", "add_slot", "add", "begin", "end", "ends", "columns",
     "values", "outs", "adds", "biases", "scales")])  # fmt: skip
@@ -29,7 +29,7 @@ CALL = np.dtype([(key, "<i8") for key in (
 
 @dataclass(frozen=True, slots=True)
 class SparseVectorKernel:
-    """The kernel for groups of as many rows as there are lanes."""
+    """The kernel for groups of as many rows as there are lanes. values: dtype of the weights."""
 
     add: bool
     act: Act | None
@@ -38,7 +38,7 @@ class SparseVectorKernel:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        """k(call, arena)"""
+        """Write k(call, arena)."""
         field = Fields(e, CALL.names)
         buffers = [field.buffer(key) for key in ("x", "out", "add")]
         ends = field.pointer("ends")
@@ -48,34 +48,34 @@ class SparseVectorKernel:
             self._group(e, field, group, (first, last), buffers)
 
     def _group(self, e: Emitter, field: Fields, group: Value, span: tuple[Value, Value],
-               at: list[Value]) -> None:  # fmt: skip
-        x, out, add = at
+               bases: list[Value]) -> None:  # fmt: skip
+        x, out, add = bases
 
         def vector(key: str, kind: Value, row: Value) -> Value:
-            place = e.at(e.pointer(field[key]), e.b.mul(row, I64(e.lanes)), kind.element)
-            return e.b.load(place, typ=kind, align=1)
+            address = e.at(e.pointer(field[key]), e.b.mul(row, I64(e.lanes)), kind.element)
+            return e.b.load(address, typ=kind, align=1)
 
         outs = vector("outs", e.ints, group)
-        real = e.b.icmp_signed(">=", outs, ir.Constant(e.ints, [0] * e.lanes))
+        is_row = e.b.icmp_signed(">=", outs, ir.Constant(e.ints, [0] * e.lanes))
         sums = e.variable(e.vector, e.splat(0.0))
         with e.loop(*span) as k:
-            found = e.gather(x, vector("columns", e.ints, k), e.every(), e.splat(0.0))
-            sums.set(e.fma(self._values(e, vector, k), found, sums.get()))
+            inputs = e.gather(x, vector("columns", e.ints, k), e.every(), e.splat(0.0))
+            sums.set(e.fma(self._values(e, vector, k), inputs, sums.get()))
         value = sums.get()
         if self.values == "int8":
             value = e.b.fmul(value, vector("scales", e.vector, group))
         value = e.b.fadd(value, vector("biases", e.vector, group))
         if self.add:
-            more = e.gather(add, vector("adds", e.ints, group), real, e.splat(0.0))
-            value = e.b.fadd(value, more)
-        e.scatter(activated(e, value, self.act), out, outs, real)
+            added = e.gather(add, vector("adds", e.ints, group), is_row, e.splat(0.0))
+            value = e.b.fadd(value, added)
+        e.scatter(activated(e, value, self.act), out, outs, is_row)
 
     def _values(self, e: Emitter, vector: Value, k: Value) -> Value:
         if self.values == "float32":
             return vector("values", e.vector, k)
         kind = ir.VectorType(I16 if self.values == "bfloat16" else BYTE, e.lanes)
-        found = vector("values", kind, k)
+        stored = vector("values", kind, k)
         if self.values == "int8":
-            return e.b.sitofp(found, e.vector)
+            return e.b.sitofp(stored, e.vector)
         half = ir.Constant(e.ints, [16] * e.lanes)
-        return e.b.bitcast(e.b.shl(e.b.zext(found, e.ints), half), e.vector)
+        return e.b.bitcast(e.b.shl(e.b.zext(stored, e.ints), half), e.vector)

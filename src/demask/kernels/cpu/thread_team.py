@@ -1,12 +1,13 @@
-"""Threads that run a tape of kernel calls together, one call into machine code per inference.
+"""Threads that together run a tape of kernel calls, with one call into machine code per inference.
 
-torch's own threads are used where its OpenMP is GNU's: a second pool beside it would fight for the
-cores, since threads of either spin for a while after their work. Elsewhere Python threads enter, as
-they do in a forked process, where OpenMP's threads are missing and it would wait for them forever.
+If torch uses the OpenMP of GCC, torch's own threads are used: a second pool in addition would
+compete for cores, since threads of either spin for a while after their work. Otherwise Python
+threads are started, as in a forked process, where OpenMP would wait forever for threads that do not
+exist.
 
-A tape has phases; in each, every thread of the plan has a list of calls, and nobody begins a phase
-before all have ended the one before. Where fewer threads come than the plan has, each does the work
-of several.
+A tape has phases. In each, every thread of the plan has a list of calls, and no thread begins a
+phase before all have finished the previous one. If fewer threads arrive than the plan has, each
+does the work of several.
 """
 
 from __future__ import annotations
@@ -26,27 +27,29 @@ from llvmlite import ir
 from demask.kernels.llvm.emitter import I32, I64, VOID, Emitter, Value
 from demask.kernels.llvm.jit import CODE
 
-#: a call of a tape: machine code, its argument
+#: a call of a tape: addresses of machine code and of its argument
 ENTRY = np.dtype([("code", "<i8"), ("call", "<i8")])
-#: what threads enter with
+#: argument of `TeamWork`
 JOB = np.dtype([(key, "<i8") for key in (
     "entries", "ends", "phases", "threads", "number_of", "count_of", "give_way", "sleep", "present",
     "runs", "arenas", "slots", "slot_count")])  # fmt: skip
-SPINS = 2000  # looks at the counter before the processor is offered to others
-YIELDS = 200  # such offers before a thread sleeps between looks: others may lack a core for long
-NAP = 1000  # microseconds of such a sleep, at most; the first takes 1, each other 1 more
+SPINS = 2000  # reads of the counter before a thread yields
+YIELDS = 200  # yields before a thread sleeps between reads: others may be without a core for long
+NAP = 1000  # longest sleep in microseconds; the first takes 1, each later one 1 more
 PAD = 64  # bytes of a cache line
-PROCESS = os.getpid()  # that imported this file: in one forked later, OpenMP has no threads
+PROCESS = os.getpid()  # at import: in a process forked later, OpenMP has no threads
 
 
 @dataclass(frozen=True, slots=True)
 class TeamWork:
-    """work(job, number, count): what thread `number` of `count` does; work(job) asks OpenMP which
-    one it is. A job's `present` counts the threads that have come to barriers so far.
+    """work(job, number, count): the share of thread `number` of `count`.
 
-    runs = 0: all threads run the tape together, in the first arena. Else each thread runs whole
-    tapes (made for one thread) alone, in an arena of its own, into whose slots it writes those of
-    the run.
+    asks: the function is work(job) and gets both numbers from OpenMP. The `present` field of a job
+    counts the threads that have arrived at barriers so far.
+
+    runs = 0: all threads run the tape together, in the first arena. Otherwise each thread runs
+    whole tapes (planned for one thread) alone, in an arena of its own, into whose slots it writes
+    those of the run.
     """
 
     asks: bool
@@ -64,14 +67,14 @@ class TeamWork:
             )
         else:
             number, count = e.args[1], e.args[2]
-        alone = e.b.icmp_signed(">", field["runs"], I64(0))
-        with e.b.if_else(alone) as (then, otherwise):
+        is_alone = e.b.icmp_signed(">", field["runs"], I64(0))
+        with e.b.if_else(is_alone) as (then, otherwise):
             with then, e.loop(number, field["runs"], count) as run:
                 arena = e.load(I64, e.pointer(field["arenas"]), number)
-                own = e.at(e.pointer(field["slots"]), e.b.mul(run, field["slot_count"]), I64)
+                run_slots = e.at(e.pointer(field["slots"]), e.b.mul(run, field["slot_count"]), I64)
                 with e.loop(I64(0), field["slot_count"]) as slot:
-                    place = e.at(e.pointer(arena), e.b.add(slot, I64(1)), I64)
-                    e.b.store(e.load(I64, own, slot), place)
+                    slot_address = e.at(e.pointer(arena), e.b.add(slot, I64(1)), I64)
+                    e.b.store(e.load(I64, run_slots, slot), slot_address)
                 with e.loop(I64(0), field["phases"]) as phase:
                     _phase(e, field, phase, (I64(0), I64(1)), arena)
             with otherwise, e.loop(I64(0), field["phases"]) as phase:
@@ -80,55 +83,56 @@ class TeamWork:
 
 
 def _called(e: Emitter, address: Value, result: Any, *args: Value) -> Value:
-    """The result of the function at an address."""
+    """The result of calling the function at an address."""
     kind = ir.FunctionType(result, [a.type for a in args])
     return e.b.call(e.b.inttoptr(address, kind.as_pointer()), args)
 
 
 def _phase(e: Emitter, field: dict[str, Value], phase: Value, team: tuple[Value, Value],
            arena: Value) -> None:  # fmt: skip
-    """The calls of one phase that a thread makes: its own, and those of threads that are not
-    there."""
+    """Make the calls of one phase: those of this thread and those of missing threads.
+
+    team: (number of this thread, number of threads).
+    """
     entries, ends = e.pointer(field["entries"]), e.pointer(field["ends"])
     with e.loop(team[0], field["threads"], team[1]) as thread:
-        place = e.b.add(e.b.mul(phase, field["threads"]), thread)
-        begin, end = e.load(I64, ends, place), e.load(I64, ends, e.b.add(place, I64(1)))
+        list_number = e.b.add(e.b.mul(phase, field["threads"]), thread)
+        begin, end = e.load(I64, ends, list_number), e.load(I64, ends, e.b.add(list_number, I64(1)))
         with e.loop(begin, end) as k:
             entry = e.at(entries, e.b.mul(k, I64(ENTRY.itemsize)))
             _called(e, e.load(I64, entry, 0), VOID, e.load(I64, entry, 1), arena)
 
 
 def _barrier(e: Emitter, field: dict[str, Value], expected: Value) -> None:
-    """Wait until as many threads have come, in all phases so far, as are expected."""
-    place, b = e.pointer(field["present"]), e.b
-    b.atomic_rmw("add", place, I64(1), "acq_rel")
+    """Wait until the threads have arrived `expected` times, over all phases so far."""
+    counter, b = e.pointer(field["present"]), e.b
+    b.atomic_rmw("add", counter, I64(1), "acq_rel")
     spins = e.variable(I64, I64(0))
-    look, wait, behind = (e.function.append_basic_block(n) for n in ("look", "wait", "behind"))
-    b.branch(look)
-    b.position_at_end(look)
-    present = b.load_atomic(place, "acquire", 8, typ=I64)
-    b.cbranch(b.icmp_signed(">=", present, expected), behind, wait)
+    check, wait, after = (e.function.append_basic_block(n) for n in ("look", "wait", "after"))
+    b.branch(check)
+    b.position_at_end(check)
+    present = b.load_atomic(counter, "acquire", 8, typ=I64)
+    b.cbranch(b.icmp_signed(">=", present, expected), after, wait)
     b.position_at_end(wait)
     spins.set(b.add(spins.get(), I64(1)))
     if e.isa.triple.startswith("x86"):
         b.call(e.intrinsic("llvm.x86.sse2.pause", VOID), [])
     with b.if_then(b.icmp_signed(">", spins.get(), I64(SPINS))):
         nap = b.sub(spins.get(), I64(SPINS + YIELDS))
-        sleepy = b.icmp_signed(">", nap, I64(0))
-        with b.if_else(sleepy) as (then, otherwise):
+        sleeps = b.icmp_signed(">", nap, I64(0))
+        with b.if_else(sleeps) as (then, otherwise):
             with then:
                 nap = b.select(b.icmp_signed("<", nap, I64(NAP)), nap, I64(NAP))
                 _called(e, field["sleep"], I32, b.trunc(nap, I32))
             with otherwise:
                 _called(e, field["give_way"], I32)
-    b.branch(look)
-    b.position_at_end(behind)
+    b.branch(check)
+    b.position_at_end(after)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenMP:
-    """GNU's, as torch has loaded it: addresses of its functions. process: the one whose threads it
-    has."""
+    """Functions of the libgomp that torch has loaded. process: the process that has its threads."""
 
     parallel: Any
     number_of: int
@@ -138,26 +142,26 @@ class OpenMP:
 
 @functools.cache
 def openmp() -> OpenMP | None:
-    """The OpenMP that torch uses, if it is GNU's and the system says where it lies."""
+    """The OpenMP library that torch uses; None if it is not libgomp or /proc is unavailable."""
     import torch  # noqa: F401  loads it
 
     try:
         text = Path("/proc/self/maps").read_text(errors="replace")
     except OSError:
         return None
-    found = dict.fromkeys(re.findall(r"(/.*libgomp[^/\n]*)$", text, re.MULTILINE))
-    ours = [path for path in found if "torch" in path] or list(found)
-    if not ours:
+    paths = dict.fromkeys(re.findall(r"(/.*libgomp[^/\n]*)$", text, re.MULTILINE))
+    torch_paths = [path for path in paths if "torch" in path] or list(paths)
+    if not torch_paths:
         return None
     try:
-        library = ctypes.CDLL(ours[0])
+        library = ctypes.CDLL(torch_paths[0])
     except OSError:  # the file was replaced since
         return None
     parallel = library.GOMP_parallel
     parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     parallel.restype = None
-    places = (getattr(library, name) for name in ("omp_get_thread_num", "omp_get_num_threads"))
-    return OpenMP(parallel, *(_address(place) for place in places), process=PROCESS)
+    functions = (getattr(library, name) for name in ("omp_get_thread_num", "omp_get_num_threads"))
+    return OpenMP(parallel, *(_address(function) for function in functions), process=PROCESS)
 
 
 def _address(function: Any) -> int:
@@ -166,58 +170,60 @@ def _address(function: Any) -> int:
 
 @functools.cache
 def _waiting() -> tuple[int, int]:
-    """The functions that offer the processor to other threads, and that sleep for microseconds."""
+    """Addresses of sched_yield and usleep."""
     library = ctypes.CDLL(None)
     return _address(library.sched_yield), _address(library.usleep)
 
 
 @functools.cache
 def _entered() -> tuple[int, Any]:
-    """`TeamWork` for OpenMP, as an address; and for threads that say who they are, as a function."""
-    asking, told = TeamWork(True), TeamWork(False)
-    codes = CODE.addresses([asking, told])
+    """`TeamWork` as an address for OpenMP, and as a function for threads with known numbers."""
+    for_openmp, numbered = TeamWork(True), TeamWork(False)
+    codes = CODE.addresses([for_openmp, numbered])
     kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-    return codes[asking], kind(codes[told])
+    return codes[for_openmp], kind(codes[numbered])
 
 
 class Job:
-    """What one call of a tape needs beside the tape: not to be used by two calls at once."""
+    """The memory of one call of a tape, in addition to the tape; not for two calls at once."""
 
     def __init__(self, entries: np.ndarray, ends: np.ndarray, threads: int, arenas: np.ndarray,
                  slots: np.ndarray | None = None):  # fmt: skip
-        """slots [runs, inputs and outputs]: for threads that run tapes alone, filled before."""
+        """slots [runs, inputs and outputs]: for threads that run tapes alone; filled before."""
         self.entries, self.ends, self.arenas, self.slots = entries, ends, arenas, slots
-        runs, count, place = (0, 0, 0) if slots is None else (*slots.shape, slots.ctypes.data)
+        runs, count, slots_address = (
+            (0, 0, 0) if slots is None else (*slots.shape, slots.ctypes.data)
+        )
         self.memory = np.zeros(4 * PAD // 8, np.int64)
         self.fields = np.zeros(1, JOB)
         omp = openmp()
         self.fields[0] = (
             entries.ctypes.data, ends.ctypes.data, (len(ends) - 1) // threads, threads,
             0 if omp is None else omp.number_of, 0 if omp is None else omp.count_of, *_waiting(),
-            self.memory[PAD // 8 :].ctypes.data, runs, arenas.ctypes.data, place, count,
+            self.memory[PAD // 8 :].ctypes.data, runs, arenas.ctypes.data, slots_address, count,
         )  # fmt: skip
-        self.place = self.fields.ctypes.data
+        self.address = self.fields.ctypes.data
         self.omp = omp
-        self.asking, self.told = _entered()
+        self.for_openmp, self.numbered = _entered()
 
     def run(self, threads: int) -> None:
-        """Run the tape with at most so many threads."""
+        """Run the tape with at most `threads` threads."""
         self.memory[:] = 0
         if threads == 1:
-            self.told(self.place, 0, 1)
+            self.numbered(self.address, 0, 1)
         elif self.omp is not None and self.omp.process == os.getpid():
-            self.omp.parallel(self.asking, self.place, threads, 0)
+            self.omp.parallel(self.for_openmp, self.address, threads, 0)
         else:
             self._by_python(threads)
 
     def _by_python(self, threads: int) -> None:
-        """Threads begin together, once it is known how many there are: a system may refuse some."""
+        """Start Python threads, which begin once their number is known: some may be refused."""
         begin, count, others = threading.Event(), 0, []
 
         def enter(number: int) -> None:
             begin.wait()
             if count:
-                self.told(self.place, number, count)
+                self.numbered(self.address, number, count)
 
         try:
             for number in range(1, threads):
@@ -230,6 +236,6 @@ class Job:
             count = 1 + len(others)
         finally:
             begin.set()
-        self.told(self.place, 0, count)
+        self.numbered(self.address, 0, count)
         for other in others:
             other.join()

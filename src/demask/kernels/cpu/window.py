@@ -1,16 +1,16 @@
-"""Windows that slide over each channel by itself: depthwise convolutions, average and max pools.
+"""Depthwise convolutions, average and max pools: windows that slide over each channel separately.
 
     out[r, q, c] = act(bias[c] + sum over i, j of w[c, i, j] * x[y, z, c])
     y = r * step + i * dilation - top;  z = q * step + j * dilation - left
 
-x is 0 (for a max pool -inf) outside of the image. An image lies as (rows, columns, channels).
+x is 0 (-inf for a max pool) outside of the image. Images are stored as (rows, columns, channels).
 
-Where columns are one step apart, a row is columns * channels floats, and every vector is full
-whatever the number of channels is: the weights repeat with their period. Elsewhere vectors hold
-channels of one position. Several rows of the output are computed side by side, so that what is read
-of x serves all of them. Columns near the border are read through masks: a column is in the image if
-and only if its floats are in the row. Taps are summed in one order everywhere, so that a value does
-not depend on the part that it is made in.
+With a column step of 1, a row is columns * channels floats, and every vector is full for any number
+of channels: the weights repeat with their period. Otherwise, vectors contain channels of one
+position. Several rows of the output are computed together, so that each vector of x is read once
+for all of them. Columns near the border are read through masks: a column is in the image if and
+only if its floats are in the row. Taps are summed in the same order everywhere, so that a value
+does not depend on the tile that computes it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.llvm.jit import CODE
 from demask.ops.activations import Act
 
-#: what kernels are called with. table: memory for weights as vectors meet them; pitches: floats
-#: from row to row; floats: of a row; left: floats before it; rows and units of the output, of which
-#: [inner, inner_end) read nothing outside of the image. A unit is a vector of a row, or a column.
+#: Call of a kernel. table: memory for a `WeightTable`; pitches: floats from row to row; floats: of
+#: a row; left: padding before it, in floats; rows and units of the output, of which
+#: [inner, inner_end) read only from the image. A unit is a vector of a row, or a column.
 CALL = np.dtype([(key, "<i8") for key in (
     "x", "out", "weight", "bias", "table", "x_pitch", "out_pitch", "rows_in", "floats_in",
     "floats_out", "top", "left", "row", "inner_row", "inner_row_end", "row_end", "unit",
     "inner_unit", "inner_unit_end", "unit_end")])  # fmt: skip
-PLACES = 4  # the first fields, which change from call to call
-LARGEST = 7  # of a kernel's sides: its taps are written out
-TABLE = 1 << 13  # bytes of weights that are repeated up to their period
-WORK = 1 << 18  # products that are worth waking a thread for
-SIZES = 64  # for which tasks wait
+ADDRESSES = 4  # the first fields, addresses that change from call to call
+LARGEST = 7  # longest side of a window; taps are unrolled
+TABLE = 1 << 13  # bytes up to which weights are repeated to a whole period
+WORK = 1 << 18  # products for which one more thread pays
+SIZES = 64  # for which tasks are cached
 LINE = 64  # bytes of a cache line
 
 
@@ -50,8 +50,9 @@ LINE = 64  # bytes of a cache line
 class WindowKernel:
     """The kernel of one geometry; pairs are (rows, columns).
 
-    mode: "conv", "mean" or "max". divisor: of a mean. add: onto what the output holds. side: rows
-    of the output side by side, and of those that are left over.
+    mode: "conv", "mean" or "max". divisor: of a mean. add: whether to add to the values in out.
+    side:
+    rows of the output computed together, then those for the remaining rows.
     """
 
     size: tuple[int, int]
@@ -68,7 +69,7 @@ class WindowKernel:
 
     @property
     def flat(self) -> bool:
-        """Do vectors run on from column to column?"""
+        """Whether vectors span columns."""
         return self.step[1] == 1
 
     @property
@@ -84,30 +85,33 @@ class WindowKernel:
         return WeightTable(self.channels + lanes, lanes % self.channels, self.channels)
 
     def emit(self, e: Emitter) -> None:
-        """k(call, arena)"""
-        _Body(e, self).emit()
+        """Write k(call, arena)."""
+        _WindowBody(e, self).emit()
 
 
 class WeightTable(NamedTuple):
-    """Where weights lie: a line of `pitch` floats per tap, then the bias. A vector reads its line
-    from a float on, its phase, which the next vector has `advance` later, modulo `modulus`."""
+    """Layout of weights: a line of `pitch` floats per tap, then the bias.
+
+    A vector reads each line at a float, its phase; the phase of the next vector is larger by
+    `advance`, modulo `modulus`.
+    """
 
     pitch: int
     advance: int
     modulus: int
 
 
-class _Body:
-    """Writes one kernel."""
+class _WindowBody:
+    """Writes the code of one kernel."""
 
     def __init__(self, e: Emitter, window: WindowKernel):
         call = e.pointer(e.args[0])
         self.e, self.w, self.t = e, window, window.table(e.lanes)
         self.field = {key: e.load(I64, call, k) for k, key in enumerate(CALL.names or ())}
         self.out, self.table = e.pointer(self.field["out"]), e.pointer(self.field["table"])
-        # of the column that the first one begins with, which may lie before the row
+        # of the first column of the first window, which may be before the row
         self.x = e.at(e.pointer(self.field["x"]), e.b.neg(self.field["left"]), FLOAT)
-        self.counted = ir.Constant(e.ints, list(range(e.lanes)))
+        self.lane_numbers = ir.Constant(e.ints, list(range(e.lanes)))
 
     def emit(self) -> None:
         e, b, f = self.e, self.e.b, self.field
@@ -131,35 +135,34 @@ class _Body:
             begin = end
 
     def _fill(self) -> None:
-        """Weights and bias as vectors meet them."""
+        """Write the weight table."""
         e, b, taps = self.e, self.e.b, self.w.taps
         weight, bias = e.pointer(self.field["weight"]), e.pointer(self.field["bias"])
         biased = b.icmp_signed("!=", self.field["bias"], I64(0))
         with e.loop(I64(0), I64(self.t.pitch)) as k:
             channel = b.urem(k, I64(self.w.channels))
-            own = e.at(weight, b.mul(channel, I64(taps)), FLOAT)
+            channel_weights = e.at(weight, b.mul(channel, I64(taps)), FLOAT)
             for tap in range(taps):
-                value = e.load(FLOAT, own, tap)
+                value = e.load(FLOAT, channel_weights, tap)
                 b.store(value, e.at(self.table, b.add(k, I64(tap * self.t.pitch)), FLOAT))
             value = e.variable(FLOAT, FLOAT(0.0))
             with b.if_then(biased):
                 value.set(e.load(FLOAT, bias, channel))
-            place = b.add(k, I64(taps * self.t.pitch))
-            b.store(value.get(), e.at(self.table, place, FLOAT))
+            bias_index = b.add(k, I64(taps * self.t.pitch))
+            b.store(value.get(), e.at(self.table, bias_index, FLOAT))
 
     def _units(self, begin: Value, end: Value, body: Callable[..., None]) -> None:
-        """Calls body(float of x, float of out, phase, lanes in use or None) for each vector of the
-        units of a row."""
+        """Calls body(index in x, index in out, phase, mask or None) for each vector of a row."""
         e, b, w, t = self.e, self.e.b, self.w, self.t
         if w.flat:
             phase = e.variable(I64, b.urem(b.mul(begin, I64(e.lanes)), I64(t.modulus)))
             with e.loop(begin, end) as k:
-                place = b.mul(k, I64(e.lanes))
-                now = I64(0) if t.modulus == e.lanes else phase.get()
-                body(place, place, now, None)
-                after = b.add(phase.get(), I64(t.advance))
-                behind = b.icmp_signed(">=", after, I64(t.modulus))
-                phase.set(b.select(behind, b.sub(after, I64(t.modulus)), after))
+                index = b.mul(k, I64(e.lanes))
+                current_phase = I64(0) if t.modulus == e.lanes else phase.get()
+                body(index, index, current_phase, None)
+                next_phase = b.add(phase.get(), I64(t.advance))
+                wraps = b.icmp_signed(">=", next_phase, I64(t.modulus))
+                phase.set(b.select(wraps, b.sub(next_phase, I64(t.modulus)), next_phase))
             return
         whole, rest = w.channels // e.lanes * e.lanes, w.channels % e.lanes
         with e.loop(begin, end) as k:
@@ -175,28 +178,28 @@ class _Body:
     # -- rows within the image
 
     def _rows(self, row: Value, side: int) -> None:
-        """Rows side by side, of the units that read nothing outside of the image."""
+        """Rows computed together, for the units that read only from the image."""
         e, b, w, f = self.e, self.e.b, self.w, self.field
         first = b.sub(b.mul(row, I64(w.step[0])), f["top"])
-        reads: dict[int, list[tuple[int, int]]] = {}  # row of x: (row of out, tap's row)
+        reads: dict[int, list[tuple[int, int]]] = {}  # row of x -> (row of out, row of tap)
         for r in range(side):
             for i in range(w.size[0]):
                 reads.setdefault(r * w.step[0] + i * w.dilation[0], []).append((r, i))
         sources = {y: self._row(self.x, b.add(first, I64(y)), "x_pitch") for y in sorted(reads)}
         outs = [self._row(self.out, b.add(row, I64(r)), "out_pitch") for r in range(side)]
-        fixed = w.flat and self.t.modulus == e.lanes  # all vectors meet the same weights
-        kept = [self._weight(I64(tap), I64(0)) for tap in range(w.taps + 1)] if fixed else None
+        is_fixed = w.flat and self.t.modulus == e.lanes  # all vectors use the same weights
+        loaded = [self._weight(I64(tap), I64(0)) for tap in range(w.taps + 1)] if is_fixed else None
 
         def body(x: Value, out: Value, phase: Value, mask: Value | None) -> None:
-            weights = kept or [self._weight(I64(tap), phase) for tap in range(w.taps + 1)]
+            weights = loaded or [self._weight(I64(tap), phase) for tap in range(w.taps + 1)]
             sums = [self._begin()] * side
             for (y, source), j in itertools.product(sources.items(), range(w.size[1])):
-                place = e.at(source, b.add(x, I64(j * w.dilation[1] * w.channels)), FLOAT)
-                value = self._read(place, mask)
+                address = e.at(source, b.add(x, I64(j * w.dilation[1] * w.channels)), FLOAT)
+                value = self._read(address, mask)
                 for r, i in reads[y]:
-                    sums[r] = self._met(sums[r], weights[i * w.size[1] + j], value)
-            for place, sum_ in zip(outs, sums, strict=True):
-                self._end(sum_, weights[-1], e.at(place, out, FLOAT), mask)
+                    sums[r] = self._accumulated(sums[r], weights[i * w.size[1] + j], value)
+            for address, sum_ in zip(outs, sums, strict=True):
+                self._end(sum_, weights[-1], e.at(address, out, FLOAT), mask)
 
         self._units(f["inner_unit"], f["inner_unit_end"], body)
 
@@ -204,18 +207,18 @@ class _Body:
         return self.e.at(base, self.e.b.mul(row, self.field[pitch]), FLOAT)
 
     def _weight(self, tap: Value, phase: Value) -> Value | None:
-        """The weights that a vector of this phase meets at a tap; behind the taps, its bias."""
+        """The weights of a tap for a vector with this phase; after the last tap, the bias."""
         if self.w.mode != "conv":
             return None
-        place = self.e.b.add(self.e.b.mul(tap, I64(self.t.pitch)), phase)
-        return self.e.b.load(self.e.at(self.table, place, FLOAT), typ=self.e.vector, align=4)
+        index = self.e.b.add(self.e.b.mul(tap, I64(self.t.pitch)), phase)
+        return self.e.b.load(self.e.at(self.table, index, FLOAT), typ=self.e.vector, align=4)
 
-    # -- what sums begin with, what they meet, how they end
+    # -- initial, updated and final sums
 
     def _begin(self) -> Value:
         return self.e.splat(-math.inf if self.w.mode == "max" else 0.0)
 
-    def _met(self, sum_: Value, weight: Value, value: Value) -> Value:
+    def _accumulated(self, sum_: Value, weight: Value, value: Value) -> Value:
         e, b = self.e, self.e.b
         if self.w.mode == "conv":
             return e.fma(weight, value, sum_)
@@ -223,55 +226,59 @@ class _Body:
             return b.fadd(sum_, value)
         return e.largest(sum_, value)
 
-    def _end(self, sum_: Value, bias: Value, place: Value, mask: Value | None) -> None:
-        """Write a vector. The bias comes behind the taps, as oneDNN's kernels for AVX-512 have it
-        where windows are not dilated: bit-equal to them."""
+    def _end(self, sum_: Value, bias: Value, address: Value, mask: Value | None) -> None:
+        """Write a vector. The bias is added after the taps, as in the AVX-512 kernels of oneDNN for
+        windows without dilation, so results are bit-equal.
+        """
         e = self.e
         if self.w.mode == "conv":
             sum_ = e.b.fadd(sum_, bias)
         if self.w.mode == "mean":
             sum_ = e.b.fdiv(sum_, e.splat(float(self.w.divisor)))
         if self.w.add:
-            sum_ = e.b.fadd(sum_, self._read(place, mask))
+            sum_ = e.b.fadd(sum_, self._read(address, mask))
         value = activated(e, sum_, self.w.act)
         if mask is None:
-            e.b.store(value, place, align=4)
+            e.b.store(value, address, align=4)
             return
         kinds = (e.vector, POINTER, I32, mask.type)
         store = e.intrinsic(f"llvm.masked.store.v{e.lanes}f32.p0", VOID, *kinds)
-        e.b.call(store, [value, place, I32(4), mask])
+        e.b.call(store, [value, address, I32(4), mask])
 
-    def _read(self, place: Value, mask: Value | None, other: float = 0.0) -> Value:
-        """A vector of which the lanes in use are read."""
+    def _read(self, address: Value, mask: Value | None, other: float = 0.0) -> Value:
+        """A vector from memory; lanes outside of the mask are not read."""
         e = self.e
         if mask is None:
-            return e.b.load(place, typ=e.vector, align=4)
+            return e.b.load(address, typ=e.vector, align=4)
         kinds = (POINTER, I32, mask.type, e.vector)
         load = e.intrinsic(f"llvm.masked.load.v{e.lanes}f32.p0", e.vector, *kinds)
-        return e.b.call(load, [place, I32(4), mask, e.splat(other)])
+        return e.b.call(load, [address, I32(4), mask, e.splat(other)])
 
-    # -- beside the image
+    # -- windows that cross the border
 
     def _border(self, row: Value, x: Value, out: Value, phase: Value, mask: Value | None) -> None:
-        """A vector that may read outside of the image, of one row."""
+        """One vector of a row, whose windows may extend outside of the image."""
         e, b, w, f = self.e, self.e.b, self.w, self.field
-        used = self._within(out, f["floats_out"], mask)
-        to, other = self._row(self.out, row, "out_pitch"), -math.inf if w.mode == "max" else 0.0
+        used_lanes = self._within(out, f["floats_out"], mask)
+        out_row, other = (
+            self._row(self.out, row, "out_pitch"),
+            -math.inf if w.mode == "max" else 0.0,
+        )
         bias = self._weight(I64(w.taps), phase)
         sum_ = e.variable(e.vector, self._begin())
         columns = [b.add(x, I64(j * w.dilation[1] * w.channels)) for j in range(w.size[1])]
-        masks = [self._within(b.sub(c, f["left"]), f["floats_in"], used) for c in columns]
+        masks = [self._within(b.sub(c, f["left"]), f["floats_in"], used_lanes) for c in columns]
         first, taps = self._taps(row)
         with e.loop(*taps) as i:
             source = self._row(self.x, b.add(first, b.mul(i, I64(w.dilation[0]))), "x_pitch")
             for j, (column, inside) in enumerate(zip(columns, masks, strict=True)):
                 weight = self._weight(b.add(b.mul(i, I64(w.size[1])), I64(j)), phase)
                 value = self._read(e.at(source, column, FLOAT), inside, other)
-                sum_.set(self._met(sum_.get(), weight, value))
-        self._end(sum_.get(), bias, e.at(to, out, FLOAT), used)
+                sum_.set(self._accumulated(sum_.get(), weight, value))
+        self._end(sum_.get(), bias, e.at(out_row, out, FLOAT), used_lanes)
 
     def _taps(self, row: Value) -> tuple[Value, tuple[Value, Value]]:
-        """The row of x that the first tap of a row of out is at; the taps within the image."""
+        """The row of x for the first tap of a row of out, and the taps within the image."""
         b, w, zero = self.e.b, self.w, I64(0)
         first = b.sub(b.mul(row, I64(w.step[0])), self.field["top"])
         ends = []
@@ -282,16 +289,16 @@ class _Body:
             ends.append(b.select(over, I64(w.size[0]), tap))
         return first, (ends[0], ends[1])
 
-    def _within(self, place: Value, floats: Value, mask: Value | None) -> Value:
-        """The lanes of a vector that begins at a float of a row, which lie in the row."""
+    def _within(self, begin: Value, floats: Value, mask: Value | None) -> Value:
+        """Mask of the lanes that are within a row, for a vector at this index."""
         e, b = self.e, self.e.b
-        index = b.add(e.splat(b.trunc(place, I32)), self.counted)
-        found = b.icmp_unsigned("<", index, e.splat(b.trunc(floats, I32)))
-        return found if mask is None else b.and_(found, mask)
+        index = b.add(e.splat(b.trunc(begin, I32)), self.lane_numbers)
+        inside = b.icmp_unsigned("<", index, e.splat(b.trunc(floats, I32)))
+        return inside if mask is None else b.and_(inside, mask)
 
 
 class WindowSizes(NamedTuple):
-    """Of x and out: rows, columns, floats from row to row; rows and columns of zeros before x."""
+    """Rows, columns and pitch in floats of x and out; rows and columns of padding before x."""
 
     rows_in: int
     columns_in: int
@@ -304,7 +311,7 @@ class WindowSizes(NamedTuple):
 
 
 class WindowTask:
-    """Calls of a kernel for parts of one size: not to be run twice at once."""
+    """The calls of a kernel for inputs of one size, one per thread; not for two runs at once."""
 
     def __init__(self, window: WindowKernel, sizes: WindowSizes, threads: int, isa: Isa):
         table = -(-4 * window.table(isa.lanes).pitch * (window.taps + 1) // LINE) * LINE
@@ -324,12 +331,13 @@ class WindowTask:
                       sizes.left * channels, *shares[0], *shares[1])  # fmt: skip
             self.calls[k : k + 1] = np.array([fields], CALL)
             entries[k] = code, self.calls[k:].ctypes.data
-        self.places = self.calls.view(np.int64).reshape(threads, -1)[:, :PLACES]
+        self.addresses = self.calls.view(np.int64).reshape(threads, -1)[:, :ADDRESSES]
         ends = np.arange(threads + 1, dtype=np.int64)
         self.job = Job(entries, ends, threads, np.zeros(1, np.int64))
 
-    def run(self, places: tuple[int, int, int, int]) -> None:
-        self.places[:] = places
+    def run(self, addresses: tuple[int, int, int, int]) -> None:
+        """Run for the addresses of x, out, weight and bias."""
+        self.addresses[:] = addresses
         self.job.run(self.threads)
 
 
@@ -337,7 +345,7 @@ Range = tuple[int, int, int, int]  # begin, inner begin, inner end, end
 
 
 def _ranges(window: WindowKernel, sizes: WindowSizes, lanes: int) -> tuple[Range, Range]:
-    """The rows and the units of the output, those within the image among them."""
+    """The rows and the units of the output, with those that read only from the image."""
     (height, width), (down, along) = window.size, window.dilation
     rows = _range(sizes.rows_in, sizes.rows_out, sizes.top, window.step[0], (height - 1) * down)
     reach = (width - 1) * along
@@ -345,8 +353,8 @@ def _ranges(window: WindowKernel, sizes: WindowSizes, lanes: int) -> tuple[Range
         return rows, _range(sizes.columns_in, sizes.columns_out, sizes.left, window.step[1], reach)
     c, floats = window.channels, sizes.columns_out * window.channels
     inner = -(-sizes.left * c // lanes)
-    behind = (sizes.columns_in - reach + sizes.left) * c
-    return rows, _clipped(inner, min(behind, floats) // lanes, -(-floats // lanes))
+    inner_floats = (sizes.columns_in - reach + sizes.left) * c
+    return rows, _clipped(inner, min(inner_floats, floats) // lanes, -(-floats // lanes))
 
 
 def _range(into: int, out: int, before: int, step: int, reach: int) -> Range:
@@ -359,26 +367,28 @@ def _clipped(inner: int, inner_end: int, end: int) -> Range:
 
 
 def _share(whole: Range, k: int, count: int) -> Range:
-    """The part of a range that thread k of so many takes."""
+    """The part of a range that thread k of `count` computes."""
     begin, end = whole[3] * k // count, whole[3] * (k + 1) // count
     inner = min(max(whole[1], begin), end)
     return begin, inner, max(min(whole[2], end), inner), end
 
 
 class Runner:
-    """Runs a kernel on parts of any size; may be used by several threads at once."""
+    """Runs a kernel on tiles of any size; several threads may use it at once."""
 
     def __init__(self, window: WindowKernel, isa: Isa | None = None):
         self.window, self.isa = window, isa or host()
         self.spare: dict[tuple[WindowSizes, int], list[WindowTask]] = {}
 
     def compile(self) -> None:
-        """Make the machine code now, and not at the first run."""
+        """Compile now rather than in the first run."""
         CODE.addresses([self.window], self.isa)
 
-    def run(self, sizes: WindowSizes, threads: int, places: tuple[int, int, int, int]) -> None:
-        """Fill the output. places: addresses of x, out, the weight [channels, *size] (dense), the
-        bias (0: none)."""
+    def run(self, sizes: WindowSizes, threads: int, addresses: tuple[int, int, int, int]) -> None:
+        """Fill the output.
+
+        addresses: of x, out, weight (dense [channels, *size]) and bias (0: none).
+        """
         work = sizes.rows_out * sizes.columns_out * self.window.channels * self.window.taps
         threads = max(1, min(threads, work // WORK))
         spare = self.spare.get((sizes, threads))
@@ -390,5 +400,5 @@ class Runner:
             task = spare.pop()
         except IndexError:
             task = WindowTask(self.window, sizes, threads, self.isa)
-        task.run(places)
+        task.run(addresses)
         spare.append(task)

@@ -1,6 +1,6 @@
-"""Kernels for GPUs, in Triton: one file per family. Nothing here is imported before a tensor on a
-GPU is multiplied; `sparse.gpu` launches them.
+"""GPU kernels in Triton, one file per family. They are imported when a tensor on a GPU is
+multiplied for the first time; `sparse.products.gpu_products` launches them.
 
-They are written for Triton 3.6 and newer and run in its interpreter too: loops whose bounds are
-known at run time are `while` loops, and nothing is called that the interpreter lacks.
+They need Triton 3.6 or newer and also run in its interpreter: loops with bounds known at run time
+are `while` loops, and functions that the interpreter lacks are not called.
 """

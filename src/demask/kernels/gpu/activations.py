@@ -1,4 +1,4 @@
-"""Activations in Triton, by the formulas of `kernels.activations`, in float32."""
+"""Activations in Triton, with the formulas of `kernels.llvm.activations`, in float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LN2_LOW = tl.constexpr(math.log(2) - formulas.LN2_HIGH)
 DOUBLE_ROOT = tl.constexpr(2 * math.sqrt(2 / math.pi))
 TAIL = tl.constexpr(formulas.TAIL)
 TAIL_COEFFICIENTS = tl.constexpr(formulas.TAIL_COEFFICIENTS)
-#: those that `activated` computes
+#: the activations that `activated` computes
 NAMES = (
     "relu", "leaky_relu", "clamp", "sigmoid", "silu", "tanh", "hardsigmoid", "hardswish", "gelu",
     "gelu_tanh",
@@ -24,7 +24,7 @@ NAMES = (
 
 @triton.jit
 def activated(x, ACT: tl.constexpr, first, second):
-    """act(x) in float32; ACT: a name in `ops.activations`; first, second: numbers. NaN stays."""
+    """act(x) in float32. ACT: a name in `ops.activations`; first, second: parameters. Keeps NaN."""
     if ACT == "relu":
         x = tl.where(x < 0, 0.0, x)
     elif ACT == "leaky_relu":
@@ -60,24 +60,24 @@ def logistic(x, factor):
 @triton.jit
 def tanh(x):
     """m / (m + 2) with m = e**2|x| - 1, and the sign of x: nothing cancels near 0."""
-    size = tl.abs(x)
-    size = tl.where(size > 10, 10.0, size)
-    power, less = reduced(size + size, tl.constexpr(0))
-    m = power * less + (power - 1.0)
+    magnitude = tl.abs(x)
+    magnitude = tl.where(magnitude > 10, 10.0, magnitude)
+    power, power_minus_1 = reduced(magnitude + magnitude, tl.constexpr(0))
+    m = power * power_minus_1 + (power - 1.0)
     m = m / (m + 2.0)
     return tl.where(x == 0, x, tl.where(x < 0, -m, m))
 
 
 @triton.jit
 def gelu(x):
-    """x * normal_cdf(x), by its tail e**(-x * x / 2) * polynomial."""
-    size = tl.abs(x)
-    size = tl.where(size > 16, 16.0, size)
-    half = 0.5 * size
-    square = size * half
+    """x * normal_cdf(x), with the tail of the CDF as e**(-x * x / 2) * polynomial."""
+    magnitude = tl.abs(x)
+    magnitude = tl.where(magnitude > 16, 16.0, magnitude)
+    half = 0.5 * magnitude
+    square = magnitude * half
     power = small_exp(-square)
-    power -= power * tl.fma(size, half, -square)
-    t = 1.0 / (1.0 + TAIL * size)
+    power -= power * tl.fma(magnitude, half, -square)
+    t = 1.0 / (1.0 + TAIL * magnitude)
     tail = t * TAIL_COEFFICIENTS[9] + TAIL_COEFFICIENTS[8]
     for k in tl.static_range(7, -1, -1):  # pyright: ignore[reportGeneralTypeIssues]
         tail = t * tail + TAIL_COEFFICIENTS[k]
@@ -87,14 +87,14 @@ def gelu(x):
 
 @triton.jit
 def small_exp(x):
-    """e**x of x <= 0, 0 below -104."""
-    power, less = reduced(tl.where(x < -104, -104.0, x), tl.constexpr(64))
-    return (1.0 + less) * power * 5.421010862427522e-20  # 2**-64
+    """e**x of x <= 0; 0 below -104."""
+    power, power_minus_1 = reduced(tl.where(x < -104, -104.0, x), tl.constexpr(64))
+    return (1.0 + power_minus_1) * power * 5.421010862427522e-20  # 2**-64
 
 
 @triton.jit
 def reduced(x, ROOM: tl.constexpr):
-    """2**(n + ROOM) and e**r - 1 of x = n ln 2 + r, as `kernels.activations._reduced`."""
+    """2**(n + ROOM) and e**r - 1 of x = n ln 2 + r, as `kernels.llvm.activations._reduced`."""
     shifted = x * INVERSE_LN2 + (12582912.0 + 127 + ROOM)
     n = shifted - (12582912.0 + 127 + ROOM)
     r = x - n * LN2_HIGH
@@ -110,6 +110,6 @@ def reduced(x, ROOM: tl.constexpr):
 
 @triton.jit
 def gate(x):
-    """(x + 3) / 6 between 0 and 1."""
+    """(x + 3) / 6, clamped to 0 and 1."""
     x = (x + 3.0) / 6.0
     return tl.where(x < 0, 0.0, tl.where(x > 1, 1.0, x))

@@ -1,4 +1,4 @@
-"""What follows a sum: bias, activation, and the sum of the parts of rows that were split."""
+"""The end of a sum: the total of the partial sums of split rows, bias and activation."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ def finish(
 ):  # fmt: skip
     """out[row] = act(bias[row] + sum of its parts), in the order of the parts.
 
-    partial [slots, n] float32: the parts of a row begin at slot `firsts` and lie `step` slots
-    apart; there are `counts` of them. Not LISTED: row r begins at slot r and has `parts` parts.
-    Program (r, t): tasks r · HEIGHT and on, columns t · WIDTH and on.
+    partial [slots, n] float32: the `counts` parts of a row start at slot `firsts`, `step` slots
+    from one to the next. Not LISTED: row r starts at slot r and has `parts` parts. Program (r, t):
+    tasks from r * HEIGHT, columns from t * WIDTH.
     """
     task = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    given = task < tasks
-    inside = given[:, None] & (columns < n)[None, :]
+    valid = task < tasks
+    inside = valid[:, None] & (columns < n)[None, :]
     total = tl.zeros([HEIGHT, WIDTH], tl.float32)
     if LISTED:
-        row = tl.load(rows + task, mask=given, other=0)
-        slot = tl.load(firsts + task, mask=given, other=0)
-        count = tl.load(counts + task, mask=given, other=0)
+        row = tl.load(rows + task, mask=valid, other=0)
+        slot = tl.load(firsts + task, mask=valid, other=0)
+        count = tl.load(counts + task, mask=valid, other=0)
     else:
         row, slot, count = task, task, task * 0 + parts
     longest = tl.max(count, axis=0)
     k = 0
     while k < longest:  # pyright: ignore[reportOperatorIssue]
-        more = inside & (count > k)[:, None]
-        at = (slot + k * step).to(tl.int64)[:, None] * n + columns[None, :]
-        total += tl.load(partial + at, mask=more, other=0.0)
+        unfinished = inside & (count > k)[:, None]
+        offset = (slot + k * step).to(tl.int64)[:, None] * n + columns[None, :]
+        total += tl.load(partial + offset, mask=unfinished, other=0.0)
         k += 1
     if BIASED:
-        total += tl.load(bias + row, mask=given, other=0.0).to(tl.float32)[:, None]
+        total += tl.load(bias + row, mask=valid, other=0.0).to(tl.float32)[:, None]
     total = activated(total, ACT, first, second)
-    place = row.to(tl.int64)[:, None] * out_row + columns.to(tl.int64)[None, :] * out_column
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+    out_offset = row.to(tl.int64)[:, None] * out_row + columns.to(tl.int64)[None, :] * out_column
+    tl.store(out + out_offset, total.to(out.dtype.element_ty), mask=inside)

@@ -1,11 +1,11 @@
-"""Sparse times dense, row by row: the tiles of the output are one row high (Sputnik).
+"""Sparse times dense by rows: the tiles of the output are one row high (Sputnik).
 
     Gale, Zaharia, Young, Elsen: Sparse GPU Kernels for Deep Learning, SC20 (arXiv 2006.10901)
 
-Tasks are rows, or parts of long ones, sorted by their length: a program takes ROWS of them side by
-side, so that its threads load whole vectors also where there are few columns. A task's start is
-moved back to an aligned place, from which columns and values are loaded as vectors; what belongs to
-the row before is masked.
+Tasks are rows, or parts of long ones, sorted by length. A program computes ROWS of them together,
+so that its threads load whole vectors even with few columns. The start of a task is moved back to
+an aligned position, from which columns and values are loaded as vectors; elements of the previous
+row are masked.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def four(t, ROWS: tl.constexpr):
 
 @triton.jit
 def added(total, value, column, there, x, x_row, columns, inside):
-    """total + value · x[column], where there is one; what is not there is not read."""
-    place = x + column.to(tl.int64)[:, None] * x_row + columns[None, :]
-    row = tl.load(place, mask=there[:, None] & inside[None, :], other=0.0)
+    """total + value * x[column] where `there` is set; other elements are not read."""
+    address = x + column.to(tl.int64)[:, None] * x_row + columns[None, :]
+    row = tl.load(address, mask=there[:, None] & inside[None, :], other=0.0)
     return total + value[:, None] * row.to(tl.float32)
 
 
@@ -42,17 +42,17 @@ def spmm_rows(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, BIASED: tl.constexpr,
     ACT: tl.constexpr,
 ):  # fmt: skip
-    """out[target] = act(bias[target] + sum of values · x[col] over a task's nonzeros).
+    """out[target] = act(bias[target] + sum of values * x[col] over the nonzeros of a task).
 
-    begins, ends, targets [tasks] int32: targets below zero (SPLIT) are the slots ~target of
-    partial [slots, n] float32, without bias and activation. col int32, values and x [k, n] of one
-    type, columns of x side by side; col and values aligned to 16 bytes and readable up to the next
-    multiple of 16. Program (g, t): tasks g · ROWS and on, columns t · WIDTH and on.
+    begins, ends, targets [tasks] int32: targets below zero (SPLIT) are the slots ~target of partial
+    [slots, n] float32, written without bias and activation. col int32; values and x [k, n] of one
+    dtype, rows of x contiguous; col and values aligned to 16 bytes and readable up to the next
+    multiple of 16. Program (g, t): tasks from g * ROWS, columns from t * WIDTH.
     """
     task = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    given = task < tasks
-    begin = tl.load(begins + task, mask=given, other=0)
-    end = tl.load(ends + task, mask=given, other=0)
+    valid = task < tasks
+    begin = tl.load(begins + task, mask=valid, other=0)
+    end = tl.load(ends + task, mask=valid, other=0)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = columns < n
     total = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -61,13 +61,13 @@ def spmm_rows(
     steps = tl.max(end - aligned, axis=0)
     step = 0
     while step < steps:  # pyright: ignore[reportOperatorIssue]
-        # vectors of a task that has ended are not loaded: the mask is one for a whole vector
-        place = (aligned + step)[:, None] + lane[None, :]
-        more = tl.broadcast_to((aligned + step < end)[:, None], [ROWS, VECTOR])
-        column = tl.load(col + place, mask=more, other=0)
-        value = tl.load(values + place, mask=more, other=0.0).to(tl.float32)
-        there = ((place >= begin[:, None]) & (place < end[:, None])).to(tl.int32)
-        value = tl.where(there != 0, value, 0.0)  # another row's may be infinite
+        # vectors of a finished task are not loaded: the mask is the same for a whole vector
+        position = (aligned + step)[:, None] + lane[None, :]
+        unfinished = tl.broadcast_to((aligned + step < end)[:, None], [ROWS, VECTOR])
+        column = tl.load(col + position, mask=unfinished, other=0)
+        value = tl.load(values + position, mask=unfinished, other=0.0).to(tl.float32)
+        there = ((position >= begin[:, None]) & (position < end[:, None])).to(tl.int32)
+        value = tl.where(there != 0, value, 0.0)  # values of other rows may be infinite
         c0, c1, c2, c3 = four(column, ROWS)
         v0, v1, v2, v3 = four(value, ROWS)
         t0, t1, t2, t3 = four(there, ROWS)
@@ -76,14 +76,14 @@ def spmm_rows(
         total = added(total, v2, c2, t2 != 0, x, x_row, columns, inside)
         total = added(total, v3, c3, t3 != 0, x, x_row, columns, inside)
         step += VECTOR
-    target = tl.load(targets + task, mask=given, other=0)
-    whole = given & (target >= 0)
+    target = tl.load(targets + task, mask=valid, other=0)
+    is_whole = valid & (target >= 0)
     if SPLIT:
         slot = partial + (-1 - target).to(tl.int64)[:, None] * n + columns[None, :]
-        tl.store(slot, total, mask=(given & (target < 0))[:, None] & inside[None, :])
+        tl.store(slot, total, mask=(valid & (target < 0))[:, None] & inside[None, :])
     if BIASED:
-        total += tl.load(bias + target, mask=whole, other=0.0).to(tl.float32)[:, None]
+        total += tl.load(bias + target, mask=is_whole, other=0.0).to(tl.float32)[:, None]
     total = activated(total, ACT, first, second).to(out.dtype.element_ty)
-    place = out + target.to(tl.int64)[:, None] * out_row
-    place += columns.to(tl.int64)[None, :] * out_column
-    tl.store(place, total, mask=whole[:, None] & inside[None, :])
+    address = out + target.to(tl.int64)[:, None] * out_row
+    address += columns.to(tl.int64)[None, :] * out_column
+    tl.store(address, total, mask=is_whole[:, None] & inside[None, :])

@@ -1,7 +1,7 @@
-"""Activations in LLVM IR: each within 4 units in the last place, or within what torch's rounds.
+"""Activations in LLVM IR, each within 4 units in the last place or within torch's own error.
 
-Non-finite inputs give what torch gives: NaN stays NaN, whatever its payload, and 0 * inf is NaN.
-Every exponential is one of a number <= 0, so that none overflows.
+Non-finite inputs give the same as torch: NaN stays NaN, whatever its payload, and 0 * inf is NaN.
+Every exponential is of a number <= 0, so none overflows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from demask.kernels.llvm.emitter import Emitter, Value
 
 LN2_HIGH = 0.693145751953125  # ln 2 in 17 bits: n * LN2_HIGH is exact
-#: e**(x * x / 2) * normal_cdf(-x) is t * (c0 + c1 t + ...) within 3.5e-9 of itself, where
+#: e**(x * x / 2) * normal_cdf(-x) is t * (c0 + c1 t + ...) with a relative error of 3.5e-9, where
 #: t = 1 / (1 + 0.3 x) and 0 <= x <= 14.5; a least-squares fit, weighted until errors are equal
 TAIL = 0.3
 TAIL_COEFFICIENTS = (
@@ -30,7 +30,7 @@ TAIL_COEFFICIENTS = (
 
 
 def activated(e: Emitter, x: Value, act: Act | None) -> Value:
-    """act(x), a vector of float32."""
+    """act(x) of a vector of float32; x if there is no activation."""
     return x if act is None else LOWERINGS[act[0]](e, x, *act[1])
 
 
@@ -38,13 +38,13 @@ def _relu(e: Emitter, x: Value) -> Value:
     return e.larger(x, e.splat(0.0))
 
 
-def _clamp(e: Emitter, x: Value, least: float, largest: float) -> Value:
-    return e.smaller(e.larger(x, e.splat(least)), e.splat(largest))
+def _clamp(e: Emitter, x: Value, lowest: float, highest: float) -> Value:
+    return e.smaller(e.larger(x, e.splat(lowest)), e.splat(highest))
 
 
-def _leaky_relu(e: Emitter, x: Value, slope: float) -> Value:
-    low = e.b.fmul(x, e.splat(slope))
-    return e.b.select(e.b.fcmp_ordered(">", x, e.splat(0.0)), x, low)
+def _leaky_relu(e: Emitter, x: Value, factor: float) -> Value:
+    scaled = e.b.fmul(x, e.splat(factor))
+    return e.b.select(e.b.fcmp_ordered(">", x, e.splat(0.0)), x, scaled)
 
 
 def _hardsigmoid(e: Emitter, x: Value) -> Value:
@@ -74,25 +74,25 @@ def _logistic(e: Emitter, x: Value, factor: Value) -> Value:
 
 def _tanh(e: Emitter, x: Value) -> Value:
     """m / (m + 2) with m = e**2|x| - 1, and the sign of x: nothing cancels near 0."""
-    size = e.smaller(e.elementwise("fabs", x), e.splat(10.0))
-    power, less = _reduced(e, e.b.fadd(size, size), 0)
-    m = e.fma(power, less, e.b.fsub(power, e.splat(1.0)))
+    magnitude = e.smaller(e.elementwise("fabs", x), e.splat(10.0))
+    power, power_minus_1 = _reduced(e, e.b.fadd(magnitude, magnitude), 0)
+    m = e.fma(power, power_minus_1, e.b.fsub(power, e.splat(1.0)))
     return e.elementwise("copysign", e.b.fdiv(m, e.b.fadd(m, e.splat(2.0))), x)
 
 
 def _gelu(e: Emitter, x: Value) -> Value:
-    """x * normal_cdf(x), by its tail e**(-x * x / 2) * polynomial."""
+    """x * normal_cdf(x), with the tail of the CDF as e**(-x * x / 2) * polynomial."""
     b, one = e.b, e.splat(1.0)
-    size = e.smaller(e.elementwise("fabs", x), e.splat(16.0))
-    half = b.fmul(size, e.splat(0.5))
-    square = b.fmul(size, half)
-    rest = e.fma(size, half, b.fneg(square))
-    t = b.fdiv(one, e.fma(size, e.splat(TAIL), one))
+    magnitude = e.smaller(e.elementwise("fabs", x), e.splat(16.0))
+    half = b.fmul(magnitude, e.splat(0.5))
+    square = b.fmul(magnitude, half)
+    rounding = e.fma(magnitude, half, b.fneg(square))
+    t = b.fdiv(one, e.fma(magnitude, e.splat(TAIL), one))
     tail = e.splat(TAIL_COEFFICIENTS[-1])
     for coefficient in TAIL_COEFFICIENTS[-2::-1]:
         tail = e.fma(tail, t, e.splat(coefficient))
     power = _exp(e, b.fneg(square))
-    power = e.fma(power, b.fneg(rest), power)
+    power = e.fma(power, b.fneg(rounding), power)
     tail = b.fmul(b.fmul(tail, t), power)
     negative = b.fcmp_ordered("<", x, e.splat(0.0))
     return b.fmul(x, b.select(negative, tail, b.fsub(one, tail)))
@@ -106,20 +106,21 @@ def _gelu_tanh(e: Emitter, x: Value) -> Value:
 
 
 def _exp(e: Emitter, x: Value) -> Value:
-    """e**x of x <= 0, within 2 units in the last place, 0 below -104."""
-    room = 64  # 2**n itself may be too small for a normal number
-    power, less = _reduced(e, e.larger(x, e.splat(-104.0)), room)
-    whole = e.b.fmul(e.b.fadd(less, e.splat(1.0)), power)
-    return e.b.fmul(whole, e.splat(2.0**-room))
+    """e**x of x <= 0, within 2 units in the last place; 0 below -104."""
+    exponent_shift = 64  # 2**n itself may be too small for a normal number
+    power, power_minus_1 = _reduced(e, e.larger(x, e.splat(-104.0)), exponent_shift)
+    shifted = e.b.fmul(e.b.fadd(power_minus_1, e.splat(1.0)), power)
+    return e.b.fmul(shifted, e.splat(2.0**-exponent_shift))
 
 
-def _reduced(e: Emitter, x: Value, room: int) -> tuple[Value, Value]:
-    """2**(n + room) and e**r - 1 of x = n ln 2 + r, |r| <= ln 2 / 2; -127 < n + room < 128.
+def _reduced(e: Emitter, x: Value, exponent_shift: int) -> tuple[Value, Value]:
+    """2**(n + exponent_shift) and e**r - 1, where x = n ln 2 + r and |r| <= ln 2 / 2.
 
-    n is rounded by adding 1.5 * 2**23, which leaves n + room + 127, the bits of the power, in the
-    lowest bits of the sum. e**r - 1 is its Taylor series of degree 7; of NaN it is NaN.
+    Requires -127 < n + exponent_shift < 128. Adding 1.5 * 2**23 rounds n and leaves n +
+    exponent_shift + 127, the bits of the power, in the lowest bits of the sum. e**r - 1 is its
+    Taylor series of degree 7; it is NaN for NaN.
     """
-    b, magic = e.b, e.splat(12582912.0 + 127 + room)
+    b, magic = e.b, e.splat(12582912.0 + 127 + exponent_shift)
     shifted = e.fma(x, e.splat(1 / math.log(2)), magic)
     n = b.fsub(shifted, magic)
     r = e.fma(n, e.splat(-LN2_HIGH), x)
@@ -127,12 +128,12 @@ def _reduced(e: Emitter, x: Value, room: int) -> tuple[Value, Value]:
     y = e.splat(1 / math.factorial(7))
     for k in range(6, 1, -1):
         y = e.fma(y, r, e.splat(1 / math.factorial(k)))
-    less = e.fma(b.fmul(y, r), r, r)
+    power_minus_1 = e.fma(b.fmul(y, r), r, r)
     bits = b.shl(b.bitcast(shifted, e.ints), ir.Constant(e.ints, [23] * e.lanes))
-    return b.bitcast(bits, e.vector), less
+    return b.bitcast(bits, e.vector), power_minus_1
 
 
-#: by the names of `ops.activations`: (emitter, vector, *numbers) -> vector
+#: name in `ops.activations` -> function (emitter, vector, *parameters) -> vector
 LOWERINGS: dict[str, Callable[..., Any]] = {
     "relu": _relu,
     "sigmoid": _sigmoid,
@@ -148,13 +149,15 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
 
 
 def register(activation: Activation, llvm: Callable[..., Any]) -> None:
-    """Add an activation to the table, with its lowering: (emitter, vector, *numbers) -> vector.
-    BadInput for a name that is in use.
+    """Add an activation and its LLVM lowering (emitter, vector, *parameters) -> vector.
 
-    There is none for Triton, which compiles functions from the text of their files: on a GPU, torch
-    computes such an activation after the product.
+    Triton compiles functions from the text of their files, so it has no lowering for it: on a GPU,
+    torch computes the activation after the product.
+
+    Raises:
+        BadInput: the name is in use.
     """
     if activation.name in ACTIVATIONS:
-        raise BadInput(f"expected a new name for an activation, got {activation.name!r}")
+        raise BadInput(f"expected an unused activation name, got {activation.name!r}")
     LOWERINGS[activation.name] = llvm
     ACTIVATIONS[activation.name] = activation

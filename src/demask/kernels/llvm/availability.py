@@ -1,4 +1,4 @@
-"""Whether kernels for CPUs can be compiled and run here."""
+"""Whether CPU kernels can be compiled and run on this system."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import warnings
 
 
 class NoPlan(Exception):
-    """The kernels cannot do this, or not now; its text says why."""
+    """The kernels cannot run this call; the message is the reason."""
 
 
 @functools.cache
 def installed() -> bool:
-    """Whether llvmlite can be imported and the system is a POSIX one; if not, one warning says so.
+    """Whether llvmlite can be imported and the system is POSIX; if not, warns once.
 
-    Callers continue with ATen ops, which compute the same and take longer.
+    Callers fall back to ATen ops, which return the same result but are slower.
     """
     reason = ""
     if sys.platform == "win32":
@@ -26,6 +26,6 @@ def installed() -> bool:
         except ImportError as error:
             reason = f"{error}; pip install llvmlite"
     if reason:
-        words = f"demask runs on torch's own ops on the CPU, which is slower: {reason}"
-        warnings.warn(words, stacklevel=2)
+        message = f"demask runs on torch's own ops on the CPU, which is slower: {reason}"
+        warnings.warn(message, stacklevel=2)
     return not reason

@@ -1,4 +1,4 @@
-"""What a processor can do, as far as kernels care: float32 lanes of a vector, LLVM's target."""
+"""Vector width and LLVM target of a processor."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import llvmlite.binding as llvm
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """A target of LLVM's. lanes: float32 numbers in the widest vector; registers: how many of
-    these vectors there are."""
+    """An LLVM target. lanes: float32 elements of the widest vector; registers: vector registers."""
 
     name: str
     triple: str
@@ -33,16 +32,16 @@ NEON = Isa("NEON", "aarch64-unknown-linux-gnu", "neoverse-n1", "", 4, 32)
 
 @functools.cache
 def host() -> Isa:
-    """This machine."""
+    """The target of this machine."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     triple, cpu = llvm.get_process_triple(), llvm.get_host_cpu_name()
-    found = llvm.get_host_cpu_features()
-    features = found.flatten()
-    if found.get("avx512f") and found.get("avx512vl") and found.get("avx512dq"):
-        # LLVM prefers vectors of 256 bits on many processors that have longer ones.
+    available = llvm.get_host_cpu_features()
+    features = available.flatten()
+    if available.get("avx512f") and available.get("avx512vl") and available.get("avx512dq"):
+        # By default, LLVM uses 256-bit vectors on many processors that have wider ones.
         return Isa("AVX-512", triple, cpu, f"{features},-prefer-256-bit", 16, 32)
-    if found.get("avx2") and found.get("fma"):
+    if available.get("avx2") and available.get("fma"):
         return Isa("AVX2", triple, cpu, features, 8, 16)
     # macOS writes arm64
     registers = 32 if triple.startswith(("aarch64", "arm64")) else 16

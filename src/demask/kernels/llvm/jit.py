@@ -1,4 +1,4 @@
-"""Kernels as machine code, compiled in this process by LLVM: no compiler, no files."""
+"""Kernels compiled to machine code in this process by LLVM, without a compiler or files."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from demask.kernels.llvm.isa import Isa, host
 
 
 def source(kernels: Iterable[Kernel], isa: Isa) -> str:
-    """A module of LLVM IR with these kernels as functions k0, k1, …"""
+    """The LLVM IR of a module that has these kernels as functions k0, k1, ..."""
     module = ir.Module("kernels")
     module.triple = isa.triple
-    for place, kernel in enumerate(kernels):
-        e = Emitter(module, f"k{place}", kernel.arguments, isa)
+    for number, kernel in enumerate(kernels):
+        e = Emitter(module, f"k{number}", kernel.arguments, isa)
         kernel.emit(e)
-        e.done()
+        e.finish()
     return str(module)
 
 
 def optimized(text: str, isa: Isa) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
-    """The module as LLVM's passes leave it. Short loops over nonzeros gain nothing by unrolling and
-    take several times as long to compile; vectors are spelled out."""
+    """The module after LLVM's passes, and its target machine.
+
+    Unrolling short loops over nonzeros takes several times as long to compile and gains nothing;
+    kernels write vectors explicitly.
+    """
     target = llvm.Target.from_triple(isa.triple)
     machine = target.create_target_machine(cpu=isa.cpu, features=isa.features, opt=3)
     module = llvm.parse_assembly(text)
@@ -39,7 +42,7 @@ def optimized(text: str, isa: Isa) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
 
 
 def assembly(kernels: Iterable[Kernel], isa: Isa) -> str:
-    """Machine code in words, for any target."""
+    """Assembly text of kernels for any target."""
     if isa != host():
         llvm.initialize_all_targets()
         llvm.initialize_all_asmprinters()
@@ -48,7 +51,7 @@ def assembly(kernels: Iterable[Kernel], isa: Isa) -> str:
 
 
 class Code:
-    """Compiled kernels of this process, each kept as long as the process lives."""
+    """Compiled kernels, cached as long as the process lives."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[Any, Isa], int] = {}
@@ -56,20 +59,22 @@ class Code:
         self.lock = threading.Lock()
 
     def addresses(self, kernels: Iterable[Kernel], isa: Isa | None = None) -> dict[Any, int]:
-        """Where the machine code of each kernel begins. isa: what may be used of this machine
-        (None: all)."""
+        """Entry address of each kernel.
+
+        isa: the instructions to use; all of this machine by default.
+        """
         isa = isa or host()
-        wanted = list(dict.fromkeys(kernels))
+        requested = list(dict.fromkeys(kernels))
         with self.lock:
-            missing = [kernel for kernel in wanted if (kernel, isa) not in self.known]
+            missing = [kernel for kernel in requested if (kernel, isa) not in self.known]
             if missing:
                 module, machine = optimized(source(missing, isa), isa)
                 engine = llvm.create_mcjit_compiler(module, machine)
                 engine.finalize_object()
                 self.engines.append(engine)
-                for place, kernel in enumerate(missing):
-                    self.known[kernel, isa] = engine.get_function_address(f"k{place}")
-            return {kernel: self.known[kernel, isa] for kernel in wanted}
+                for number, kernel in enumerate(missing):
+                    self.known[kernel, isa] = engine.get_function_address(f"k{number}")
+            return {kernel: self.known[kernel, isa] for kernel in requested}
 
 
 CODE = Code()

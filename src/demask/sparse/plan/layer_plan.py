@@ -1,8 +1,8 @@
-"""Sparse layers on a tape: what they read where, how they are cut, the kernel's calls.
+"""Sparse layers on a tape: the input positions that they read, their tiling, and kernel calls.
 
-Layers whose threads share positions, not rows, follow one another without a barrier while they look
-at one pixel at a time (a *chain*): a thread then takes some of its positions through all of them,
-and what lies between stays in its cache.
+Consecutive layers in which each pixel depends only on the same pixel, and whose threads share
+positions rather than rows, run without a barrier (a *chain*): a thread computes all of them for
+some of its positions, so that intermediate values stay in its cache.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from demask.sparse.plan.tile_layout import NO_BORDER, Area, At, Border, GridLayo
 from demask.sparse.plan.tiling import Tiling, TilingProblem, best, rects, strips
 from demask.sparse.segment_program import ConvStep, LinearStep
 
-BARRIER = 3000.0  # cycles until all threads have come
-CACHE = 128 * 1024  # bytes of what a chain makes from one strip of positions
+BARRIER = 3000.0  # cycles of a barrier
+CACHE = 128 * 1024  # bytes that the layers of a chain compute for one strip of positions
 
 
 @dataclass(frozen=True, slots=True)
 class OutputWindow:
-    """The positions of an output that one stream of nonzeros computes, and where each kernel place
-    reads, in lines of rows and columns from a position (None: nowhere)."""
+    """The positions of an output that one stream of nonzeros computes.
+
+    taps: for each kernel position, the row or column that it reads, relative to the output position
+    times the stride (None: it reads nothing).
+    """
 
     start: tuple[int, int]
     step: tuple[int, int]
@@ -41,69 +44,69 @@ class OutputWindow:
 
 
 def windows(step: ConvStep) -> list[OutputWindow]:
-    """One of a convolution; of a transposed one as many as its strides give."""
+    """One window for a convolution; one per stride offset for a transposed convolution."""
     if not step.transposed:
         taps = tuple(tuple(k * d - p[0] for k in range(n)) for n, d, p in
                      zip(step.kernel, step.dilation, step.padding, strict=True))  # fmt: skip
         return [OutputWindow((0, 0), (1, 1), step.stride, taps)]  # type: ignore[arg-type]
-    found = []
+    output_windows = []
     for i in range(step.stride[0]):
         for j in range(step.stride[1]):
-            taps = tuple(_turned(step, axis, at) for axis, at in enumerate((i, j)))
-            found.append(OutputWindow((i, j), step.stride, (1, 1), taps))  # type: ignore[arg-type]
-    return found
+            taps = tuple(_transposed_taps(step, axis, offset) for axis, offset in enumerate((i, j)))
+            output_windows.append(OutputWindow((i, j), step.stride, (1, 1), taps))  # type: ignore[arg-type]
+    return output_windows
 
 
-def _turned(step: ConvStep, axis: int, at: int) -> tuple[int | None, ...]:
-    """Output position s·i + at reads input i + tap: s · (i + tap) + d · k = s · i + at + p."""
+def _transposed_taps(step: ConvStep, axis: int, offset: int) -> tuple[int | None, ...]:
+    """Output position s*i + offset reads input i + tap: s*(i + tap) + d*k = s*i + offset + p."""
     s, d, p = step.stride[axis], step.dilation[axis], step.padding[axis][0]
-    shifts = [at + p - d * k for k in range(step.kernel[axis])]
+    shifts = [offset + p - d * k for k in range(step.kernel[axis])]
     return tuple(shift // s if shift % s == 0 else None for shift in shifts)
 
 
 def reach(grid: TileGrid, out: TileGrid, all_: Sequence[OutputWindow]) -> Border:
-    """The border that windows read of an input, for the parts of an output."""
-    found = [0, 0, 0, 0]
+    """The border that windows read around the parts of an input, for the parts of an output."""
+    border = [0, 0, 0, 0]
     for window in all_:
         for axis in (0, 1):
             taps = [tap for tap in window.taps[axis] if tap is not None]
             for part in range(out.parts) if taps else ():
-                mine, made = grid.part(part), out.part(part)
+                in_area, out_area = grid.part(part), out.part(part)
                 stride, step = window.stride[axis], window.step[axis]
-                first = made[axis] // step * stride - mine[axis]
-                last = first + (made[2 + axis] // step - 1) * stride
-                found[2 * axis] = max(found[2 * axis], -(first + min(taps)))
-                more = last + max(taps) - (mine[2 + axis] - 1)
-                found[2 * axis + 1] = max(found[2 * axis + 1], more)
-    return tuple(found)  # type: ignore[return-value]
+                first = out_area[axis] // step * stride - in_area[axis]
+                last = first + (out_area[2 + axis] // step - 1) * stride
+                border[2 * axis] = max(border[2 * axis], -(first + min(taps)))
+                excess = last + max(taps) - (in_area[2 + axis] - 1)
+                border[2 * axis + 1] = max(border[2 * axis + 1], excess)
+    return tuple(border)  # type: ignore[return-value]
 
 
 def touched(window: OutputWindow, grid: TileGrid, out: TileGrid) -> set[At]:
     """The positions of an input that a window reads."""
-    found: set[At] = set()
+    positions: set[At] = set()
     for part in range(out.parts):
-        mine, made = grid.part(part), out.part(part)
+        in_area, out_area = grid.part(part), out.part(part)
         axes = []
         for axis in (0, 1):
             stride, step = window.stride[axis], window.step[axis]
-            first = made[axis] // step * stride - mine[axis]
+            first = out_area[axis] // step * stride - in_area[axis]
             taps = [tap for tap in window.taps[axis] if tap is not None]
-            axes.append({first + k * stride + tap for k in range(made[2 + axis] // step)
+            axes.append({first + k * stride + tap for k in range(out_area[2 + axis] // step)
                          for tap in taps})  # fmt: skip
-        found |= {(part, i, j) for i in axes[0] for j in axes[1]}
-    return found
+        positions |= {(part, i, j) for i in axes[0] for j in axes[1]}
+    return positions
 
 
-def looks_at_pixels(step: ConvStep | LinearStep) -> bool:
-    """Does a layer make each pixel from that pixel alone?"""
+def is_pixelwise(step: ConvStep | LinearStep) -> bool:
+    """Whether each output pixel of a layer depends only on the same input pixel."""
     if isinstance(step, LinearStep):
         return True
-    plain = step.kernel == step.stride == (1, 1) and step.padding == ((0, 0), (0, 0))
-    return plain and not step.transposed
+    is_1x1 = step.kernel == step.stride == (1, 1) and step.padding == ((0, 0), (0, 0))
+    return is_1x1 and not step.transposed
 
 
 def as_conv(step: ConvStep | LinearStep) -> ConvStep:
-    """A layer as a convolution of an image."""
+    """A layer as a convolution of images."""
     if isinstance(step, ConvStep):
         return step
     return ConvStep(step.x, step.weight, step.bias, step.out, (1, 1), act=step.act, add=step.add,
@@ -112,7 +115,7 @@ def as_conv(step: ConvStep | LinearStep) -> ConvStep:
 
 @dataclass(frozen=True, slots=True)
 class WindowPiece:
-    """A window of a layer, on given buffers: its nonzeros, where they read, its size."""
+    """A window of a layer with its buffers: nonzeros, the lines that they read, tiling problem."""
 
     step: ConvStep
     window: OutputWindow
@@ -126,7 +129,7 @@ class WindowPiece:
 
 def pieces(step: ConvStep, weights: Sequence[Tensor], x: Buffer, add: Buffer | None,
            out: Buffer) -> list[WindowPiece]:  # fmt: skip
-    """A layer, window by window. BadInput: a weight that does not fit."""
+    """The windows of a layer. Raises BadInput for an invalid weight."""
     channels = x.layout.size[1]
     if channels % step.groups:
         raise NoPlan(f"{channels} channels in {step.groups} groups")
@@ -136,29 +139,31 @@ def pieces(step: ConvStep, weights: Sequence[Tensor], x: Buffer, add: Buffer | N
 
 def _piece(step: ConvStep, window: OutputWindow, weight: Csr, x: Buffer, add: Buffer,
            out: Buffer) -> WindowPiece:  # fmt: skip
-    """The nonzeros that a window reads, and where they read."""
-    lay, kernel = x.layout, math.prod(step.kernel)
+    """The nonzeros that a window reads, and their lines."""
+    x_layout, kernel = x.layout, math.prod(step.kernel)
     ky, kx = weight.columns % kernel // step.kernel[1], weight.columns % step.kernel[1]
     taps = [np.array([2**30 if tap is None else tap for tap in taps]) for taps in window.taps]
     dy, dx = taps[0][ky], taps[1][kx]
-    used = (dy < 2**30) & (dx < 2**30)
-    if not used.all():
-        weight = replace(weight, rows=weight.rows[used], columns=weight.columns[used],
-                         values=weight.values[used])  # fmt: skip
-        dy, dx = dy[used], dx[used]
+    is_used = (dy < 2**30) & (dx < 2**30)
+    if not is_used.all():
+        weight = replace(weight, rows=weight.rows[is_used], columns=weight.columns[is_used],
+                         values=weight.values[is_used])  # fmt: skip
+        dy, dx = dy[is_used], dx[is_used]
     group = weight.rows // (step.out // step.groups)
-    channels = group * (lay.size[1] // step.groups) + weight.columns // kernel
-    lines = (dy + lay.border[0]) * lay.row + dx + lay.border[2]
-    every = np.arange(weight.count)
-    places = Places(channels, lines, every * out.layout.pitch, every * add.layout.pitch, lay.pitch)
-    shape = shape_of(step, window, out.layout.grid, lay.size[1], len(weight))
+    channels = group * (x_layout.size[1] // step.groups) + weight.columns // kernel
+    lines = (dy + x_layout.border[0]) * x_layout.row + dx + x_layout.border[2]
+    rows = np.arange(weight.count)
+    places = Places(
+        channels, lines, rows * out.layout.pitch, rows * add.layout.pitch, x_layout.pitch
+    )
+    shape = shape_of(step, window, out.layout.grid, x_layout.size[1], len(weight))
     return WindowPiece(step, window, weight, places, shape, x, add, out)
 
 
 def shape_of(
     step: ConvStep, window: OutputWindow, grid: TileGrid, channels: int, nonzeros: int
 ) -> TilingProblem:
-    """What is to be cut, for an output in `grid`."""
+    """The tiling problem for an output in `grid`."""
     spans = [[tap for tap in taps if tap is not None] or [0] for taps in window.taps]
     areas = [grid.part(part) for part in range(grid.parts)]
     parts = tuple((h // window.step[0], w // window.step[1]) for _, _, h, w in areas)
@@ -166,37 +171,37 @@ def shape_of(
                  (max(spans[0]) - min(spans[0]), max(spans[1]) - min(spans[1])))  # fmt: skip
 
 
-def emit_alone(tape: Tape, isa: Isa, found: Sequence[WindowPiece]) -> list[Tiling]:
-    """A layer as a phase of its own, each window cut as is best."""
-    cuts = []
-    for piece in found:
+def emit_alone(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> list[Tiling]:
+    """Write a layer as a phase of its own; returns the tiling of each window."""
+    tilings = []
+    for piece in window_pieces:
         if is_narrow(piece):
             emit_narrow(tape, isa, piece)
             continue
-        cut = best(piece.shape, tape.threads, isa)[1]
-        cuts.append(cut)
-        whole = [(0, 0, *part) for part in piece.shape.parts]
-        if not cut.by_rows:
-            stream = _stream(piece, np.arange(piece.weight.count), cut, isa)
-            for part, area in enumerate(whole):
-                _emit(tape, part, piece, cut, stream, {part: area})
+        tiling = best(piece.shape, tape.threads, isa)[1]
+        tilings.append(tiling)
+        areas = [(0, 0, *part) for part in piece.shape.parts]
+        if not tiling.by_rows:
+            stream = _stream(piece, np.arange(piece.weight.count), tiling, isa)
+            for part, area in enumerate(areas):
+                _emit(tape, part, piece, tiling, stream, {part: area})
             continue
         for thread, rows in enumerate(dealt(piece.weight.per_row() + 1, tape.threads)):
             if len(rows):
-                stream = _stream(piece, rows, cut, isa)
-                _emit(tape, thread, piece, cut, stream, dict(enumerate(whole)))
-    return cuts
+                stream = _stream(piece, rows, tiling, isa)
+                _emit(tape, thread, piece, tiling, stream, dict(enumerate(areas)))
+    return tilings
 
 
 def is_narrow(piece: WindowPiece) -> bool:
-    """Is a layer computed for one position only? Then lanes had better be rows."""
+    """Whether a layer has one position, so that lanes should be rows."""
     batch, _, height, width = piece.out.layout.size
     grid = piece.out.layout.grid
-    return looks_at_pixels(piece.step) and batch * height * width == 1 and grid.positions == 1
+    return is_pixelwise(piece.step) and batch * height * width == 1 and grid.positions == 1
 
 
 def emit_narrow(tape: Tape, isa: Isa, piece: WindowPiece) -> None:
-    """A layer on one position as a phase of its own."""
+    """Write a layer with one position as a phase of its own."""
     weight, outs = piece.weight, [b.layout for b in (piece.out, piece.add)]
     kernel = SparseVectorKernel(piece.step.add is not None, piece.step.act, weight.kind)
     zero = np.zeros(1, np.int64)
@@ -204,54 +209,61 @@ def emit_narrow(tape: Tape, isa: Isa, piece: WindowPiece) -> None:
     for thread, rows in enumerate(dealt(weight.per_row() + 1, tape.threads)):
         if not len(rows):
             continue
-        found = sliced(weight, rows, isa.lanes)
-        own, source = found.rows, np.maximum(found.source, 0)
+        slices = sliced(weight, rows, isa.lanes)
+        slice_rows, source = slices.rows, np.maximum(slices.source, 0)
         columns, values = (
             np.zeros(source.shape, np.int32),
             np.zeros(source.shape, weight.values.dtype),
         )
         if len(weight):
             columns[:] = piece.places.channels[source]
-            values[:] = np.where(found.source >= 0, weight.values[source], 0)
-        places = [np.where(own >= 0, own * lay.pitch * isa.lanes, -1) for lay in outs]
-        buffers = {"x": (_close(tape, isa, thread, piece.x), 0), "out": (piece.out, first[0]),
+            values[:] = np.where(slices.source >= 0, weight.values[source], 0)
+        elements = [
+            np.where(slice_rows >= 0, slice_rows * lay.pitch * isa.lanes, -1) for lay in outs
+        ]
+        buffers = {"x": (_compacted(tape, isa, thread, piece.x), 0), "out": (piece.out, first[0]),
                    "add": (piece.add, first[1])}  # fmt: skip
         tape.add(thread, KernelCall(kernel, NARROW, buffers, {
-            "begin": 0, "end": len(own), "ends": found.ends, "columns": columns, "values": values,
-            "outs": places[0].astype(np.int32), "adds": places[1].astype(np.int32),
-            "biases": weight.bias[own], "scales": weight.scale[own]}))  # fmt: skip
+            "begin": 0, "end": len(slice_rows), "ends": slices.ends, "columns": columns,
+            "values": values,
+            "outs": elements[0].astype(np.int32), "adds": elements[1].astype(np.int32),
+            "biases": weight.bias[slice_rows], "scales": weight.scale[slice_rows]}))  # fmt: skip
 
 
-def _close(tape: Tape, isa: Isa, thread: int, x: Buffer) -> Buffer:
-    """The only position of all channels, one behind the other, for one thread: gathers of them stay
-    in the first cache."""
-    lay, zero = x.layout, np.zeros(1, np.int64)
-    count = -(-lay.size[1] // isa.lanes)
-    near = Buffer(GridLayout((1, count, 1, 1), TileGrid(1, 1, 1, 1, 1), NO_BORDER, isa.lanes))
+def _compacted(tape: Tape, isa: Isa, thread: int, x: Buffer) -> Buffer:
+    """Write a copy of all channels of the only position, contiguous, for one thread.
+
+    Gathers from it stay in the L1 cache.
+    """
+    x_layout, zero = x.layout, np.zeros(1, np.int64)
+    count = -(-x_layout.size[1] // isa.lanes)
+    compact = Buffer(GridLayout((1, count, 1, 1), TileGrid(1, 1, 1, 1, 1), NO_BORDER, isa.lanes))
     table = np.full(count * isa.lanes, -1, np.int32)
-    table[: lay.size[1]] = np.arange(lay.size[1]) * lay.pitch * isa.lanes
-    table[: lay.size[1]] += lay.element(zero, zero, zero).astype(np.int32)
-    tape.add(thread, KernelCall(move.Gather(), move.CALL, {"x": (x, 0), "out": (near, 0)}, {
+    table[: x_layout.size[1]] = np.arange(x_layout.size[1]) * x_layout.pitch * isa.lanes
+    table[: x_layout.size[1]] += x_layout.element(zero, zero, zero).astype(np.int32)
+    tape.add(thread, KernelCall(move.Gather(), move.CALL, {"x": (x, 0), "out": (compact, 0)}, {
         "begin": 0, "end": 1, "count": count, "table": table,
         "lines": np.arange(count, dtype=np.int32)}))  # fmt: skip
-    return near
+    return compact
 
 
-def emit_chain(tape: Tape, isa: Isa, found: Sequence[WindowPiece]) -> list[Tiling]:
-    """Layers of one grid as one phase, some positions after the other."""
-    cuts = [best(piece.shape, tape.threads, isa, by_rows=False)[1] for piece in found]
-    streams = [_stream(piece, np.arange(piece.weight.count), cut, isa)
-               for piece, cut in zip(found, cuts, strict=True)]  # fmt: skip
-    bytes_ = sum(piece.weight.count for piece in found) * isa.line
-    for part, size in enumerate(found[0].shape.parts):
-        for area in strips(*size, CACHE // bytes_, max(cut.tile[0] for cut in cuts)):
-            for piece, cut, stream in zip(found, cuts, streams, strict=True):
-                _emit(tape, part, piece, cut, stream, {part: area})
-    return cuts
+def emit_chain(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> list[Tiling]:
+    """Write layers of one grid as one phase, strip by strip; returns their tilings."""
+    tilings = [best(piece.shape, tape.threads, isa, by_rows=False)[1] for piece in window_pieces]
+    streams = [_stream(piece, np.arange(piece.weight.count), tiling, isa)
+               for piece, tiling in zip(window_pieces, tilings, strict=True)]  # fmt: skip
+    position_bytes = sum(piece.weight.count for piece in window_pieces) * isa.line
+    for part, size in enumerate(window_pieces[0].shape.parts):
+        for area in strips(
+            *size, CACHE // position_bytes, max(tiling.tile[0] for tiling in tilings)
+        ):
+            for piece, tiling, stream in zip(window_pieces, tilings, streams, strict=True):
+                _emit(tape, part, piece, tiling, stream, {part: area})
+    return tilings
 
 
 def chain_pays(shapes: Sequence[TilingProblem], threads: int, isa: Isa) -> bool:
-    """Is a chain of layers faster than the layers alone, by the estimate?"""
+    """Whether a chain of layers is estimated to be faster than separate phases."""
     if any(len(shape.parts) != threads for shape in shapes):
         return False
     together = sum(best(shape, threads, isa, by_rows=False)[0] for shape in shapes)
@@ -259,33 +271,35 @@ def chain_pays(shapes: Sequence[TilingProblem], threads: int, isa: Isa) -> bool:
     return together <= alone + BARRIER * (len(shapes) - 1) * (threads > 1)
 
 
-def _stream(piece: WindowPiece, rows: np.ndarray, cut: Tiling, isa: Isa) -> Stream:
-    return packed(piece.weight, piece.places, rows, cut.block, cut.side, isa.line)
+def _stream(piece: WindowPiece, rows: np.ndarray, tiling: Tiling, isa: Isa) -> Stream:
+    """The stream of some rows of a window."""
+    return packed(piece.weight, piece.places, rows, tiling.block, tiling.side, isa.line)
 
 
-def _emit(tape: Tape, thread: int, piece: WindowPiece, cut: Tiling, stream: Stream,
+def _emit(tape: Tape, thread: int, piece: WindowPiece, tiling: Tiling, stream: Stream,
           areas: Mapping[int, Area]) -> None:  # fmt: skip
-    """The calls for an area of each of some parts, one for each size of tile."""
-    tiles = [(part, rect) for part, area in areas.items() for rect in rects(area, cut.tile)]
+    """Write the calls for one area of each part, one call per tile size."""
+    tiles = [(part, rect) for part, area in areas.items() for rect in rects(area, tiling.tile)]
     for size in dict.fromkeys(rect[2:] for _, rect in tiles):
-        same = [(part, *rect[:2]) for part, rect in tiles if rect[2:] == size]
-        tape.add(thread, _call(piece, stream, same, size, cut.side))
+        size_tiles = [(part, *rect[:2]) for part, rect in tiles if rect[2:] == size]
+        tape.add(thread, _call(piece, stream, size_tiles, size, tiling.side))
 
 
 def _call(piece: WindowPiece, stream: Stream, tiles: Sequence[At], size: tuple[int, int],
           side: int) -> KernelCall:  # fmt: skip
-    x, made, add = piece.x.layout, piece.out.layout, piece.add.layout
+    """The call for tiles of one size."""
+    x, out, add = piece.x.layout, piece.out.layout, piece.add.layout
     step, ((sy, sx), (oy, ox)) = piece.step, (piece.window.stride, piece.window.step)
-    inner = [(i, j) for i in range(size[0]) for j in range(size[1])]
-    adds = None if step.add is None else tuple(oy * i * add.row + ox * j for i, j in inner)
-    kernel = SparseTileKernel(tuple(sy * i * x.row + sx * j for i, j in inner),
-                  tuple(oy * i * made.row + ox * j for i, j in inner), adds, side, step.act,
+    positions = [(i, j) for i in range(size[0]) for j in range(size[1])]
+    adds = None if step.add is None else tuple(oy * i * add.row + ox * j for i, j in positions)
+    kernel = SparseTileKernel(tuple(sy * i * x.row + sx * j for i, j in positions),
+                  tuple(oy * i * out.row + ox * j for i, j in positions), adds, side, step.act,
                   piece.weight.kind, stream.offsets.dtype == np.uint32)  # fmt: skip
     table = np.zeros(len(tiles), TILE)
     for k, (part, i, j) in enumerate(tiles):
-        at = part, oy * i + piece.window.start[0], ox * j + piece.window.start[1]
-        table[k] = (first_read(piece.window, x, made, (part, i, j)), made.line(*at),
-                    add.line(*at) if step.add is not None else 0, 0)  # fmt: skip
+        out_position = part, oy * i + piece.window.start[0], ox * j + piece.window.start[1]
+        table[k] = (first_read(piece.window, x, out, (part, i, j)), out.line(*out_position),
+                    add.line(*out_position) if step.add is not None else 0, 0)  # fmt: skip
     buffers = {"x": (piece.x, 0), "out": (piece.out, 0), "add": (piece.add, 0)}
     return KernelCall(kernel, CALL, buffers, {
         "blocks": stream.blocks, "block_count": len(stream.blocks), "records": stream.records,
@@ -294,10 +308,12 @@ def _call(piece: WindowPiece, stream: Stream, tiles: Sequence[At], size: tuple[i
 
 
 def first_read(window: OutputWindow, x: GridLayout, out: GridLayout, at: At) -> int:
-    """The line that a tap of 0 reads for a position of an output, borders not counted: what a tap
-    reads is that many rows and columns from there."""
+    """The line that a tap of 0 reads for an output position, not counting borders.
+
+    A tap reads that many rows and columns from there.
+    """
     part, i, j = at
-    mine, made = x.grid.part(part), out.grid.part(part)
-    places = [(made[axis] // window.step[axis] + k) * window.stride[axis] - mine[axis]
+    in_area, out_area = x.grid.part(part), out.grid.part(part)
+    starts = [(out_area[axis] // window.step[axis] + k) * window.stride[axis] - in_area[axis]
               for axis, k in enumerate((i, j))]  # fmt: skip
-    return part * x.apart + places[0] * x.row + places[1]
+    return part * x.part_pitch + starts[0] * x.row + starts[1]

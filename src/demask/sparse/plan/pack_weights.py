@@ -1,7 +1,7 @@
 """A sparse weight as the stream that a kernel reads: offsets and values, block by block.
 
-Rows are dealt to threads by their nonzeros, columns are cut into blocks whose inputs about fit into
-the first cache, and rows that go side by side are of about one length, filled up with zeros.
+Rows are assigned to threads by their nonzeros. Columns are split into blocks whose inputs about fit
+in the L1 cache. Rows that are computed together have similar lengths; zeros pad them to one length.
 """
 
 from __future__ import annotations
@@ -19,55 +19,60 @@ from demask.kernels.cpu.sparse_tile import BLOCK, FIRST, LAST, RECORD
 from demask.sparse.plan.tape import NoPlan
 from demask.sparse.segment_program import NAMES, ConvStep, LinearStep, Span
 
-WIDE = 2**16  # offsets from here on have 32 bits
+WIDE = 2**16  # offsets from this on have 32 bits
 
 
 @dataclass(frozen=True, slots=True)
 class Csr:
-    """A checked weight: per nonzero its row and column; what kernels multiply with."""
+    """A checked weight with the row and column of each nonzero, bias and scale."""
 
     rows: np.ndarray
     columns: np.ndarray
-    values: np.ndarray  # float32; int16 that hold a bfloat16; int8
-    kind: str  # of the values: the name of a dtype
+    values: np.ndarray  # float32, int8, or bfloat16 stored as int16
+    kind: str  # dtype name of the values
     bias: np.ndarray  # float32 per row
     scale: np.ndarray
-    count: int  # of rows
+    count: int  # number of rows
 
     def __len__(self) -> int:
         return len(self.columns)
 
     def per_row(self) -> np.ndarray:
+        """Number of nonzeros of each row."""
         return np.bincount(self.rows, minlength=self.count)
 
 
 def read(step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int) -> Csr:
-    """The weight of a step; BadInput where its spans, row starts or columns are out of range,
-    NoPlan for dtypes that kernels do not take."""
+    """The weight of a step.
+
+    Raises BadInput for spans, row starts or columns that are out of range, NoPlan for dtypes that
+    the kernels do not support.
+    """
     weight = step.weight
     starts = _span(weights, weight.crow, (torch.int32,)).astype(np.int64)
-    found = _span(weights, weight.col, (torch.int32,)).astype(np.int64)
-    kinds = (torch.float32, torch.bfloat16) if weight.scale is None else (torch.int8,)
-    values = _span(weights, weight.values, kinds)
-    if starts[0] != 0 or starts[-1] != len(found) or (np.diff(starts) < 0).any():
-        raise BadInput(f"expected row starts from 0 up to {len(found)} in {_name(step)}")
-    if len(found) and (found.min() < 0 or found.max() >= columns):
+    column_indices = _span(weights, weight.col, (torch.int32,)).astype(np.int64)
+    dtypes = (torch.float32, torch.bfloat16) if weight.scale is None else (torch.int8,)
+    values = _span(weights, weight.values, dtypes)
+    if starts[0] != 0 or starts[-1] != len(column_indices) or (np.diff(starts) < 0).any():
+        raise BadInput(f"expected row starts from 0 up to {len(column_indices)} in {_name(step)}")
+    if len(column_indices) and (column_indices.min() < 0 or column_indices.max() >= columns):
         raise BadInput(f"expected columns below {columns} in {_name(step)}")
     rows = np.repeat(np.arange(step.out), np.diff(starts))
     bias, scale = (np.full(step.out, fill, np.float32) if span is None
                    else _span(weights, span, (torch.float32,))
                    for span, fill in ((step.bias, 0.0), (weight.scale, 1.0)))  # fmt: skip
     kind = {"int16": "bfloat16"}.get(values.dtype.name, values.dtype.name)
-    return Csr(rows, found, values, kind, bias, scale, step.out)
+    return Csr(rows, column_indices, values, kind, bias, scale, step.out)
 
 
-def _span(weights: Sequence[Tensor], span: Span, kinds: tuple[torch.dtype, ...]) -> np.ndarray:
+def _span(weights: Sequence[Tensor], span: Span, dtypes: tuple[torch.dtype, ...]) -> np.ndarray:
+    """The elements of a span as an array. Raises NoPlan for other dtypes than `dtypes`."""
     number, begin, end = span
     if number >= len(weights) or end > weights[number].numel():
-        raise BadInput(f"expected tensors that hold {span}, got {len(weights)}")
+        raise BadInput(f"expected weight tensors that contain {span}, got {len(weights)}")
     tensor = weights[number].detach().flatten()[begin:end]
-    if tensor.dtype not in kinds:
-        raise NoPlan(f"a tensor of {tensor.dtype}, where kernels take {kinds}")
+    if tensor.dtype not in dtypes:
+        raise NoPlan(f"a tensor of {tensor.dtype}; kernels support {dtypes}")
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).cpu().numpy()
 
 
@@ -77,7 +82,7 @@ def _name(step: ConvStep | LinearStep) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What one thread reads: blocks, records, offsets, values."""
+    """The data that one thread reads: blocks, records, offsets, values."""
 
     blocks: np.ndarray
     records: np.ndarray
@@ -87,8 +92,11 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where nonzeros and rows lie, in lines: of each nonzero its input channel and its line beyond
-    the channel's first; per row its line in out and in what is added; lines of an input channel."""
+    """Positions of nonzeros and rows, in lines.
+
+    channels, lines: of each nonzero its input channel and its line within the channel; out, add: of
+    each row its line in the output and in the added value; pitch: lines of an input channel.
+    """
 
     channels: np.ndarray
     lines: np.ndarray
@@ -98,56 +106,69 @@ class Places:
 
 
 def dealt(counts: np.ndarray, threads: int) -> list[np.ndarray]:
-    """Rows for each thread, about as many nonzeros for each; neighbours, since threads that write
-    to neighbouring lines disturb one another."""
-    done = np.cumsum(counts)
-    cuts = np.searchsorted(done, done[-1] * np.arange(1, threads) / threads)
-    return np.split(np.arange(len(counts)), np.minimum(cuts + 1, len(counts)))
+    """Consecutive rows for each thread, with about the same number of nonzeros.
+
+    Rows are consecutive because threads that write to neighboring lines slow each other down.
+    """
+    totals = np.cumsum(counts)
+    ends = np.searchsorted(totals, totals[-1] * np.arange(1, threads) / threads)
+    return np.split(np.arange(len(counts)), np.minimum(ends + 1, len(counts)))
 
 
 def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
            line: int) -> Stream:  # fmt: skip
-    """The stream of some rows, in blocks of `block` input channels, `side` rows side by side;
-    line: bytes of a vector."""
+    """The stream of some rows, in blocks of `block` input channels, `side` rows together.
+
+    line: bytes of a vector.
+    """
     number = np.full(weight.count, -1, np.int64)
     number[rows] = np.arange(len(rows))
-    picked = np.flatnonzero(number[weight.rows] >= 0)
-    row, channel = number[weight.rows[picked]], places.channels[picked]
+    nonzeros = np.flatnonzero(number[weight.rows] >= 0)
+    row, channel = number[weight.rows[nonzeros]], places.channels[nonzeros]
     blocks = int(channel.max()) // block + 1 if len(channel) else 1
     count = len(rows)
-    kb = channel // block
-    cell = kb * count + row
+    block_number = channel // block
+    cell = block_number * count + row
     order = np.argsort(cell, kind="stable")
     lengths = np.bincount(cell, minlength=blocks * count).reshape(blocks, count)
     first = np.where(lengths.any(0), (lengths > 0).argmax(0), 0)
     last = np.where(lengths.any(0), blocks - 1 - (lengths[::-1] > 0).argmax(0), 0)
     starts = np.concatenate([[0], np.cumsum(lengths)])[:-1].reshape(blocks, count)
     records, table, source = [], np.zeros(blocks, BLOCK), []
-    done, written = 0, 0
+    record_count, written = 0, 0
     for k in range(blocks):
-        here = np.flatnonzero((lengths[k] > 0) | (first == k))
-        flags = (first[here] == k) * FIRST + (last[here] == k) * LAST
-        groups = _groups(here, lengths[k][here], flags, side)
-        made, read, written = _records(groups, lengths[k], starts[k], written)
+        block_rows = np.flatnonzero((lengths[k] > 0) | (first == k))
+        flags = (first[block_rows] == k) * FIRST + (last[block_rows] == k) * LAST
+        groups = _groups(block_rows, lengths[k][block_rows], flags, side)
+        block_records, read, written = _records(groups, lengths[k], starts[k], written)
         if written > tile.MOST:
             raise NoPlan(f"a thread has more than {tile.MOST} nonzeros of one layer")
-        own = groups.ravel()
-        made["end"] = made["end"] * 4 + (first[own] == k) * FIRST + (last[own] == k) * LAST
-        real = rows[own]
-        made["out"], made["add"] = places.out[real], places.add[real]
-        made["bias"], made["scale"] = weight.bias[real], weight.scale[real]
-        table[k] = (k * block * places.pitch * line, done, done + len(made))
-        done += len(made)
-        records.append(made)
+        group_rows = groups.ravel()
+        flags = (first[group_rows] == k) * FIRST + (last[group_rows] == k) * LAST
+        block_records["end"] = block_records["end"] * 4 + flags
+        _set_row_fields(block_records, rows[group_rows], weight, places)
+        end = record_count + len(block_records)
+        table[k] = (k * block * places.pitch * line, record_count, end)
+        record_count = end
+        records.append(block_records)
         source.append(read)
-    return _stream(weight, places, picked[order], np.concatenate(source), table,
+    return _stream(weight, places, nonzeros[order], np.concatenate(source), table,
                    np.concatenate([*records, np.zeros(side, RECORD)]), block)  # fmt: skip
+
+
+def _set_row_fields(records: np.ndarray, rows: np.ndarray, weight: Csr, places: Places) -> None:
+    """Set the lines, bias and scale of the records of these rows."""
+    records["out"], records["add"] = places.out[rows], places.add[rows]
+    records["bias"], records["scale"] = weight.bias[rows], weight.scale[rows]
 
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Rows as lanes: per group where its vectors end (from 0 on), a row of each lane (-1: none);
-    per vector the nonzeros it takes (-1: none)."""
+    """Groups of rows with one row per lane.
+
+    ends: end of the vectors of each group, starting with 0; rows: row of each lane (-1: none);
+    source: the nonzero of each lane of each vector (-1: none).
+    """
 
     ends: np.ndarray
     rows: np.ndarray
@@ -155,60 +176,66 @@ class Slices:
 
 
 def sliced(weight: Csr, rows: np.ndarray, lanes: int) -> Slices:
-    """Some rows, as many at once as there are lanes, longest first."""
+    """Some rows in groups of `lanes`, longest first."""
     lengths = weight.per_row()
     starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
     order = rows[np.argsort(-lengths[rows], kind="stable")]
     groups = np.full(-(-len(order) // lanes) * lanes, -1)
     groups[: len(order)] = order
     groups = groups.reshape(-1, lanes)
-    own = np.where(groups >= 0, lengths[groups], 0)
-    longest = own.max(1)
+    group_lengths = np.where(groups >= 0, lengths[groups], 0)
+    longest = group_lengths.max(1)
     step = np.arange(int(longest.sum())) - np.repeat(np.cumsum(longest) - longest, longest)
     group = np.repeat(np.arange(len(groups)), longest)
-    taken = starts[groups[group]] + step[:, None]
-    source = np.where(step[:, None] < own[group], taken, -1)
+    nonzeros = starts[groups[group]] + step[:, None]
+    source = np.where(step[:, None] < group_lengths[group], nonzeros, -1)
     return Slices(np.concatenate([[0], np.cumsum(longest)]).astype(np.int32), groups, source)
 
 
 def _groups(rows: np.ndarray, lengths: np.ndarray, flags: np.ndarray, side: int) -> np.ndarray:
-    """Rows that go side by side [groups, side]: of one kind, of about one length. A row fills up
-    what is left over: it is computed twice, the same."""
+    """Rows computed together [groups, side], with equal flags and similar lengths.
+
+    The last row of an incomplete group repeats: it is computed twice with the same result.
+    """
     if side == 1:
         return rows[:, None]
-    found = [np.zeros((0, side), np.int64)]
+    groups = [np.zeros((0, side), np.int64)]
     for kind in np.unique(flags):
-        own = rows[flags == kind]
-        own = own[np.argsort(-lengths[flags == kind], kind="stable")]
-        more = -len(own) % side
-        found.append(np.concatenate([own, np.repeat(own[-1:], more)]).reshape(-1, side))
-    return np.concatenate(found)
+        kind_rows = rows[flags == kind]
+        kind_rows = kind_rows[np.argsort(-lengths[flags == kind], kind="stable")]
+        missing = -len(kind_rows) % side
+        groups.append(
+            np.concatenate([kind_rows, np.repeat(kind_rows[-1:], missing)]).reshape(-1, side)
+        )
+    return np.concatenate(groups)
 
 
 def _records(groups: np.ndarray, lengths: np.ndarray, starts: np.ndarray,
              written: int) -> tuple[np.ndarray, np.ndarray, int]:  # fmt: skip
-    """Records of one block; for each place of the stream the nonzero it takes, -1 for none."""
+    """Records of a block, the nonzero of each stream position (-1: none), the end of the stream."""
     side = groups.shape[1]
     longest = lengths[groups].max(1) if len(groups) else np.zeros(0, np.int64)
     ends = written + np.cumsum(longest * side)
-    made = np.zeros(groups.size, RECORD)
-    made["end"] = np.repeat(np.minimum(ends, tile.MOST), side)
+    records = np.zeros(groups.size, RECORD)
+    records["end"] = np.repeat(np.minimum(ends, tile.MOST), side)
     total = int(longest.sum())
     group = np.repeat(np.arange(len(groups)), longest)
     step = np.arange(total) - np.repeat(np.cumsum(longest) - longest, longest)
-    taken = starts[groups][group] + step[:, None]
+    nonzeros = starts[groups][group] + step[:, None]
     valid = step[:, None] < lengths[groups][group]
-    return made, np.where(valid, taken, -1).ravel(), int(ends[-1]) if len(ends) else written
+    return records, np.where(valid, nonzeros, -1).ravel(), int(ends[-1]) if len(ends) else written
 
 
-def _stream(weight: Csr, places: Places, picked: np.ndarray, source: np.ndarray, table: np.ndarray,
+def _stream(weight: Csr, places: Places, order: np.ndarray, source: np.ndarray, table: np.ndarray,
             records: np.ndarray, block: int) -> Stream:  # fmt: skip
-    """Offsets and values in the order of `source`; its holes are zeros that read the first line."""
+    """Offsets and values in the order of `source`; padding is zeros that read the first line."""
     values = np.zeros(len(source), weight.values.dtype)
     offsets = np.zeros(len(source), np.int64)
-    real = source >= 0
-    nonzero = picked[source[real]]
-    values[real] = weight.values[nonzero]
-    offsets[real] = places.channels[nonzero] % block * places.pitch + places.lines[nonzero]
-    most = int(offsets.max()) if len(offsets) else 0
-    return Stream(table, records, offsets.astype(np.uint16 if most < WIDE else np.uint32), values)
+    is_nonzero = source >= 0
+    nonzero = order[source[is_nonzero]]
+    values[is_nonzero] = weight.values[nonzero]
+    offsets[is_nonzero] = places.channels[nonzero] % block * places.pitch + places.lines[nonzero]
+    largest = int(offsets.max()) if len(offsets) else 0
+    return Stream(
+        table, records, offsets.astype(np.uint16 if largest < WIDE else np.uint32), values
+    )

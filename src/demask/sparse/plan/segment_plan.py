@@ -1,4 +1,4 @@
-"""A segment on one machine and one size, ready to run: what `demask::segment` keeps."""
+"""A segment planned for one machine and one input size, cached by `demask::segment`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from demask.sparse.plan.tiling import Tiling
 from demask.sparse.segment_program import SegmentProgram
 
 __all__ = ["NoPlan", "SegmentPlan"]
-CACHE = 2**18  # bytes of the largest value, where several images are computed at once
-SPARE = 4  # sets of memory that are kept: calls that run at the same time
+CACHE = 2**18  # limit in bytes for the largest value when several images are computed at once
+SPARE = 4  # sets of memory cached, for calls that run at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentMemory:
-    """What a call needs for itself."""
+    """The memory of one call."""
 
     job: Job
     arenas: list[TapeArena]
@@ -33,8 +33,10 @@ class SegmentMemory:
 
 @dataclass(slots=True)
 class Batch:
-    """Images of a batch: `runs` times `images`, from the first on, by one tape. alone: each thread
-    takes whole runs, else all threads share each (there is one then)."""
+    """Images of a batch computed by one tape: `runs` times `images`, starting at image `first`.
+
+    alone: whether each thread computes whole runs; otherwise all threads share the only run.
+    """
 
     ready: EncodedTape
     first: int
@@ -44,19 +46,20 @@ class Batch:
     spare: list[SegmentMemory] = field(default_factory=list)
 
     def take(self, threads: int, tensors: int) -> SegmentMemory:
-        """Memory for a call, until it is given back."""
+        """Memory for a call, which `run` returns to the spare memory."""
         try:
             return self.spare.pop()
         except IndexError:
             arenas = [TapeArena(self.ready.size) for _ in range(threads if self.alone else 1)]
-            places = np.array([arena.address for arena in arenas], np.int64)
+            addresses = np.array([arena.address for arena in arenas], np.int64)
             slots = np.zeros((self.runs, tensors), np.int64)
-            ready, own = self.ready, slots if self.alone else None
+            ready, own_slots = self.ready, slots if self.alone else None
             return SegmentMemory(
-                Job(ready.entries, ready.ends, ready.threads, places, own), arenas, slots
+                Job(ready.entries, ready.ends, ready.threads, addresses, own_slots), arenas, slots
             )
 
     def run(self, threads: int, tensors: Sequence[Tensor]) -> None:
+        """Compute the batch. tensors: inputs, then outputs."""
         memory = self.take(threads, len(tensors))
         for k, tensor in enumerate(tensors):
             step = tensor.stride(0) * 4 if tensor.ndim and (self.alone or self.first) else 0
@@ -70,8 +73,10 @@ class Batch:
 
 
 class SegmentPlan:
-    """plan(inputs) -> outputs, for inputs of the sizes and strides it was made for. Several threads
-    may call it at once."""
+    """plan(inputs) -> outputs, for inputs with the planned sizes and strides.
+
+    Several threads may call it at once.
+    """
 
     def __init__(self, batches: list[Batch], shapes: list[tuple[int, ...]], threads: int,
                  cuts: list[tuple[str, Tiling]]):  # fmt: skip
@@ -80,8 +85,11 @@ class SegmentPlan:
     @classmethod
     def of(cls, program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor],
            threads: int, isa: Isa | None = None) -> SegmentPlan:  # fmt: skip
-        """The plan for inputs like these. isa: what may be used of this machine (None: all).
-        BadInput: weights that do not fit; NoPlan: what the kernels cannot do."""
+        """The plan for inputs with these sizes and strides.
+
+        isa: instructions to use; all of this machine by default. Raises BadInput for invalid
+        weights, NoPlan for what the kernels do not support.
+        """
         isa = isa or host()
         if any(x.dtype is not torch.float32 or x.device.type != "cpu" for x in inputs):
             raise NoPlan("inputs are not float32 on the CPU")
@@ -90,10 +98,12 @@ class SegmentPlan:
         shapes = program.shapes([tuple(x.shape) for x in inputs])
         batches, cuts = [], []
         for first, images, runs in _batches(program, weights, inputs, threads, isa):
-            own = [x[:images] for x in inputs] if images else inputs
+            batch_inputs = [x[:images] for x in inputs] if images else inputs
             alone = images > 0 and runs > 1
-            builder = TapeBuilder(program, weights, own, isa, 1 if alone else threads)
-            builder.build([_strides(kind, x) for kind, x in zip(program.inputs, own, strict=True)])
+            builder = TapeBuilder(program, weights, batch_inputs, isa, 1 if alone else threads)
+            builder.build(
+                [_strides(kind, x) for kind, x in zip(program.inputs, batch_inputs, strict=True)]
+            )
             batches.append(Batch(builder.tape.done(isa), first, images, runs, alone))
             cuts += builder.cuts
         return cls(batches, [shapes[v] for v in program.outputs], threads, cuts)
@@ -107,8 +117,10 @@ class SegmentPlan:
 
 def _batches(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor],
              threads: int, isa: Isa) -> list[tuple[int, int, int]]:  # fmt: skip
-    """(first image, images at once, runs) of each part; images 0: all at once. A batch is cut
-    where its images are independent: threads that take different ones wait for nobody."""
+    """(first image, images at once, runs) of each part of a batch; images 0: all at once.
+
+    A batch is split if its images are independent: threads with different images need no barriers.
+    """
     count = _independent(program, inputs)
     if count is None or count == 1:
         return [(0, 0, 1)]
@@ -119,31 +131,31 @@ def _batches(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequenc
         if n == 1 or (count // n >= threads and builder.largest() <= CACHE):
             costs[n] = builder.estimate() / n
     images = min(costs, key=costs.__getitem__)
-    runs, left = divmod(count, images)
-    return [(0, images, runs)] + ([(runs * images, left, 1)] if left else [])
+    runs, remainder = divmod(count, images)
+    return [(0, images, runs)] + ([(runs * images, remainder, 1)] if remainder else [])
 
 
 def _independent(program: SegmentProgram, inputs: Sequence[Tensor]) -> int | None:
-    """How many images come in and go out; None where values are not one per image."""
+    """Number of images of inputs and outputs; None unless each value has one entry per image."""
     if any(kind == "tokens" for kind in program.inputs):
         return None
-    counts = {x.shape[0] for x in inputs}
-    made = {shape[0] for shape in (program.shapes([x.shape for x in inputs])[v]
+    input_counts = {x.shape[0] for x in inputs}
+    output_counts = {shape[0] for shape in (program.shapes([x.shape for x in inputs])[v]
                                    for v in program.outputs)}  # fmt: skip
-    return counts.pop() if len(counts) == 1 and made == counts else None
+    return input_counts.pop() if len(input_counts) == 1 and output_counts == input_counts else None
 
 
 def _strides(kind: str, x: Tensor) -> tuple[int, int, int, int]:
-    """Elements between neighbours along (batch, channel, y, x)."""
+    """Strides in elements along (batch, channel, y, x)."""
     if kind == "image":
-        found = x.stride()
+        strides = x.stride()
     elif kind == "signal":
-        found = (x.stride(0), x.stride(1), 0, x.stride(2))
+        strides = (x.stride(0), x.stride(1), 0, x.stride(2))
     else:
-        flat = x.flatten(0, -2) if x.ndim > 2 else x.reshape(-1, x.shape[-1])
-        if flat.data_ptr() != x.data_ptr():
-            raise BadInput(f"expected tokens that follow one another, got strides {x.stride()}")
-        found = (0, flat.stride(1), 0, flat.stride(0))
-    if any(step < 0 for step in found):
+        tokens = x.flatten(0, -2) if x.ndim > 2 else x.reshape(-1, x.shape[-1])
+        if tokens.data_ptr() != x.data_ptr():
+            raise BadInput(f"expected tokens with one constant stride, got strides {x.stride()}")
+        strides = (0, tokens.stride(1), 0, tokens.stride(0))
+    if any(step < 0 for step in strides):
         raise BadInput(f"expected strides that are not negative, got {x.stride()}")
-    return found  # type: ignore[return-value]
+    return strides  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""A program on given sizes as a tape: layouts, borders, and the kernels of each step."""
+"""A program for fixed sizes as a tape: layouts, borders, and the kernels of each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from demask.sparse.plan.layer_plan import (
     chain_pays,
     emit_alone,
     emit_chain,
-    looks_at_pixels,
+    is_pixelwise,
     pieces,
     reach,
     shape_of,
@@ -39,10 +39,10 @@ from demask.sparse.plan.tile_layout import (
 from demask.sparse.plan.tiling import Tiling, TilingProblem, best
 from demask.sparse.plan.value_moves import Moves, as_windows, elements
 from demask.sparse.segment_program import (
-    Add,
-    Cat,
+    AddStep,
+    ConcatStep,
     ConvStep,
-    Flat,
+    FlattenStep,
     LinearStep,
     MeanStep,
     PoolStep,
@@ -52,15 +52,15 @@ from demask.sparse.segment_program import (
     reads,
 )
 
-# Cycles, to choose grids by: of a product of vectors; of a line of a border, made by another thread
-# or by this one; of a line that is copied into another grid.
+# Cycles for the choice of grids: per product of vectors; per line of a border, written by another
+# thread or by this one; per line copied to another grid.
 VECTOR, CROSSED, OWN, COPIED = 0.75, 40.0, 10.0, 18.0
 LEAST = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """How a step reads a value: in which grid, with which border, filled with what."""
+    """How a step reads a value: grid, border and fill value."""
 
     value: int
     grid: TileGrid
@@ -83,9 +83,9 @@ class TapeBuilder:
     grids: list[TileGrid] = field(default_factory=list)
     needs: dict[int, list[Need]] = field(default_factory=dict)
     positive: list[bool] = field(default_factory=list)
-    made: dict[tuple[int, TileGrid, float], Buffer] = field(default_factory=dict)
+    buffers: dict[tuple[int, TileGrid, float], Buffer] = field(default_factory=dict)
     cuts: list[tuple[str, Tiling]] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)  # values that are still to be made
+    remaining: list[int] = field(default_factory=list)  # values not yet computed
 
     def __post_init__(self) -> None:
         self.tape = Tape(self.threads)
@@ -97,16 +97,16 @@ class TapeBuilder:
                 raise NoPlan(f"value {value} has the size {size}")
             if size[0] > self.isa.lanes:
                 raise NoPlan(f"{size[0]} images at once")
-        found = []
-        for place, common in enumerate((None, *commons(self.isa.lanes))):
+        costs = []
+        for number, common in enumerate((None, *commons(self.isa.lanes))):
             self._choose(common)
-            found.append((self._cost(), place, common))
-        self._choose(min(found)[2])
+            costs.append((self._cost(), number, common))
+        self._choose(min(costs)[2])
 
-    # -- what values look like
+    # -- grids and borders
 
     def _cost(self) -> float:
-        """Cycles of one thread that depend on grids, about: products, borders, copies."""
+        """Approximate cycles of one thread that depend on grids: products, borders, copies."""
         cycles, count = 0.0, len(self.program.inputs)
         for value, grid in enumerate(self.grids):
             channels = self.shapes[value][1]
@@ -126,8 +126,10 @@ class TapeBuilder:
         return cycles
 
     def _choose(self, common: tuple[int, int] | None) -> None:
-        """Grids of all values, with as many rows and columns of tiles as are common to all, where
-        these fit; how each is read."""
+        """Choose the grids of all values, and how steps read them.
+
+        common: rows and columns of tiles to use for all values that they are suitable for.
+        """
         count = len(self.program.inputs)
         self.grids, self.positive, self.needs = [], [], {}
         for value, (batch, _, height, width) in enumerate(self.shapes):
@@ -141,50 +143,53 @@ class TapeBuilder:
                 self.needs.setdefault(need.value, []).append(need)
 
     def _is_positive(self, step: Step) -> bool:
+        """Whether the output of a step is never negative."""
         act = getattr(step, "act", None)
         if act is not None:
             return ACTIVATIONS[act[0]].nonnegative(*act[1])
-        kept = isinstance(step, (PoolStep, MeanStep, Flat, Add, Cat))
-        return kept and all(self.positive[v] for v in reads(step))
+        preserves_sign = isinstance(step, (PoolStep, MeanStep, FlattenStep, AddStep, ConcatStep))
+        return preserves_sign and all(self.positive[v] for v in reads(step))
 
     def _reads(self, step: Step, grid: TileGrid) -> list[Need]:
+        """How a step reads its operands."""
         x = reads(step)[0]
         if isinstance(step, (ConvStep, PoolStep)):
-            of = self.input_grid(step, grid)
+            input_grid = self.input_grid(step, grid)
             if isinstance(step, ConvStep):
-                border = reach(of, grid, windows(step))
+                border = reach(input_grid, grid, windows(step))
                 added = [] if step.add is None else [Need(step.add, grid, NO_BORDER, 0.0)]
-                return [Need(x, of, border, 0.0), *added]
-            border = reach(of, grid, windows(as_windows(step)))
-            largest = not step.mean and not self.positive[x]
-            return [Need(x, of, border, LEAST if largest else 0.0)]
-        if isinstance(step, (MeanStep, Flat)):
+                return [Need(x, input_grid, border, 0.0), *added]
+            border = reach(input_grid, grid, windows(as_windows(step)))
+            needs_minimum = not step.mean and not self.positive[x]
+            return [Need(x, input_grid, border, LEAST if needs_minimum else 0.0)]
+        if isinstance(step, (MeanStep, FlattenStep)):
             return [Need(x, self.grids[x], NO_BORDER, 0.0)]
         return [Need(v, grid, NO_BORDER, 0.0) for v in reads(step)]
 
     def input_grid(self, step: ConvStep | PoolStep, grid: TileGrid) -> TileGrid:
-        """The grid of what a windowed step reads, for an output in `grid`."""
+        """The grid of the input of a window step, for an output in `grid`."""
         if isinstance(step, ConvStep) and step.transposed:
-            s = step.stride
-            return replace(grid, height=grid.height // s[0], width=grid.width // s[1])
+            stride = step.stride
+            return replace(grid, height=grid.height // stride[0], width=grid.width // stride[1])
         return grid.scaled(step.stride)
 
     def layout(self, value: int, grid: TileGrid, border: Border) -> GridLayout:
-        apart = self.tape.apart // self.isa.line if grid.parts > 1 else 0
-        return GridLayout(self.shapes[value], grid, border, self.isa.lanes, apart)
+        """The layout of a value in a grid."""
+        part_pitch = self.tape.thread_bytes // self.isa.line if grid.parts > 1 else 0
+        return GridLayout(self.shapes[value], grid, border, self.isa.lanes, part_pitch)
 
     # -- buffers
 
     def main(self, value: int) -> Buffer:
-        """Where a value is made: with the borders that its readers want there, if they agree."""
+        """The buffer that the step of a value writes, with the borders that its readers need."""
         key = (value, self.grids[value], 0.0)
-        if key not in self.made:
+        if key not in self.buffers:
             layout = self.layout(value, self.grids[value], self._border(value))
-            self.made[key] = Buffer(layout)
-        return self.made[key]
+            self.buffers[key] = Buffer(layout)
+        return self.buffers[key]
 
     def _border(self, value: int) -> Border:
-        """The border that readers of a value want where it is made."""
+        """The border that readers of a value need in its own grid."""
         border = NO_BORDER
         for need in self.needs.get(value, ()):
             if need.grid == self.grids[value] and need.fill == 0.0:
@@ -192,90 +197,90 @@ class TapeBuilder:
         return border
 
     def buffer(self, need: Need) -> Buffer:
-        """A value as a step reads it; copied into another layout if it lies otherwise."""
-        border = need.border != NO_BORDER
-        fill = need.fill if border else 0.0
+        """The buffer of a value in the layout that a step reads; copied if the layout differs."""
+        has_border = need.border != NO_BORDER
+        fill = need.fill if has_border else 0.0
         key = (need.value, need.grid, fill)
-        if key in self.made:
-            return self.made[key]
-        border_ = NO_BORDER
+        if key in self.buffers:
+            return self.buffers[key]
+        copy_border = NO_BORDER
         for other in self.needs[need.value]:
             if other.grid == need.grid and (other.fill == fill or other.border == NO_BORDER):
-                border_ = widened(border_, other.border)
-        made = Buffer(self.layout(need.value, need.grid, border_), fill)
-        self.made[key] = made
-        self._copy(self.main(need.value), made, self._read_of(need.value, made.layout))
-        return made
+                copy_border = widened(copy_border, other.border)
+        copy = Buffer(self.layout(need.value, need.grid, copy_border), fill)
+        self.buffers[key] = copy
+        self._copy(self.main(need.value), copy, self._read_of(need.value, copy.layout))
+        return copy
 
     def _read_of(self, value: int, layout: GridLayout) -> set[At]:
-        """The positions of a copy of a value that anybody reads."""
-        found: set[At] = set()
-        for reader in self.left:
+        """The positions of a copy of a value that are read."""
+        positions: set[At] = set()
+        for reader in self.remaining:
             step = self.step(reader)
             if value not in reads(step):
                 continue
             if not isinstance(step, (ConvStep, PoolStep)) or step.x != value:
                 return set(layout.around())
-            made = self.grids[reader]
+            out_grid = self.grids[reader]
             for window in windows(step if isinstance(step, ConvStep) else as_windows(step)):
-                found |= touched(window, layout.grid, made)
-        return found
+                positions |= touched(window, layout.grid, out_grid)
+        return positions
 
-    def _copy(self, source: Buffer, to: Buffer, wanted: set[At]) -> None:
-        """A value into another layout, borders too, at the positions that are wanted."""
+    def _copy(self, source: Buffer, to: Buffer, positions: set[At]) -> None:
+        """Write a copy of a value in another layout, including borders, at these positions."""
         self.tape.phase()
         rows = []
-        for at in sorted(wanted & set(to.layout.around())):
-            image, y, x, real = to.layout.pixels(at)
-            held = [np.where(real, a, 0) for a in (image, y, x)]
-            found = np.where(real, source.layout.element(*held), -1)
-            rows.append((at[0], to.layout.line(*at), found))
+        for position in sorted(positions & set(to.layout.around())):
+            image, y, x, is_inside = to.layout.pixels(position)
+            pixel = [np.where(is_inside, a, 0) for a in (image, y, x)]
+            element_numbers = np.where(is_inside, source.layout.element(*pixel), -1)
+            rows.append((position[0], to.layout.line(*position), element_numbers))
         self.moves.moved(move.Gather(to.fill), (source, 0), (to, 0), to.layout,
                     (self.moves.pitch(source), self.moves.pitch(to)), rows)  # fmt: skip
 
     # -- steps
 
     def build(self, strides: Sequence[tuple[int, int, int, int]]) -> None:
-        """Write the whole tape. strides: in elements, of each input as (batch, channel, y, x)."""
+        """Write the tape. strides: of each input along (batch, channel, y, x), in elements."""
         count = len(self.program.inputs)
         for value, stride in enumerate(strides):
-            self._take(value, stride)
-        self.left = [count + place for place in range(len(self.program.steps))]
-        while self.left:
+            self._load(value, stride)
+        self.remaining = [count + number for number in range(len(self.program.steps))]
+        while self.remaining:
             chain = self._chain()
             if len(chain) == 1:
                 self._step(self.step(chain[0]), chain[0])
             else:
                 self._chained(chain)
-            self.left = [value for value in self.left if value not in chain]
-        for place, value in enumerate(self.program.outputs):
-            self._give(value, 1 + count + place)
+            self.remaining = [value for value in self.remaining if value not in chain]
+        for number, value in enumerate(self.program.outputs):
+            self._store(value, 1 + count + number)
 
     def step(self, value: int) -> Step:
-        """What makes a value."""
+        """The step that computes a value."""
         return self.program.steps[value - len(self.program.inputs)]
 
     def _chain(self) -> list[int]:
-        """The next value to make, and those that its threads may make right after it."""
-        chain, waiting = self.left[:1], set(self.left)
+        """The next value to compute, and values that its threads can compute without a barrier."""
+        chain, waiting = self.remaining[:1], set(self.remaining)
         head = self.step(chain[0])
         if not isinstance(head, (ConvStep, LinearStep)) or as_conv(head).transposed:
             return chain
         shapes = [self._shape(chain[0])]
-        for value in self.left[1:]:
+        for value in self.remaining[1:]:
             step = self.step(value)
-            if not isinstance(step, (ConvStep, LinearStep)) or not looks_at_pixels(step):
+            if not isinstance(step, (ConvStep, LinearStep)) or not is_pixelwise(step):
                 continue
             grids = {self.grids[v] for v in (value, *(v for v in reads(step) if v in chain))}
-            made = all(v not in waiting or v in chain for v in reads(step))
-            if made and grids == {self.grids[chain[0]]}:
-                more = [*shapes, self._shape(value)]
-                if chain_pays(more, self.threads, self.isa):
-                    chain, shapes = [*chain, value], more
+            are_ready = all(v not in waiting or v in chain for v in reads(step))
+            if are_ready and grids == {self.grids[chain[0]]}:
+                longer = [*shapes, self._shape(value)]
+                if chain_pays(longer, self.threads, self.isa):
+                    chain, shapes = [*chain, value], longer
         return chain
 
     def estimate(self) -> float:
-        """Cycles of the layers, about."""
+        """Estimated cycles of the layers."""
         first = len(self.program.inputs)
         layers = [first + k for k, step in enumerate(self.program.steps)
                   if isinstance(step, (ConvStep, LinearStep))]  # fmt: skip
@@ -287,7 +292,7 @@ class TapeBuilder:
                    zip(self.shapes, self.grids, strict=True)) * self.isa.line  # fmt: skip
 
     def _shape(self, value: int) -> TilingProblem:
-        """What is to be cut of the layer that makes a value."""
+        """The tiling problem of the layer that computes a value."""
         step = self.step(value)
         assert isinstance(step, (ConvStep, LinearStep))
         nonzeros = step.weight.values[2] - step.weight.values[1]
@@ -296,61 +301,73 @@ class TapeBuilder:
         return shape_of(conv, windows(conv)[0], self.grids[value], channels, nonzeros)
 
     def _chained(self, chain: list[int]) -> None:
-        """Several layers in one phase."""
-        found: list[WindowPiece] = []
-        for place, value in enumerate(chain):
-            step, inside = self.step(value), chain[:place]
+        """Write several layers in one phase."""
+        window_pieces: list[WindowPiece] = []
+        for number, value in enumerate(chain):
+            step, earlier = self.step(value), chain[:number]
             assert isinstance(step, (ConvStep, LinearStep))
             needs = self._reads(step, self.grids[value])
-            sources = [self.main(n.value) if n.value in inside else self.buffer(n) for n in needs]
-            found += self._pieces(step, sources, self._out(value, inside))
+            sources = [self.main(n.value) if n.value in earlier else self.buffer(n) for n in needs]
+            window_pieces += self._pieces(step, sources, self._out(value, earlier))
         self.tape.phase()
-        cuts = emit_chain(self.tape, self.isa, found)
-        self.cuts += [(p.step.name, cut) for p, cut in zip(found, cuts, strict=True)]
-        for piece in found:
+        tilings = emit_chain(self.tape, self.isa, window_pieces)
+        self.cuts += [
+            (p.step.name, tiling) for p, tiling in zip(window_pieces, tilings, strict=True)
+        ]
+        for piece in window_pieces:
             self.moves.borders(piece.out)
 
     def _pieces(
         self, step: ConvStep | LinearStep, sources: list[Buffer], out: Buffer
     ) -> list[WindowPiece]:
+        """The windows of a layer."""
         add = sources[-1] if step.add is not None else None
         return pieces(as_conv(step), self.weights, sources[0], add, out)
 
-    def _out(self, value: int, before: Sequence[int]) -> Buffer:
-        """Where a layer writes: over what it adds, if nobody reads that afterwards. before: layers
-        of the same phase that come first."""
+    def _out(self, value: int, earlier: Sequence[int]) -> Buffer:
+        """The buffer that a layer writes: that of the value it adds, if it is not read afterwards.
+
+        earlier: preceding layers of the same phase.
+        """
         step = self.step(value)
         add = getattr(step, "add", None)
         if add is None or add in self.program.outputs or add == reads(step)[0]:
             return self.main(value)
-        others = [v for v in self.left if v != value and add in reads(self.step(v))]
-        if any(v not in before or not looks_at_pixels(self.step(v)) for v in others):  # type: ignore[arg-type]
+        readers = [v for v in self.remaining if v != value and add in reads(self.step(v))]
+        if any(v not in earlier or not is_pixelwise(self.step(v)) for v in readers):  # type: ignore[arg-type]
             return self.main(value)
         key = (value, self.grids[value], 0.0)
-        old = self.made.get((add, self.grids[value], 0.0))
-        if old is not None and key not in self.made and old.layout.border == self._border(value):
-            self.made[key] = old
+        add_buffer = self.buffers.get((add, self.grids[value], 0.0))
+        if (
+            add_buffer is not None
+            and key not in self.buffers
+            and add_buffer.layout.border == self._border(value)
+        ):
+            self.buffers[key] = add_buffer
         return self.main(value)
 
-    def _take(self, value: int, stride: tuple[int, int, int, int]) -> None:
+    def _load(self, value: int, stride: tuple[int, int, int, int]) -> None:
+        """Write the gather of an input."""
         to = self.main(value)
         self.tape.phase()
         rows = elements(to.layout, stride, to.layout.around())
         self.moves.moved(move.Gather(to.fill), (1 + value, 0), (to, 0), to.layout,
                     (4 * stride[1], self.moves.pitch(to)), rows)  # fmt: skip
 
-    def _give(self, value: int, slot: int) -> None:
+    def _store(self, value: int, slot: int) -> None:
+        """Write the scatter to an output."""
         source = self.main(value)
         self.tape.phase()
         _, channels, height, width = self.shapes[value]
-        tokens = self.program.kinds[value] == "tokens"
-        stride = ((0, 1, 0, channels) if tokens
+        is_tokens = self.program.kinds[value] == "tokens"
+        stride = ((0, 1, 0, channels) if is_tokens
                   else (channels * height * width, height * width, width, 1))  # fmt: skip
         rows = elements(source.layout, stride, source.layout.inside())
         self.moves.moved(move.Scatter(), (source, 0), (slot, 0), source.layout,
                     (self.moves.pitch(source), 4 * stride[1]), rows)  # fmt: skip
 
     def _step(self, step: Step, value: int) -> None:
+        """Write one step."""
         grid = self.grids[value]
         sources = [self.buffer(need) for need in self._reads(step, grid)]
         out = self._out(value, ()) if isinstance(step, (ConvStep, LinearStep)) else self.main(value)
@@ -362,9 +379,9 @@ class TapeBuilder:
             self.moves.pool(step, sources[0], out)
         elif isinstance(step, MeanStep):
             self.moves.mean(sources[0], out)
-        elif isinstance(step, Flat):
+        elif isinstance(step, FlattenStep):
             self.moves.flat(sources[0], out)
-        elif isinstance(step, Cat):
+        elif isinstance(step, ConcatStep):
             first = 0
             for source in sources:
                 self.moves.pointwise(None, [source], out, first)
@@ -374,7 +391,7 @@ class TapeBuilder:
         self.moves.borders(out)
 
 
-def _multiple(grid: TileGrid, of: tuple[int, int]) -> TileGrid:
-    """The grid with tiles rounded up to multiples."""
-    return replace(grid, height=-(-grid.height // of[0]) * of[0],
-                   width=-(-grid.width // of[1]) * of[1])  # fmt: skip
+def _multiple(grid: TileGrid, factors: tuple[int, int]) -> TileGrid:
+    """The grid with height and width of tiles rounded up to multiples."""
+    return replace(grid, height=-(-grid.height // factors[0]) * factors[0],
+                   width=-(-grid.width // factors[1]) * factors[1])  # fmt: skip

@@ -1,13 +1,13 @@
-"""How a sparse layer is cut: tiles of positions, blocks of channels, parts for threads.
+"""Tiling of sparse layers: tiles of positions, blocks of channels, shares of threads.
 
-What a cut costs is estimated, in cycles of one core:
+The cost of a tiling is estimated in cycles of one core:
 
     nonzeros * (PRODUCT * T + NONZERO) + (rows * blocks) * (ROW + LINE * T)
 
-for each tile of T vectors. Products cost more where inputs of a block do not fit the first cache
-(MISS) and where there are few sums to keep the adders busy (WAIT); inputs cost more where another
-thread made them (FAR, NEAR). The numbers were fitted by hand on the layers of a ResNet-50, on one
-machine with AVX-512: they rank cuts, and promise no time.
+for each tile of T vectors. Products cost more if the inputs of a block do not fit in the L1 cache
+(MISS) and if there are too few sums to hide FMA latency (WAIT); inputs cost more if another thread
+wrote them (FAR, NEAR). The constants were fitted by hand to the layers of a ResNet-50 on one
+machine with AVX-512: they rank tilings, but do not predict time.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.tile_layout import Area
 
 PRODUCT, NONZERO, ROW, LINE = 0.68, 2.0, 4.5, 5.4  # cycles
-MISS = 1.0  # cycles more per product whose input comes from the second cache
-WAIT = 0.25  # per nonzero and missing chain
-FAR, NEAR = 12.0, 0.6  # per vector of inputs: made by the other thread, or by this one
-CACHE = 48 * 1024  # bytes of the first cache
+MISS = 1.0  # additional cycles per product with an input from the L2 cache
+WAIT = 0.25  # cycles per nonzero and missing chain of sums
+FAR, NEAR = 12.0, 0.6  # per vector of inputs: written by another thread, or by this one
+CACHE = 48 * 1024  # bytes of the L1 cache
 MAX_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TilingProblem:
-    """What is to be cut: rows and columns of each part of the positions; nonzeros of the weight;
-    how far inputs of neighbours lie apart, and how many more rows and columns a kernel spans."""
+    """A layer to tile.
+
+    parts: rows and columns of each part of the positions; nonzeros: of the weight; stride: distance
+    of the inputs of neighboring positions; reach: additional rows and columns that a kernel spans.
+    """
 
     parts: tuple[tuple[int, int], ...]
     outputs: int
@@ -45,8 +48,9 @@ class TilingProblem:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Rows and columns of a tile at most, channels of a block, output rows side by side, and
-    whether threads share positions or output rows."""
+    """tile: largest rows and columns of a tile; block: channels per block; side: output rows
+    computed together; by_rows: whether threads share output rows instead of positions.
+    """
 
     tile: tuple[int, int]
     block: int
@@ -62,38 +66,41 @@ def rects(area: Area, tile: tuple[int, int]) -> list[Area]:
 
 
 def _pieces(begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
+    """(begin, length) of the fewest pieces of at most `most`, about equal in size."""
     count = -(-(end - begin) // most)
-    cuts = [begin + (end - begin) * k // count for k in range(count + 1)]
-    yield from ((a, b - a) for a, b in pairwise(cuts))
+    bounds = [begin + (end - begin) * k // count for k in range(count + 1)]
+    yield from ((a, b - a) for a, b in pairwise(bounds))
 
 
 def strips(rows: int, columns: int, most: int, tile: int) -> Iterator[Area]:
-    """Pieces of whole rows with about `most` positions, but no lower than a tile."""
+    """Strips of whole rows with about `most` positions, at least as high as a tile."""
     yield from ((i, 0, h, columns) for i, h in _pieces(0, rows, max(tile, most // columns)))
 
 
-def cost(shape: TilingProblem, cut: Tiling, threads: int, line: int) -> float:
-    """Cycles of the thread that has most to do."""
-    blocks = -(-shape.channels // cut.block)
+def cost(shape: TilingProblem, tiling: Tiling, threads: int, line: int) -> float:
+    """Cycles of the thread with the most work."""
+    blocks = -(-shape.channels // tiling.block)
     rows, nonzeros = shape.outputs, float(shape.nonzeros)
-    each = [sum(_tile(shape, cut, blocks, rows, nonzeros, *rect[2:], line)
-                for rect in rects((0, 0, *part), cut.tile)) for part in shape.parts]  # fmt: skip
-    lines = sum(_read(shape, *part) for part in shape.parts) * shape.channels
-    if len(shape.parts) == threads and not cut.by_rows:
-        return lines * NEAR + max(each)
-    return lines * (FAR if threads > 1 else NEAR) + sum(each) / threads
+    part_cycles = [sum(_tile(shape, tiling, blocks, rows, nonzeros, *rect[2:], line)
+                for rect in rects((0, 0, *part), tiling.tile)) for part in shape.parts]  # fmt: skip
+    input_lines = sum(_read(shape, *part) for part in shape.parts) * shape.channels
+    if len(shape.parts) == threads and not tiling.by_rows:
+        return input_lines * NEAR + max(part_cycles)
+    return input_lines * (FAR if threads > 1 else NEAR) + sum(part_cycles) / threads
 
 
-def _tile(shape: TilingProblem, cut: Tiling, blocks: int, rows: int, nonzeros: float, h: int, w: int,
-          line: int) -> float:  # fmt: skip
-    """Cycles for one tile: of a row, and of a row's part in a block where it has one."""
-    lines, t = _read(shape, h, w), h * w
-    missed = max(0.0, 1 - CACHE / (lines * line * min(cut.block, shape.channels)))
+def _tile(shape: TilingProblem, tiling: Tiling, blocks: int, rows: int, nonzeros: float, h: int,
+          w: int, line: int) -> float:  # fmt: skip
+    """Cycles of one tile: for its nonzeros, and for its rows in each block that they occur in."""
+    input_lines, t = _read(shape, h, w), h * w
+    miss_share = max(0.0, 1 - CACHE / (input_lines * line * min(tiling.block, shape.channels)))
     in_block = nonzeros * shape.groups / max(rows * blocks, 1)
-    touched = rows * max(1.0, blocks / shape.groups * (1 - math.exp(-in_block)))
-    few = max(0, 8 - t * cut.side) / cut.side  # chains of sums that wait for themselves
-    product = (PRODUCT + MISS * missed) * t + NONZERO + WAIT * few
-    return nonzeros * product + touched * (ROW / cut.side + LINE * t)
+    row_blocks = rows * max(1.0, blocks / shape.groups * (1 - math.exp(-in_block)))
+    missing_chains = (
+        max(0, 8 - t * tiling.side) / tiling.side
+    )  # chains of sums needed to hide latency
+    product = (PRODUCT + MISS * miss_share) * t + NONZERO + WAIT * missing_chains
+    return nonzeros * product + row_blocks * (ROW / tiling.side + LINE * t)
 
 
 def _read(shape: TilingProblem, h: int, w: int) -> int:
@@ -107,26 +114,26 @@ def _read(shape: TilingProblem, h: int, w: int) -> int:
 def best(
     shape: TilingProblem, threads: int, isa: Isa, by_rows: bool | None = None
 ) -> tuple[float, Tiling]:
-    """The cut that costs least, and its cycles, by the estimate. by_rows: how threads share."""
-    found = [(cost(shape, cut, threads, isa.line), n, cut)
-             for n, cut in enumerate(cuts(shape, threads, isa))
-             if by_rows in (None, cut.by_rows)]  # fmt: skip
-    return min(found)[::2]  # type: ignore[return-value]
+    """The tiling with the lowest estimated cost, and its cycles. by_rows: how work is shared."""
+    candidates = [(cost(shape, tiling, threads, isa.line), n, tiling)
+             for n, tiling in enumerate(cuts(shape, threads, isa))
+             if by_rows in (None, tiling.by_rows)]  # fmt: skip
+    return min(candidates)[::2]  # type: ignore[return-value]
 
 
 def cuts(shape: TilingProblem, threads: int, isa: Isa) -> Iterator[Tiling]:
-    """The cuts worth a thought: tiles of one row, or of all positions where there are few."""
-    most = isa.registers - 4
-    own = len(shape.parts) == threads
-    for by_rows in (True, False) if own and threads > 1 else (not own,):
-        for h, w in _tiles(shape, most):
-            for side in _sides(h * w, most):
+    """Candidate tilings: tiles of one row, or of several whole rows if these are short."""
+    registers = isa.registers - 4
+    is_split = len(shape.parts) == threads
+    for by_rows in (True, False) if is_split and threads > 1 else (not is_split,):
+        for h, w in _tiles(shape, registers):
+            for side in _sides(h * w, registers):
                 for block in _blocks(shape, h, w, isa.line):
                     yield Tiling((h, w), block, side, by_rows)
 
 
 def _sides(positions: int, most: int) -> Iterator[int]:
-    """How many rows may go side by side: enough to keep the adders busy."""
+    """Numbers of rows to compute together: enough to hide FMA latency."""
     least = max(1, 4 // positions)
     for side in (least, 2 * least):
         if positions * side <= most:
@@ -134,7 +141,7 @@ def _sides(positions: int, most: int) -> Iterator[int]:
 
 
 def _tiles(shape: TilingProblem, most: int) -> Iterator[tuple[int, int]]:
-    """Parts of a row; whole rows, where these are short."""
+    """Sizes of tiles: parts of a row, or several whole rows if these are short."""
     rows, columns = shape.parts[0]
     for count in range(1, columns + 1):
         w = -(-columns // count)
@@ -148,10 +155,11 @@ def _tiles(shape: TilingProblem, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _blocks(shape: TilingProblem, h: int, w: int, line: int) -> Iterator[int]:
-    fits = CACHE / (line * _read(shape, h, w))
+    """Numbers of channels per block."""
+    channels_in_cache = CACHE / (line * _read(shape, h, w))
     sizes = {shape.channels}
     for factor in (1.0, 1.6, 2.5, 4.0):
-        count = max(1, -(-shape.channels // max(1, int(fits * factor))))
+        count = max(1, -(-shape.channels // max(1, int(channels_in_cache * factor))))
         if count <= MAX_BLOCKS:
             sizes.add(-(-shape.channels // count))
     yield from sorted(sizes)

@@ -1,10 +1,10 @@
-"""Products with sparse matrices on a GPU: which kernel runs is chosen by measuring (`gpu_choice`).
+"""Products with sparse matrices on a GPU, with measured kernel choice (`gpu_autotune`).
 
-    spmm, spmm_turned, sddmm, densified, sparse_product
+    spmm, spmm_transposed, sddmm, densified, sparse_product
 
-A matrix is `CsrMatrix`: CSR, or its rows that are not empty, with names. float32, float16, bfloat16;
-sums in float32, in one order, so that a call gives the same bits again. Dense tiles multiply zeros
-too: where x is infinite, they give NaN as a dense product does.
+A matrix is a `CsrMatrix`, with or without its empty rows, in float32, float16 or bfloat16. Sums are
+in float32 in a fixed order, so that repeated calls return the same bits. Dense tiles multiply
+zeros, too: where x is infinite, they return NaN as a dense product does.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from demask.kernels.gpu import spgemm as pairs
 from demask.kernels.gpu import spmm as spmm_rows
 from demask.ops.activations import Act, activate
 from demask.sparse.csr_matrix import CsrMatrix, like, row_of
-from demask.sparse.products.gpu_autotune import KernelChoice, choose
-from demask.sparse.products.gpu_formats import MatrixFormats, form_of
+from demask.sparse.products.gpu_autotune import TRANSPOSED, KernelChoice, choose
+from demask.sparse.products.gpu_formats import MatrixFormats, formats_of
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 FINISH, AREA = 256, 1024  # columns and elements of a program that sums parts
-AT_ONCE = 256  # products, or outputs, of a program of a sparse product
+AT_ONCE = 256  # products, or outputs, per program of a sparse product
 
 
 def takes(m: CsrMatrix, x: Tensor) -> bool:
-    """Whether kernels multiply these: types, and places that 32 bits count."""
+    """Whether kernels support these dtypes and sizes (positions must fit in 32 bits)."""
     return m.values.dtype in TYPES and x.dtype == m.values.dtype and m.col.numel() < 2**31 - 64
 
 
@@ -37,113 +37,124 @@ def spmm(
     m: CsrMatrix, x: Tensor, bias: Tensor | None = None, act: Act | None = None,
     choice: KernelChoice | None = None,
 ) -> Tensor:  # fmt: skip
-    """act(m @ x + bias) [rows, n] with x [columns, n]; it lies as x does: columns side by side, or
-    rows where those of x are. BadInput for indices that do not fit."""
+    """act(m @ x + bias) [rows, n] with x [columns, n], in the memory order of x.
+
+    Raises BadInput for invalid indices.
+    """
     if act is not None and act[0] not in activations.NAMES:  # registered at run time
         return activate(spmm(m, x, bias, None, choice), act)
-    form = form_of(m)
+    formats = formats_of(m)
     out = like(x, m.size[0], x.shape[1])
     if not out.numel():
         return out
     m = m._replace(values=_aligned(m.values))
-    return run(m, form, x, bias, act, choice or chosen("spmm", m, x), out)
+    return run(m, formats, x, bias, act, choice or select_kernel("spmm", m, x), out)
 
 
-def chosen(task: str, m: CsrMatrix, a: Tensor, b: Tensor | None = None) -> KernelChoice:
-    """How "spmm" (a: x), "turned" (a: x) or "sddmm" of these operands is run: measured at the first
-    call, without bias and activation."""
-    form = form_of(m)
+def select_kernel(task: str, m: CsrMatrix, a: Tensor, b: Tensor | None = None) -> KernelChoice:
+    """The kernel for "spmm" (a: x), TRANSPOSED (a: x) or "sddmm", measured at the first call,
+    without bias and activation.
+    """
+    formats = formats_of(m)
     if task == "sddmm":
         out, other = a.new_empty(m.col.shape), a if b is None else b
-        return choose(task, m, form, a, lambda c, m, form: run_sddmm(m, form, a, other, c, out))
-    if task == "turned":
+        return choose(
+            task, m, formats, a, lambda c, m, formats: run_sddmm(m, formats, a, other, c, out)
+        )
+    if task == TRANSPOSED:
         out = like(a, m.size[1], a.shape[1])
-        return choose(task, m, form, a, lambda c, m, form: run_turned(m, form, a, c, out))
+        return choose(
+            task, m, formats, a, lambda c, m, formats: run_transposed(m, formats, a, c, out)
+        )
     out = like(a, m.size[0], a.shape[1])
-    return choose(task, m, form, a, lambda c, m, form: run(m, form, a, None, None, c, out))
+    return choose(task, m, formats, a, lambda c, m, formats: run(m, formats, a, None, None, c, out))
 
 
-def spmm_turned(m: CsrMatrix, x: Tensor, choice: KernelChoice | None = None) -> Tensor:
-    """The transpose of m @ x: [columns, n] with x [rows, n]. From the same bitmap, or from a
-    transposed CSR."""
-    form = form_of(m)
+def spmm_transposed(m: CsrMatrix, x: Tensor, choice: KernelChoice | None = None) -> Tensor:
+    """The transpose of m times x: [columns, n] with x [rows, n].
+
+    It uses the bitmap of m, or a transposed CSR.
+    """
+    formats = formats_of(m)
     out = like(x, m.size[1], x.shape[1])
     if not out.numel():
         return out
     m = m._replace(values=_aligned(m.values))
-    return run_turned(m, form, x, choice or chosen("turned", m, x), out)
+    return run_transposed(m, formats, x, choice or select_kernel(TRANSPOSED, m, x), out)
 
 
 def sddmm(m: CsrMatrix, a: Tensor, b: Tensor, choice: KernelChoice | None = None) -> Tensor:
-    """a[row] · b[column] for every nonzero of m, in the order of CSR: values of m are not read.
+    """a[row] · b[column] for every nonzero of m, in the order of CSR; values of m are not read.
 
-    a [rows, k], b [columns, k], that is a @ b.T sampled at m; for a @ c give c.T.
+    a [rows, k], b [columns, k]: that is a @ b.T sampled at m; for a @ c pass c.T.
     """
-    form = form_of(m)
+    formats = formats_of(m)
     out = torch.empty(m.col.shape, dtype=a.dtype, device=a.device)
     if not out.numel():
         return out
-    return run_sddmm(m, form, a, b, choice or chosen("sddmm", m, a, b), out)
+    return run_sddmm(m, formats, a, b, choice or select_kernel("sddmm", m, a, b), out)
 
 
-def densified(m: CsrMatrix, form: MatrixFormats | None = None) -> Tensor:
-    """The dense matrix [rows, columns]; entries that are there twice are summed."""
-    bits = (form or form_of(m)).bitmap(m)
+def densified(m: CsrMatrix, formats: MatrixFormats | None = None) -> Tensor:
+    """The dense matrix [rows, columns]; duplicate entries are summed."""
+    bits = (formats or formats_of(m)).bitmap(m)
     rows, columns = m.size
     if bits is None:
-        made = torch.zeros(rows * columns, dtype=torch.float32, device=m.values.device)
-        places = row_of(m) * columns + m.col.long()
-        return made.index_add_(0, places, m.values.float()).view(rows, columns).to(m.values.dtype)
-    made = torch.empty(rows, columns, dtype=m.values.dtype, device=m.values.device)
-    if made.numel():
+        dense = torch.zeros(rows * columns, dtype=torch.float32, device=m.values.device)
+        positions = row_of(m) * columns + m.col.long()
+        return (
+            dense.index_add_(0, positions, m.values.float()).view(rows, columns).to(m.values.dtype)
+        )
+    dense = torch.empty(rows, columns, dtype=m.values.dtype, device=m.values.device)
+    if dense.numel():
         grid = (bits.high // 64, bits.tiles)
         _launch(
             bitmap.decompress, grid,
-            bits.masks, bits.starts, m.values, bits.high, made, rows, columns,
+            bits.masks, bits.starts, m.values, bits.high, dense, rows, columns,
             HEIGHT=64, num_warps=4,
         )  # fmt: skip
-    return made
+    return dense
 
 
 def run(
-    m: CsrMatrix, form: MatrixFormats, x: Tensor, bias: Tensor | None, act: Act | None, choice: KernelChoice,
-    out: Tensor,
+    m: CsrMatrix, formats: MatrixFormats, x: Tensor, bias: Tensor | None, act: Act | None,
+    choice: KernelChoice, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`spmm` by one choice, into `out`."""
+    """`spmm` with one kernel, into `out`."""
     if not m.col.numel():
         return _empty(out, bias, act)
     if choice.kind == "dense":
-        return _dense(densified(m, form), x, bias, act, out)
+        return _dense(densified(m, formats), x, bias, act, out)
     if choice.kind == "bitmap":
-        return _by_bitmap(m, form, x, bias, act, choice, out, False)
-    return _by_rows(m, form, x, bias, act, choice, out)
+        return _by_bitmap(m, formats, x, bias, act, choice, out, False)
+    return _by_rows(m, formats, x, bias, act, choice, out)
 
 
-def run_turned(
-    m: CsrMatrix, form: MatrixFormats, x: Tensor, choice: KernelChoice, out: Tensor
+def run_transposed(
+    m: CsrMatrix, formats: MatrixFormats, x: Tensor, choice: KernelChoice, out: Tensor
 ) -> Tensor:
-    """`spmm_turned` by one choice, into `out`."""
+    """`spmm_transposed` with one kernel, into `out`."""
     if not m.col.numel():
         return out.zero_()
     if choice.kind == "dense":
-        return _dense(densified(m, form).t(), x, None, None, out)
+        return _dense(densified(m, formats).t(), x, None, None, out)
     if choice.kind == "bitmap":
-        return _by_bitmap(m, form, x, None, None, choice, out, True)
-    there = form.turned(m)
+        return _by_bitmap(m, formats, x, None, None, choice, out, True)
+    transpose = formats.transposed(m)
     size = (m.size[1], m.size[0])
-    turned = CsrMatrix(there.crow, there.col, m.values[there.order], None, size)
-    return _by_rows(turned, form_of(turned), x, None, None, choice, out)
+    transposed = CsrMatrix(transpose.crow, transpose.col, m.values[transpose.order], None, size)
+    return _by_rows(transposed, formats_of(transposed), x, None, None, choice, out)
 
 
 def run_sddmm(
-    m: CsrMatrix, form: MatrixFormats, a: Tensor, b: Tensor, choice: KernelChoice, out: Tensor
+    m: CsrMatrix, formats: MatrixFormats, a: Tensor, b: Tensor, choice: KernelChoice, out: Tensor
 ) -> Tensor:
-    """`sddmm` by one choice, into `out`."""
+    """`sddmm` with one kernel, into `out`."""
     k = a.shape[1]
     if choice.kind == "dense":
         return out.copy_((a @ b.t())[row_of(m), m.col.long()])
     if choice.kind == "bitmap":
-        bits = form.bitmap(m)
+        bits = formats.bitmap(m)
         assert bits is not None
         grid = (bits.tiles, bits.high // choice.height)
         _launch(
@@ -154,20 +165,22 @@ def run_sddmm(
         )  # fmt: skip
         return out
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
-    begins, ends, rows = form.parts(m, choice.height)
+    begins, ends, rows = formats.parts(m, choice.height)
     _launch(
         sddmm_rows.sddmm_rows, (len(begins),),
-        begins, ends, rows, form.narrow(m), a, a.stride(0), b, b.stride(0), out, k,
+        begins, ends, rows, formats.narrow(m), a, a.stride(0), b, b.stride(0), out, k,
         ENTRIES=choice.height, STEP=choice.width, num_warps=choice.warps,
     )  # fmt: skip
     return out
 
 
 def sparse_product(a: CsrMatrix, b: CsrMatrix) -> tuple[Tensor, Tensor, Tensor]:
-    """a @ b as row starts, columns (in the type of a's) and values: what any nonzeros meet in is
-    stored, zero or not. Both without names."""
-    for one in (a, b):
-        form_of(one)  # indices are checked
+    """a @ b as row starts, columns (in the dtype of those of a) and values.
+
+    Sums that are zero are stored, too. Both matrices have their empty rows.
+    """
+    for operand in (a, b):
+        formats_of(operand)  # checks indices
     columns, device = b.size[1], a.col.device
     begins = b.crow[:-1].long()[a.col.long()]
     counts = b.crow.diff().long()[a.col.long()]
@@ -183,68 +196,70 @@ def sparse_product(a: CsrMatrix, b: CsrMatrix) -> tuple[Tensor, Tensor, Tensor]:
             keys, products, total, columns, COUNT=AT_ONCE,
         )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
-    kept, counts = torch.unique_consecutive(keys, return_counts=True)
-    values = torch.empty(len(kept), dtype=a.values.dtype, device=device)
+    unique_keys, counts = torch.unique_consecutive(keys, return_counts=True)
+    values = torch.empty(len(unique_keys), dtype=a.values.dtype, device=device)
     if total:
         ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        grid = (-(-len(kept) // AT_ONCE),)
-        _launch(pairs.compress, grid, products, order, ends, values, len(kept), COUNT=AT_ONCE)
+        grid = (-(-len(unique_keys) // AT_ONCE),)
+        _launch(
+            pairs.compress, grid, products, order, ends, values, len(unique_keys), COUNT=AT_ONCE
+        )
     starts = torch.arange(a.size[0] + 1, device=device) * columns
-    crow = torch.searchsorted(kept, starts).to(a.crow.dtype)
-    return crow, (kept % max(columns, 1)).to(a.col.dtype), values
+    crow = torch.searchsorted(unique_keys, starts).to(a.crow.dtype)
+    return crow, (unique_keys % max(columns, 1)).to(a.col.dtype), values
 
 
 def _by_rows(
-    m: CsrMatrix, form: MatrixFormats, x: Tensor, bias: Tensor | None, act: Act | None, choice: KernelChoice,
-    out: Tensor,
+    m: CsrMatrix, formats: MatrixFormats, x: Tensor, bias: Tensor | None, act: Act | None,
+    choice: KernelChoice, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """By kernels.gpu.spmm_rows."""
+    """`spmm` by kernels.gpu.spmm."""
     n, (name, numbers) = x.shape[1], act or ("", ())
     first, second = (*numbers, 0.0, 0.0)[:2]
     x = x if x.stride(1) == 1 else x.contiguous()
     if m.names is not None:
-        _empty(out, bias, act)  # rows that are not there
-    tasks = form.tasks(m, choice.height)
+        _empty(out, bias, act)  # rows that are not stored
+    tasks = formats.tasks(m, choice.height)
     count = len(tasks.begins)
     if not count:
         return out
     partial = torch.empty(tasks.slots, n, dtype=torch.float32, device=x.device)
-    given = x if bias is None else bias
+    bias_or_any = x if bias is None else bias
     grid = (-(-count // choice.height), -(-n // choice.width))
     _launch(
         spmm_rows.spmm_rows, grid,
-        tasks.begins, tasks.ends, tasks.targets, count, form.narrow(m), m.values, x, x.stride(0),
-        out, out.stride(0), out.stride(1), partial, given, float(first), float(second), n,
+        tasks.begins, tasks.ends, tasks.targets, count, formats.narrow(m), m.values, x, x.stride(0),
+        out, out.stride(0), out.stride(1), partial, bias_or_any, float(first), float(second), n,
         ROWS=choice.height, WIDTH=choice.width, SPLIT=tasks.slots > 0, BIASED=bias is not None,
         ACT=name, num_warps=choice.warps,
     )  # fmt: skip
     if tasks.slots:
-        ends = tasks.rows, tasks.firsts, tasks.counts
-        _finish(partial, ends, len(tasks.rows), (0, 1), out, bias, act)
+        split_rows = tasks.rows, tasks.firsts, tasks.counts
+        _finish(partial, split_rows, len(tasks.rows), (0, 1), out, bias, act)
     return out
 
 
 def _by_bitmap(
-    m: CsrMatrix, form: MatrixFormats, x: Tensor, bias: Tensor | None, act: Act | None, choice: KernelChoice,
-    out: Tensor, turned: bool,
+    m: CsrMatrix, formats: MatrixFormats, x: Tensor, bias: Tensor | None, act: Act | None,
+    choice: KernelChoice, out: Tensor, transposed: bool,
 ) -> Tensor:  # fmt: skip
-    """By kernels.gpu.bitmap."""
-    bits, (name, numbers) = form.bitmap(m), act or ("", ())
+    """`spmm`, or the transposed product, by kernels.gpu.bitmap."""
+    bits, (name, numbers) = formats.bitmap(m), act or ("", ())
     assert bits is not None
     first, second = (*numbers, 0.0, 0.0)[:2]
     (rows, n), height = out.shape, choice.height
-    steps = bits.high // height if turned else bits.tiles
+    steps = bits.high // height if transposed else bits.tiles
     share = -(-steps // choice.split)
     splits = -(-steps // share)
-    blocks = bits.tiles if turned else bits.high // height
+    blocks = bits.tiles if transposed else bits.high // height
     partial = torch.empty(splits if splits > 1 else 0, rows, n, device=x.device)
-    given = x if bias is None else bias
+    bias_or_any = x if bias is None else bias
     grid = (blocks, -(-n // choice.width), splits)
     _launch(
         bitmap.spmm_bitmap, grid,
         bits.masks, bits.starts, m.values, bits.high, bits.tiles, x, x.stride(0), x.stride(1), out,
-        out.stride(0), out.stride(1), partial, given, float(first), float(second), x.shape[0], rows,
-        n, share, HEIGHT=height, WIDTH=choice.width, TURNED=turned, SPLIT=splits > 1,
+        out.stride(0), out.stride(1), partial, bias_or_any, float(first), float(second), x.shape[0],
+        rows, n, share, HEIGHT=height, WIDTH=choice.width, TRANSPOSED=transposed, SPLIT=splits > 1,
         BIASED=bias is not None, ACT=name, WIDE=_interpreted(x), num_warps=choice.warps,
     )  # fmt: skip
     if splits > 1:
@@ -256,8 +271,11 @@ def _finish(
     partial: Tensor, listed: tuple[Tensor, Tensor, Tensor] | None, count: int,
     parts: tuple[int, int], out: Tensor, bias: Tensor | None, act: Act | None,
 ) -> None:  # fmt: skip
-    """By kernels.gpu.epilogue: `count` rows, that are listed, or all in so many parts, so far
-    apart."""
+    """Sum partial results by kernels.gpu.epilogue.
+
+    listed: rows, first slots and numbers of parts of `count` rows; None for all rows. parts: number
+    of parts of all rows, and slots from part to part.
+    """
     n, (name, numbers) = out.shape[1], act or ("", ())
     first, second = (*numbers, 0.0, 0.0)[:2]
     width = min(max(16, 1 << (n - 1).bit_length()), FINISH)
@@ -271,14 +289,14 @@ def _finish(
 
 
 def _empty(out: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
-    """`out`, filled with what rows without nonzeros are."""
-    one = out.new_zeros(1) if bias is None else bias
-    one = one if act is None else activate(one.float(), act)
-    return out.copy_(one.reshape(-1, 1).expand_as(out))
+    """`out`, filled with the values of rows without nonzeros."""
+    value = out.new_zeros(1) if bias is None else bias
+    value = value if act is None else activate(value.float(), act)
+    return out.copy_(value.reshape(-1, 1).expand_as(out))
 
 
 def _dense(w: Tensor, x: Tensor, bias: Tensor | None, act: Act | None, out: Tensor) -> Tensor:
-    """By torch's product with the dense matrix."""
+    """The product with the dense matrix, by torch."""
     if bias is None:
         torch.mm(w, x, out=out)
     else:
@@ -287,21 +305,23 @@ def _dense(w: Tensor, x: Tensor, bias: Tensor | None, act: Act | None, out: Tens
 
 
 def _aligned(values: Tensor) -> Tensor:
-    """At an address that vectors may be loaded from."""
+    """Values at an address that supports vector loads."""
     values = values.contiguous()
     return values.clone() if values.data_ptr() % 16 else values
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *given: Any, **options: Any) -> None:
-    """Run a kernel where its first tensor is."""
+def _launch(
+    kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any
+) -> None:
+    """Run a kernel on the device of its first tensor."""
     device = first.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[grid](first, *given, **options)
+            kernel[grid](first, *arguments, **options)
     else:
-        kernel[grid](first, *given, **options)
+        kernel[grid](first, *arguments, **options)
 
 
 def _interpreted(x: Tensor) -> bool:
-    """Kernels see memory of the host only in Triton's interpreter."""
+    """Whether kernels run in Triton's interpreter, on tensors in host memory."""
     return not x.is_cuda

@@ -1,7 +1,8 @@
-"""A program on a GPU: a layer that is one product by `demask::spmm`, other layers with their dense
-weights, which a kernel decompresses, and the rest by ATen ops.
+"""Programs on a GPU.
 
-Gradients are those of the ops: of x by the transposed product, of values by SDDMM.
+A layer that is one product runs as `demask::spmm`, other layers with their dense weights, which a
+kernel decompresses, and other steps as ATen ops. Gradients are those of the ops: of x by the
+transposed product, of values by SDDMM.
 """
 
 from __future__ import annotations
@@ -21,55 +22,64 @@ from demask.sparse.segment_program import ConvStep, LinearStep, SegmentProgram, 
 def run(
     program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The outputs, as `dense.run` has them: perhaps inputs, or views of one another."""
+    """The outputs, as those of `reference.run`; they may be inputs, or views of one another."""
     dense.check(program, inputs, weights)
-    made = list(inputs)
+    values = list(inputs)
     for step in program.steps:
-        operands = [made[value] for value in reads(step)]
+        operands = [values[value] for value in reads(step)]
         kind = program.kinds[reads(step)[0]]
         if isinstance(step, ConvStep | LinearStep):
-            made.append(_layer(step, kind, operands, weights))
+            values.append(_layer(step, kind, operands, weights))
         else:
-            made.append(dense.call(step, kind, operands))
-    return [made[value] for value in program.outputs]
+            values.append(dense.call(step, kind, operands))
+    return [values[value] for value in program.outputs]
 
 
 def _layer(
     step: ConvStep | LinearStep, kind: str, operands: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> Tensor:
+    """The output of a layer."""
     x, bias = operands[0], dense.bias(step, weights)
     bias = None if bias is None else bias.to(x.dtype)
-    stored = dense.part(step.weight.values, weights)
-    if step.weight.scale is not None or stored.dtype != x.dtype or not _is_product(step):
-        followed = torch.is_grad_enabled() and stored.requires_grad
-        matrix = None if followed or step.weight.scale is not None else _densified
+    values = dense.part(step.weight.values, weights)
+    if step.weight.scale is not None or values.dtype != x.dtype or not _is_product(step):
+        needs_gradient = torch.is_grad_enabled() and values.requires_grad
+        matrix = None if needs_gradient or step.weight.scale is not None else _densified
         weight = dense.weight(step, weights, x.shape, x.dtype, matrix)
         return dense.call(step, kind, operands, weight, bias)
     crow, col = (dense.part(span, weights) for span in (step.weight.crow, step.weight.col))
     tokens = x if isinstance(step, LinearStep) else x.movedim(1, -1)
-    flat = tokens.reshape(-1, tokens.shape[-1])
-    inside = step.act if step.add is None else None
-    name, numbers = inside or ("", ())
-    made = torch.ops.demask.spmm.default(
-        crow, col, stored, None, [step.out, flat.shape[1]], flat.t(), bias, name, list(numbers)
+    positions = tokens.reshape(-1, tokens.shape[-1])
+    fused_act = step.act if step.add is None else None
+    name, numbers = fused_act or ("", ())
+    product = torch.ops.demask.spmm.default(
+        crow,
+        col,
+        values,
+        None,
+        [step.out, positions.shape[1]],
+        positions.t(),
+        bias,
+        name,
+        list(numbers),
     )
-    y = made.t().reshape(*tokens.shape[:-1], step.out)
+    y = product.t().reshape(*tokens.shape[:-1], step.out)
     y = y if isinstance(step, LinearStep) else y.movedim(-1, 1)
     return y if step.add is None else activate(y + operands[1], step.act)
 
 
 def _is_product(step: ConvStep | LinearStep) -> bool:
-    """Whether a layer multiplies every position by one matrix."""
+    """Whether a layer multiplies every position by the same matrix."""
     if isinstance(step, LinearStep):
         return True
-    one = (step.kernel, step.stride, step.groups) == ((1, 1), (1, 1), 1)
-    return one and step.padding == ((0, 0), (0, 0)) and not step.transposed
+    is_pointwise = (step.kernel, step.stride, step.groups) == ((1, 1), (1, 1), 1)
+    return is_pointwise and step.padding == ((0, 0), (0, 0)) and not step.transposed
 
 
 def _densified(
     step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int, dtype: torch.dtype | None
 ) -> Tensor:
-    """The matrix of a step [out, columns], by the kernel where there is one."""
+    """The matrix of a step [out, columns], by a GPU kernel if possible."""
     values, crow, col = (
         dense.part(span, weights)
         for span in (step.weight.values, step.weight.crow, step.weight.col)

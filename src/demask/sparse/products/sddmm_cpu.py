@@ -1,4 +1,4 @@
-"""SDDMM on the CPU, by kernels that read indices as they come (`kernels.sddmm`)."""
+"""SDDMM on the CPU by kernels that read indices directly (`kernels.cpu.sddmm`)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from demask.sparse.products.spmm_cpu import LINE, WORK, dealt
 
 
 def sampled(m: CsrMatrix, a: Tensor, b: Tensor) -> Tensor:
-    """a[row] · b[column] at every nonzero [nonzeros], float32 on the CPU, in the order of m, whose
-    values are not read. a [rows, k], b [columns, k]. BadInput for indices that do not fit.
+    """a[row] · b[column] at every nonzero [nonzeros], float32 on the CPU, in the order of m.
 
-    A sum is the same for any number of threads.
+    a [rows, k], b [columns, k]. Values of m are not read. A sum is the same for any number of
+    threads.
+    Raises BadInput for invalid indices.
     """
-    made, k = torch.zeros(m.col.numel()), a.shape[1]
+    sums, k = torch.zeros(m.col.numel()), a.shape[1]
     if m.crow.numel() <= 1 or not k:
-        return made
+        return sums
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
     crow, col = m.crow.contiguous(), m.col.contiguous()
     names = None if m.names is None else m.names.contiguous()
@@ -41,7 +42,7 @@ def sampled(m: CsrMatrix, a: Tensor, b: Tensor) -> Tensor:
     )
     calls["a"], calls["a_pitch"] = a.data_ptr(), 4 * a.stride(0)
     calls["x"], calls["x_pitch"] = b.data_ptr(), 4 * b.stride(0)
-    calls["out"], calls["vectors"], calls["left"] = made.data_ptr(), k // isa.lanes, k % isa.lanes
+    calls["out"], calls["vectors"], calls["left"] = sums.data_ptr(), k // isa.lanes, k % isa.lanes
     calls["rows"], calls["columns"], calls["entries"] = *m.size, m.col.numel()
     calls["bad"] = bad.ctypes.data + LINE * np.arange(threads)
     entries = np.zeros(threads, ENTRY)
@@ -54,4 +55,4 @@ def sampled(m: CsrMatrix, a: Tensor, b: Tensor) -> Tensor:
             f"expected row starts that rise to {m.col.numel()}, rows below {m.size[0]} and columns "
             f"below {m.size[1]}"
         )
-    return made
+    return sums

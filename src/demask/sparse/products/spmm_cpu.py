@@ -1,4 +1,4 @@
-"""Sparse times dense by kernels that read the matrix as it comes (`kernels.csr`)."""
+"""Sparse times dense on the CPU by kernels that read CSR directly (`kernels.cpu.csr`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from demask.ops.activations import Act, activate
 from demask.sparse.csr_matrix import CsrMatrix
 
 LINE = 64  # bytes of a cache line
-WORK = 1 << 15  # products that are worth waking a thread for
-OFTEN = 8  # reads of a row of x that pay for a copy of it
-SPARE = 4  # calls that wait, of one size
-SIZES = 64  # for which calls wait; matrices whose deals are remembered
+WORK = 1 << 15  # products for which one more thread pays
+OFTEN = 8  # reads of a row of x for which a padded copy pays
+SPARE = 4  # cached calls per size
+SIZES = 64  # with cached calls; also matrices with cached deals
 
 
 class Options(NamedTuple):
-    """Fields of kernels, by their names there."""
+    """Fields of kernels, by their names."""
 
     wide: bool
     named: bool
@@ -37,8 +37,9 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deal:
-    """Rows in the order in which threads take them, where each thread's share ends; calls that were
-    made for them and wait for the next product of their size."""
+    """Rows in the order of the threads that compute them, the end of each thread's share, and
+    cached tasks by size.
+    """
 
     order: np.ndarray
     ends: tuple[int, ...]
@@ -46,10 +47,10 @@ class Deal:
 
 
 class SpmmTask:
-    """Calls of the kernels for products of one size: not to be run twice at once."""
+    """Calls of the kernels for products of one size; not for two runs at once."""
 
     def __init__(self, deal: Deal, n: int, options: Options):
-        self.deal = deal  # machine code reads its order
+        self.deal = deal  # keeps its order alive for machine code
         parts = pieces(n, host(), options._asdict())
         threads = self.threads = len(deal.ends) - 1
         self.calls = np.zeros(threads * len(parts), CALL)
@@ -70,8 +71,8 @@ class SpmmTask:
         ends = np.arange(threads + 1, dtype=np.int64) * len(parts)
         self.job = Job(entries, ends, threads, np.zeros(1, np.int64))
 
-    def run(self, m: CsrMatrix, x: Tensor, made: Tensor, bias: Tensor | None) -> bool:
-        """Whether all indices were in range."""
+    def run(self, m: CsrMatrix, x: Tensor, out: Tensor, bias: Tensor | None) -> bool:
+        """Compute into `out`. Returns whether all indices were in range."""
         fields = self.calls.view(np.int64).reshape(len(self.calls), -1)
         # in the order of CALL
         fields[:, :4] = (
@@ -79,30 +80,31 @@ class SpmmTask:
             0 if m.names is None else m.names.data_ptr(),
         )  # fmt: skip
         self.calls["x"], self.calls["x_pitch"] = self.firsts + x.data_ptr(), 4 * x.stride(0)
-        self.calls["out"] = self.firsts + made.data_ptr()
-        self.calls["out_pitch"] = 4 * made.shape[1]
+        self.calls["out"] = self.firsts + out.data_ptr()
+        self.calls["out_pitch"] = 4 * out.shape[1]
         self.calls["bias"] = 0 if bias is None else bias.data_ptr()
         fields[:, -4:-1] = (*m.size, m.values.numel())
         self.job.run(self.threads)
-        good = not self.bad.any()
+        valid = not self.bad.any()
         self.bad[:] = 0
-        return good
+        return valid
 
 
 def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
-    """act(m @ x + bias) [rows, columns of x], float32 on the CPU; BadInput for bad indices.
+    """act(m @ x + bias) [rows, n], float32 on the CPU.
 
-    x [columns of m, n]: rows may lie anywhere, their elements side by side. bias [rows].
+    x [columns of m, n]: elements of a row are contiguous, rows have any stride. bias [rows]. Raises
+    BadInput for invalid indices.
     """
     n = x.shape[1]
-    made = torch.empty(m.size[0], n)
+    out = torch.empty(m.size[0], n)
     if m.names is not None:
-        _fill(made, bias, act)
+        _fill(out, bias, act)
     if m.crow.numel() <= 1 or not n:
-        return made
-    x, padded = _laid(x, m.values.numel())
+        return out
+    x, padded = _padded(x, m.values.numel())
     m = CsrMatrix(*(None if t is None else t.contiguous() for t in m[:4]), m.size)  # type: ignore[arg-type]
-    if m.values.data_ptr() % 4:  # memory from elsewhere may begin anywhere
+    if m.values.data_ptr() % 4:  # external memory may be unaligned
         m = m._replace(values=m.values.clone())
     bias = None if bias is None else bias.contiguous()
     threads = max(1, min(torch.get_num_threads(), m.values.numel() * n // WORK))
@@ -114,43 +116,45 @@ def multiplied(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) ->
         task = spare.pop()
     except IndexError:
         task = SpmmTask(deal, n, options)
-    good = task.run(m, x, made, bias)
+    valid = task.run(m, x, out, bias)
     if len(spare) < SPARE:
         spare.append(task)
     if len(deal.spare) > SIZES:
         deal.spare.clear()
-    if good:
-        return made
+    if valid:
+        return out
     entries, columns = m.values.numel(), m.size[1]
     raise BadInput(f"expected row starts that rise to {entries} and columns below {columns}")
 
 
-def _laid(x: Tensor, entries: int) -> tuple[Tensor, bool]:
-    """x with the elements of a row side by side; and whether its rows have whole, aligned vectors
-    beyond their end, into which it is copied where each row is read often enough."""
+def _padded(x: Tensor, entries: int) -> tuple[Tensor, bool]:
+    """(x with contiguous rows, whether rows are padded to whole aligned vectors).
+
+    x is copied into padded rows if each row is read often enough.
+    """
     rows, n = x.shape
     lanes = vector(n, host())
     if n > 1 and n % lanes and entries >= OFTEN * rows:
-        made = torch.zeros(rows, -(-n // lanes) * lanes)
-        made[:, :n] = x
-        return made, True
+        padded = torch.zeros(rows, -(-n // lanes) * lanes)
+        padded[:, :n] = x
+        return padded, True
     return (x.contiguous() if x.stride(1) != 1 or (n == 1 and x.stride(0) != 1) else x), False
 
 
-def _fill(made: Tensor, bias: Tensor | None, act: Act | None) -> None:
-    """What rows without nonzeros are."""
-    one = activate(torch.zeros(1) if bias is None else bias, act)
-    made.copy_(one.reshape(-1, 1).expand_as(made))
+def _fill(out: Tensor, bias: Tensor | None, act: Act | None) -> None:
+    """Fill `out` with the values of rows without nonzeros."""
+    value = activate(torch.zeros(1) if bias is None else bias, act)
+    out.copy_(value.reshape(-1, 1).expand_as(out))
 
 
 DEALS: TensorCache[Deal] = TensorCache(SIZES)
 
 
 def dealt(crow: Tensor, threads: int, unit: int) -> Deal:
-    """The deal of a matrix, remembered as long as its row starts live.
+    """The deal of a matrix, cached as long as its row starts live.
 
-    unit: rows that belong together, for they share a cache line of the output. If row starts were
-    written to unseen, shares are uneven, and still every row is taken once.
+    unit: rows that share a cache line of the output and stay together. If row starts were changed
+    without notice, shares are uneven, but every row is still computed once.
     """
     key = (*identity([crow]), version(crow), threads, unit)
     deal = DEALS.entries.get(key)
@@ -158,8 +162,9 @@ def dealt(crow: Tensor, threads: int, unit: int) -> Deal:
 
 
 def deal_rows(crow: np.ndarray, threads: int, unit: int) -> Deal:
-    """Units of rows, longest first, dealt to and fro (0, 1, 1, 0, 0, 1, …), so that threads get
-    about as many nonzeros; each takes its rows in the order of their length.
+    """Rows assigned to threads in units, longest first, back and forth (0, 1, 1, 0, 0, 1, ...).
+
+    Threads get about the same number of nonzeros; each computes its longest rows first.
 
     >>> deal_rows(np.array([0, 1, 6, 8, 11]), 2, 1).order.tolist()  # 1, 5, 2, 3 nonzeros
     [1, 0, 3, 2]

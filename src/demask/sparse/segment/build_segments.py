@@ -1,9 +1,9 @@
-"""Layers whose weights are mostly zeros become calls of `demask::segment`, with what lies between.
+"""Replaces layers with mostly zero weights, and the calls between them, by `demask::segment`.
 
     fc2(gelu(fc1(x))) == segment([x], [values, index], program)
 
-One call stands for a whole region of a graph (`sparse.regions`): what passes from layer to layer
-then stays in the order that the kernels like, and activations and sums are computed as they store.
+One call replaces a whole region of a graph (`convex_groups`): intermediate values stay in the
+layout of the kernels, and activations and sums are fused into the layers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from demask.ops.activations import Act
 from demask.sparse.segment.convex_groups import SegmentRegion, Wanted, regions
 from demask.sparse.segment.match_calls import MatchedCall, matrix
 from demask.sparse.segment_program import (
-    Add,
-    Cat,
+    AddStep,
+    ConcatStep,
     ConvStep,
     LinearStep,
     SegmentProgram,
@@ -40,7 +40,7 @@ from demask.sparse.segment_program import (
 
 SEGMENT = torch.ops.demask.segment.default
 VALUES, INDEX, NARROW = 0, 1, 2  # the weight tensors of a segment
-NARROWEST = 127  # of int8; -128 would have no counterpart
+NARROWEST = 127  # largest int8 in use; -128 has no positive counterpart
 aten = torch.ops.aten
 
 
@@ -48,40 +48,39 @@ def segmented(
     program: Whole, core: Wanted, allowed: Wanted, *, dtype: torch.dtype = torch.float32,
     precision: str | None = None,
 ) -> Whole:  # fmt: skip
-    """The program with its regions of sparse layers as segments.
+    """The program with regions of sparse layers as segments.
 
-    core: is a layer worth a segment? allowed: may another layer lie between such ones? dtype: of
-    the values that segments take. precision: how weights are stored: "bf16", "int8" (with a scale
-    per row), None for as they are.
+    core: whether a layer should be in a segment. allowed: whether another layer may be between such
+    layers. dtype: of the values of segments. precision: how weights are stored: "bf16", "int8"
+    (with a scale per row), or None to leave them as they are.
     """
     editor = GraphEditor(program)
-    _read_off_inputs(editor)
+    _read_sizes_from_inputs(editor)
     for node in editor.calls(aten.dropout.default):
-        found = schema.arguments(node)
-        if not found["train"]:  # between a layer and what is added to it, often
-            editor.replace(node, found["input"])
-    made: dict[fx.Node, fx.Node] = {}  # what stands for values that were made in a region
+        arguments = schema.arguments(node)
+        if not arguments["train"]:  # often between a layer and a residual sum
+            editor.replace(node, arguments["input"])
+    replacements: dict[fx.Node, fx.Node] = {}  # node of a region -> output of its segment
     for region in regions(editor, dtype, core, allowed):
-        made |= _replaced(editor, region, made, precision)
+        replacements |= _replaced(editor, region, replacements, precision)
     _in_order(editor.graph)
     return editor.finish()
 
 
 def name_of(editor: GraphEditor, call: MatchedCall) -> str:
-    """A layer by the module that holds its weight."""
+    """The name of the module that has the weight of a layer."""
     return editor.constants[str(call.weight.target)].name.rpartition(".")[0]  # type: ignore[union-attr]
 
 
 def segments_of(graph: fx.Graph) -> list[tuple[fx.Node, SegmentProgram]]:
-    """The segments of a graph, each with its program."""
+    """The segments of a graph and their programs."""
     return [(node, SegmentProgram.parse(schema.arguments(node)["program"]))
             for node in graph.nodes if node.target is SEGMENT]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayer:
-    """A layer of a segment: its name, how many weights are stored of how many there are, and the
-    multiplications of one call."""
+    """A layer of a segment: its name, stored weights, all weights, and multiplications per call."""
 
     name: str
     stored: int
@@ -90,36 +89,37 @@ class SegmentLayer:
 
 
 def layers(program: SegmentProgram, shapes: Sequence[Sequence[int]]) -> list[SegmentLayer]:
-    """The layers of a segment that is called on inputs of these shapes."""
-    sizes, found = program.shapes(shapes), []
-    for step, made in zip(program.steps, sizes[len(program.inputs) :], strict=True):
+    """The layers of a segment for inputs of these shapes."""
+    value_shapes, segment_layers = program.shapes(shapes), []
+    for step, out_shape in zip(program.steps, value_shapes[len(program.inputs) :], strict=True):
         if not isinstance(step, (ConvStep, LinearStep)):
             continue
         kind, (_, first, end) = program.kinds[step.x], step.weight.values
         transposed = isinstance(step, ConvStep) and step.transposed
-        batch, _, height, width = canonical(kind, sizes[step.x] if transposed else made)
-        columns = canonical(kind, sizes[step.x])[1]
+        batch, _, height, width = canonical(kind, value_shapes[step.x] if transposed else out_shape)
+        columns = canonical(kind, value_shapes[step.x])[1]
         if isinstance(step, ConvStep):
             columns = columns // step.groups * step.kernel[0] * step.kernel[1]
         pixels = batch * height * width
-        found.append(
+        segment_layers.append(
             SegmentLayer(step.name, end - first, step.out * columns, (end - first) * pixels)
         )
-    return found
+    return segment_layers
 
 
 def layers_of(graph: fx.Graph) -> list[SegmentLayer]:
-    """The layers of all segments of a graph, on the sizes it was captured with."""
-    found = []
+    """The layers of all segments of a graph, for the captured sizes."""
+    segment_layers = []
     for node, program in segments_of(graph):
         inputs = schema.arguments(node)["inputs"]
-        found += layers(program, [list(map(schema.hint, x.meta["val"].shape)) for x in inputs])
-    return found
+        segment_layers += layers(
+            program, [list(map(schema.hint, x.meta["val"].shape)) for x in inputs]
+        )
+    return segment_layers
 
 
-def _read_off_inputs(editor: GraphEditor) -> None:
-    """Let dynamic sizes be read off the inputs where they can: who reads them off a value within a
-    segment would need that value."""
+def _read_sizes_from_inputs(editor: GraphEditor) -> None:
+    """Read dynamic sizes from inputs if possible: a segment does not return all of its values."""
     known: dict[Any, tuple[fx.Node, int]] = {}
     for node in editor.graph.nodes:
         value = node.meta.get("val")
@@ -139,35 +139,37 @@ def _replaced(
     known: Mapping[fx.Node, fx.Node],
     precision: str | None,
 ) -> dict[fx.Node, fx.Node]:
-    """Put the call of a segment in the place of a region: its values by those they replace."""
+    """Replace a region by the call of a segment; returns region node -> output of the segment."""
     nodes = region.nodes
     outputs = [c.node for c in region.calls if any(user not in nodes for user in c.node.users)]
-    steps = _Steps(editor, region.calls, set(outputs), _Store(editor, precision))
+    steps = _Steps(editor, region.calls, set(outputs), _WeightStore(editor, precision))
     program, reader = steps.program(outputs), region.calls[-1].node.next
     weights = steps.store.constants(reader)
     inputs = [known.get(source, source) for source, _ in steps.inputs]
     segment = editor.insert(reader, outputs[0], SEGMENT, inputs, weights, program.text())
     segment.meta = {"val": [node.meta["val"] for node in outputs]}
-    made = {node: editor.insert(reader, node, operator.getitem, segment, place)
-            for place, node in enumerate(outputs)}  # fmt: skip
-    for node, one in made.items():
-        node.replace_all_uses_with(one, lambda user: user not in nodes)
+    replacements = {node: editor.insert(reader, node, operator.getitem, segment, number)
+            for number, node in enumerate(outputs)}  # fmt: skip
+    for node, replacement in replacements.items():
+        node.replace_all_uses_with(replacement, lambda user: user not in nodes)
     for call in reversed(region.calls):
         editor.graph.erase_node(call.node)
-    return made
+    return replacements
 
 
 def _in_order(graph: fx.Graph) -> None:
-    """Let every node stand behind those it reads, else in the order as it is. CycleError where
-    regions were not convex."""
-    place = {node: k for k, node in enumerate(graph.nodes)}
+    """Sort nodes after the nodes that they read, otherwise in the present order.
+
+    Raises CycleError if a region was not convex.
+    """
+    position = {node: k for k, node in enumerate(graph.nodes)}
     sorter = TopologicalSorter({node: node.all_input_nodes for node in graph.nodes})
     sorter.prepare()
     ready: list[tuple[int, fx.Node]] = []
     order: list[fx.Node] = []
     while sorter.is_active():
         for node in sorter.get_ready():
-            heappush(ready, (place[node], node))
+            heappush(ready, (position[node], node))
         order.append(heappop(ready)[1])
         sorter.done(order[-1])
     for before, node in pairwise(order):
@@ -180,8 +182,10 @@ def _in_order(graph: fx.Graph) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _LayerChain:
-    """A call with what is computed as it stores: what is added, the activation; the last of them
-    makes the value."""
+    """A call with the sum and activation that are fused into it.
+
+    last: the node whose value it computes. add: the added value.
+    """
 
     call: MatchedCall
     last: fx.Node
@@ -190,71 +194,74 @@ class _LayerChain:
 
 
 class _Steps:
-    """The steps of a region while they are gathered."""
+    """The steps of a region, while they are collected."""
 
     def __init__(
         self,
         editor: GraphEditor,
         calls: Sequence[MatchedCall],
         outputs: Collection[fx.Node],
-        store: _Store,
+        store: _WeightStore,
     ):
         self.editor, self.store, self.outputs = editor, store, outputs
         self.calls = {call.node: call for call in calls}
-        places = ((s, c.kind) for c in calls for s in c.reads if s not in self.calls)
-        self.inputs = {place: number for number, place in enumerate(dict.fromkeys(places))}
+        sources = ((s, c.kind) for c in calls for s in c.reads if s not in self.calls)
+        self.inputs = {source: number for number, source in enumerate(dict.fromkeys(sources))}
         self.steps: list[Step] = []
         self.values: dict[fx.Node, int] = {}
 
     def program(self, outputs: Sequence[fx.Node]) -> SegmentProgram:
-        """The program that makes these values."""
+        """The program that computes these values."""
         for chain in self._chains():
             self._append(chain)
-        ends = tuple(self.values[node] for node in outputs)
-        return SegmentProgram(tuple(kind for _, kind in self.inputs), tuple(self.steps), ends)
+        numbers = tuple(self.values[node] for node in outputs)
+        return SegmentProgram(tuple(kind for _, kind in self.inputs), tuple(self.steps), numbers)
 
     def _chains(self) -> list[_LayerChain]:
-        """The calls, in the order of the last of each chain. Of two layers that are added, the
-        later one adds."""
-        found: dict[fx.Node, _LayerChain] = {}
-        taken: set[fx.Node] = set()
-        layers = [call for call in reversed(self.calls.values()) if call.is_layer]
-        sums = [call for call in self.calls.values() if isinstance(call.step, Add)]
-        for call in [*layers, *sums]:
-            if call.node not in taken:
-                chain, members = self._chain(call, taken)
-                found[chain.last] = chain
-                taken |= members
-        rest = {
-            node: _LayerChain(call, node) for node, call in self.calls.items() if node not in taken
-        }
-        found |= rest
-        return [found[node] for node in self.calls if node in found]
+        """The calls in the order of the last node of each chain.
 
-    def _chain(self, call: MatchedCall, taken: set[fx.Node]) -> tuple[_LayerChain, set[fx.Node]]:
-        """A layer or a sum, and all that can be computed with it."""
+        If two layers are added, the sum is fused into the later one.
+        """
+        chains: dict[fx.Node, _LayerChain] = {}
+        fused: set[fx.Node] = set()
+        layers = [call for call in reversed(self.calls.values()) if call.is_layer]
+        sums = [call for call in self.calls.values() if isinstance(call.step, AddStep)]
+        for call in [*layers, *sums]:
+            if call.node not in fused:
+                chain, members = self._chain(call, fused)
+                chains[chain.last] = chain
+                fused |= members
+        single_calls = {
+            node: _LayerChain(call, node) for node, call in self.calls.items() if node not in fused
+        }
+        chains |= single_calls
+        return [chains[node] for node in self.calls if node in chains]
+
+    def _chain(self, call: MatchedCall, fused: set[fx.Node]) -> tuple[_LayerChain, set[fx.Node]]:
+        """A layer or a sum with all calls that can be fused into it, and their nodes."""
         chain, members = _LayerChain(call, call.node), {call.node}
-        reader = self._reader(chain.last, taken)
-        if call.is_layer and reader is not None and isinstance(reader.step, Add):
+        reader = self._reader(chain.last, fused)
+        if call.is_layer and reader is not None and isinstance(reader.step, AddStep):
             left, right = reader.reads
             if left is not right:
                 other = right if left is call.node else left
                 chain = replace(chain, last=reader.node, add=other)
                 members.add(reader.node)
-                reader = self._reader(chain.last, taken)
+                reader = self._reader(chain.last, fused)
         if reader is not None and reader.act is not None:
             chain = replace(chain, last=reader.node, act=reader.act)
             members.add(reader.node)
         return chain, members
 
-    def _reader(self, node: fx.Node, taken: set[fx.Node]) -> MatchedCall | None:
-        """The one call that reads a value, if nobody else does."""
+    def _reader(self, node: fx.Node, fused: set[fx.Node]) -> MatchedCall | None:
+        """The call that reads a value, if it is the only one."""
         if node in self.outputs or len(node.users) != 1:
             return None
         reader = next(iter(node.users))
-        return None if reader in taken else self.calls[reader]
+        return None if reader in fused else self.calls[reader]
 
     def _append(self, chain: _LayerChain) -> None:
+        """Append the step of a chain."""
         call, step = chain.call, chain.call.step
         reads = [self._value(source, call.kind) for source in call.reads]
         if step is None:
@@ -265,9 +272,9 @@ class _Steps:
             add = None if chain.add is None else self._value(chain.add, call.kind)
             step = replace(step, x=reads[0], weight=weight, bias=bias, act=chain.act, add=add,
                            name=name_of(self.editor, call))  # fmt: skip
-        elif isinstance(step, Add):
+        elif isinstance(step, AddStep):
             step = replace(step, x=reads[0], z=reads[1], act=chain.act)
-        elif isinstance(step, Cat):
+        elif isinstance(step, ConcatStep):
             step = replace(step, xs=tuple(reads))
         else:
             step = replace(step, x=reads[0])
@@ -275,19 +282,20 @@ class _Steps:
         self.values[chain.last] = len(self.inputs) + len(self.steps) - 1
 
     def _value(self, source: fx.Node, kind: str) -> int:
+        """The number of a value."""
         return self.values[source] if source in self.calls else self.inputs[source, kind]
 
 
 def csr(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, row starts and columns (int32) of the numbers in a matrix that are not 0."""
-    here = matrix != 0
+    """Values, row starts and columns (int32) of the nonzeros of a matrix."""
+    is_nonzero = matrix != 0
     crow = torch.zeros(len(matrix) + 1, dtype=torch.int32)
-    crow[1:] = here.sum(1).cumsum(0)
-    return matrix[here], crow, here.nonzero()[:, 1].to(torch.int32)
+    crow[1:] = is_nonzero.sum(1).cumsum(0)
+    return matrix[is_nonzero], crow, is_nonzero.nonzero()[:, 1].to(torch.int32)
 
 
-class _Store:
-    """The weights of a segment while they are gathered: flat tensors, of which layers are spans."""
+class _WeightStore:
+    """The weights of a segment, while they are collected: flat tensors, with layers as spans."""
 
     def __init__(self, editor: GraphEditor, precision: str | None):
         self.editor, self.precision = editor, precision
@@ -295,49 +303,50 @@ class _Store:
         self.known: dict[Any, tuple[SparseWeight, Span | None]] = {}
 
     def layer(self, call: MatchedCall) -> tuple[SparseWeight, Span | None]:
-        """The weight and bias of a layer; one that is called twice is stored once."""
+        """The weight and bias of a layer; a layer that is called twice is stored once."""
         assert call.weight is not None
         bias = self.editor.tensor(call.bias)
-        # The name of a weight in the graph says which one it is, its groups how it is cut.
+        # The name identifies the weight; groups determine its matrix.
         groups = call.step.groups if isinstance(call.step, ConvStep) else 1
         key = call.weight.target, None if call.bias is None else call.bias.target, groups
         if key not in self.known:
             weight = self.editor.tensor(call.weight)
             assert weight is not None
-            held = None if bias is None else self._held(VALUES, bias)
-            self.known[key] = self._matrix(matrix(call, weight)), held
+            bias_span = None if bias is None else self._add_span(VALUES, bias)
+            self.known[key] = self._matrix(matrix(call, weight)), bias_span
         return self.known[key]
 
     def constants(self, reader: fx.Node) -> list[fx.Node]:
         """The tensors as constants of the graph."""
-        found = []
-        for name, (place, parts) in zip(("values", "index", "narrow"), self.parts.items(),
+        constants = []
+        for name, (number, parts) in zip(("values", "index", "narrow"), self.parts.items(),
                                         strict=True):  # fmt: skip
-            if place == NARROW and not parts:
+            if number == NARROW and not parts:
                 break
-            whole = torch.cat(parts) if parts else torch.zeros(0)
-            parameter = whole.is_floating_point()
-            found.append(
-                self.editor.add_constant(f"segment.{name}", whole, reader, parameter=parameter)
+            tensor = torch.cat(parts) if parts else torch.zeros(0)
+            is_parameter = tensor.is_floating_point()
+            constants.append(
+                self.editor.add_constant(f"segment.{name}", tensor, reader, parameter=is_parameter)
             )
-        return found
+        return constants
 
     def _matrix(self, matrix: Tensor) -> SparseWeight:
-        """A matrix in CSR."""
+        """The spans of a matrix in CSR."""
         values, crow, col = csr(matrix)
-        spans = self._held(INDEX, crow), self._held(INDEX, col)
+        spans = self._add_span(INDEX, crow), self._add_span(INDEX, col)
         if self.precision is None:
-            return SparseWeight(self._held(VALUES, values), *spans)
+            return SparseWeight(self._add_span(VALUES, values), *spans)
         if self.precision == "bf16":
-            return SparseWeight(self._held(NARROW, values.bfloat16()), *spans)
+            return SparseWeight(self._add_span(NARROW, values.bfloat16()), *spans)
         scale = matrix.abs().amax(1) / NARROWEST
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-        whole = values / scale.repeat_interleave(crow.diff())
-        narrow = self._held(NARROW, whole.round().to(torch.int8))
-        return SparseWeight(narrow, *spans, self._held(VALUES, scale))
+        scaled = values / scale.repeat_interleave(crow.diff())
+        narrow = self._add_span(NARROW, scaled.round().to(torch.int8))
+        return SparseWeight(narrow, *spans, self._add_span(VALUES, scale))
 
-    def _held(self, place: int, part: Tensor) -> Span:
-        parts = self.parts[place]
-        first = sum(held.numel() for held in parts)
+    def _add_span(self, number: int, part: Tensor) -> Span:
+        """Append a part to a tensor; returns its span."""
+        parts = self.parts[number]
+        first = sum(previous.numel() for previous in parts)
         parts.append(part.detach())
-        return place, first, first + part.numel()
+        return number, first, first + part.numel()

@@ -1,7 +1,7 @@
-"""The forms of a network that compute with its nonzeros alone: which layers, found by measuring.
+"""Candidates of a network that compute only with nonzeros of weights.
 
-A layer's dense and sparse seconds are asked of the cost model. What a whole form takes is measured
-by `demask.optimize`, as that of every other form.
+The cost model predicts the dense and sparse seconds of each layer. `demask.optimize` measures whole
+candidates, as all others.
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ from demask.tune.passes.absorb_gathers import ungathered
 from demask.tune.passes.fold_affine import absorbed
 from demask.tune.passes.fuse_epilogues import chain
 
-DENSEST = 0.6  # share of nonzeros above which a layer is not asked about: no kernel gains there
+DENSEST = 0.6  # largest share of nonzeros of a sparse layer: above it no kernel is faster
 EACH, ALL = "sparse layers, where each is faster", "all sparse layers"
 DENSE, SPARSE = "dense", "sparse"
-GAIN_OF_EACH = 0.9  # share of their seconds below which layers are worth being apart
-SETS = 3  # inputs that a layer is timed on in turns, where one would stay in the cache
+GAIN_OF_EACH = 0.9  # share of sparse seconds below which a mix of dense and sparse layers pays
+SETS = 3  # inputs that a layer is timed with in turns, if one would stay in the cache
 
 
 @dataclass(slots=True)
 class Sparse:
-    """The sparse forms of a network, on the sizes of its example.
+    """The sparse candidates of a network, for the sizes of its example input.
 
-    precision: how weights are stored. least: seconds that the layers asked about take in a dense
-    form, each in its fastest.
+    precision: how weights are stored. least: dense seconds of the layers considered.
     """
 
     asker: Asker
@@ -54,54 +53,59 @@ class Sparse:
     seen: set[str] = field(default_factory=set)
 
     def forms(
-        self, reduced: Whole, given: Whole, tell: Callable[[str], object]
+        self, reduced: Whole, original: Whole, tell: Callable[[str], object]
     ) -> Iterator[Candidate]:
-        """The forms of a network from which channels were removed, then as it was given: where many
-        channels are left, keeping all may cost less than what stands between others."""
+        """Candidates of a network with removed channels, then of the original.
+
+        If many channels remain, leaving all of them may cost less than the calls between layers.
+        """
         if not any(map(_is_sparse, reduced.constants.values())):
             return
-        cut = _elements(reduced) < _elements(given)
-        for name, base in _bases(reduced, given if cut else None, self.table):
-            tell("asking what sparse layers cost")
-            chosen = _SparseLayers(self.asker)
-            yield from self._new(self._made(ALL + name, base, chosen))
-            seconds = chosen.known.values()
+        cut = _elements(reduced) < _elements(original)
+        for name, base in _bases(reduced, original if cut else None, self.table):
+            tell("measuring sparse layers")
+            sparse_layers = _SparseLayers(self.asker)
+            yield from self._new(self._candidate(ALL + name, base, sparse_layers))
+            seconds = sparse_layers.known.values()
             self.least = max(self.least, sum(s[DENSE] for s in seconds))
-            mixed = sum(min(s.values()) for s in seconds)
-            # Where few layers are a little faster dense, the way out and in again costs more.
-            if mixed < GAIN_OF_EACH * sum(s[SPARSE] for s in seconds):
-                chosen.every = False
-                yield from self._new(self._made(EACH + name, base, chosen))
+            mixed_seconds = sum(min(s.values()) for s in seconds)
+            # If few layers are slightly faster dense, leaving and entering segments costs more.
+            if mixed_seconds < GAIN_OF_EACH * sum(s[SPARSE] for s in seconds):
+                sparse_layers.every = False
+                yield from self._new(self._candidate(EACH + name, base, sparse_layers))
 
     def _new(self, form: Candidate) -> Iterator[Candidate]:
-        """The form, if it has segments and there was none like it."""
-        words = str(form.program.graph)
-        if segments_of(form.program.graph) and words not in self.seen:
-            self.seen.add(words)
+        """The candidate, if it has segments and differs from earlier ones."""
+        graph_text = str(form.program.graph)
+        if segments_of(form.program.graph) and graph_text not in self.seen:
+            self.seen.add(graph_text)
             yield form
 
-    def _made(self, name: str, base: Whole, chosen: _SparseLayers) -> Candidate:
-        """One form: segments, and the fastest forms of what is outside of them."""
-        form = self._outside(name, segmented(base, chosen.core, chosen.between))
-        form.decisions = [*chosen.decisions(), *form.decisions]
+    def _candidate(self, name: str, base: Whole, sparse_layers: _SparseLayers) -> Candidate:
+        """One candidate: segments, and the fastest implementations of all other calls."""
+        form = self._outside(name, segmented(base, sparse_layers.core, sparse_layers.between))
+        form.decisions = [*sparse_layers.decisions(), *form.decisions]
         if self.precision is None:
             return form
-        narrow = segmented(base, chosen.core, chosen.between, precision=self.precision)
+        narrow = segmented(
+            base, sparse_layers.core, sparse_layers.between, precision=self.precision
+        )
         program = self._outside(name, narrow).program
         return replace(form, program=program, exact=form.program)
 
     def _outside(self, name: str, program: Whole) -> Candidate:
+        """A candidate with the fastest implementations of calls outside of segments."""
         sizes = by_size(program, self.asker)
         last = {size for size, costs in sizes.items() if costs[True] < GAIN * costs[False]}
         maker = Maker(self.asker, lambda node: self.asker.shape(node)[2:] in last, self.table)
         return maker.made(name, program)
 
 
-def _bases(reduced: Whole, given: Whole | None, table: Table) -> Iterator[tuple[str, Whole]]:
-    """Programs of layers without norms, whose joins are sums; what to call them."""
+def _bases(reduced: Whole, original: Whole | None, table: Table) -> Iterator[tuple[str, Whole]]:
+    """Programs without norms whose joins are sums, with suffixes for their names."""
     yield "", ungathered(for_runtime(reduced, table), table)
-    if given is not None:
-        yield ", uncut", absorbed(given)
+    if original is not None:
+        yield ", uncut", absorbed(original)
 
 
 def _elements(program: Whole) -> int:
@@ -110,17 +114,20 @@ def _elements(program: Whole) -> int:
 
 @dataclass(slots=True)
 class _SparseLayers:
-    """Which layers of a program are sparse. every: all that may be, not those alone for which the
-    cost model says so; what lies between them goes along."""
+    """The choice of sparse layers of a program.
+
+    every: all possible layers, instead of those that the cost model predicts to be faster. Layers
+    between them are included.
+    """
 
     asker: Asker
     every: bool = True
-    known: dict[str, dict[str, float]] = field(default_factory=dict)  # by node: seconds
+    known: dict[str, dict[str, float]] = field(default_factory=dict)  # node name -> seconds
     names: dict[str, str] = field(default_factory=dict)
     live: dict[GraphEditor, set[fx.Node]] = field(default_factory=dict)
 
     def core(self, editor: GraphEditor, call: MatchedCall) -> bool:
-        """Is a layer sparse, and worth a segment?"""
+        """Whether a layer is sparse and should be in a segment."""
         weight = editor.tensor(call.weight)
         assert weight is not None
         density = float(weight.count_nonzero()) / weight.numel()
@@ -128,18 +135,21 @@ class _SparseLayers:
             return False
         name = call.node.name
         if name not in self.known:
-            self.known[name] = self._asked(editor, call, matrix(call, weight), density)
+            self.known[name] = self._predicted(editor, call, matrix(call, weight), density)
             self.names[name] = name_of(editor, call)
-        found = self.known[name]
-        return found[SPARSE] < (inf if self.every else found[DENSE])
+        seconds = self.known[name]
+        return seconds[SPARSE] < (inf if self.every else seconds[DENSE])
 
     def between(self, editor: GraphEditor, call: MatchedCall) -> bool:
-        """May a dense layer be in a segment? One of few weights costs less there than going out."""
+        """Whether a dense layer may be in a segment.
+
+        A depthwise one costs less there than leaving the segment.
+        """
         depthwise = isinstance(call.step, ConvStep) and call.step.groups == call.step.out
         return self.every or depthwise
 
     def decisions(self) -> list[TuneDecision]:
-        """What was chosen for the layers that could be sparse."""
+        """The choices for the layers that could be sparse."""
         return [TuneDecision(self.names[node], self._form(seconds), seconds)
                 for node, seconds in self.known.items()]  # fmt: skip
 
@@ -147,27 +157,27 @@ class _SparseLayers:
         limit = inf if self.every else seconds[DENSE]
         return SPARSE if seconds[SPARSE] < limit else DENSE
 
-    def _asked(
+    def _predicted(
         self, editor: GraphEditor, call: MatchedCall, matrix: Tensor, density: float
     ) -> dict[str, float]:
-        """Seconds of a layer in its fastest dense form, and by its nonzeros."""
+        """Seconds of a layer in its fastest dense implementation, and with its nonzeros."""
         if editor not in self.live:
             self.live = {editor: input_dependent(editor.graph)}
-        found = chain(call.node, self.live[editor])
+        epilogue = chain(call.node, self.live[editor])
         layer = self.asker.of(call.node)
-        _, dense = self.asker.layer(layer, False, found.after, other=found.other is not None)
+        _, dense = self.asker.layer(layer, False, epilogue.after, other=epilogue.other is not None)
         count = round(float(f"{density:.2g}") * matrix.numel())
         pixels = prod(layer.out) // max(len(matrix), 1)
-        moved = 4.0 * (prod(layer.x) + prod(layer.out)) + 8.0 * count
+        bytes_moved = 4.0 * (prod(layer.x) + prod(layer.out)) + 8.0 * count
         name = f"sparse; {layer}; density {density:.2g}; {count} nonzeros"
         shape = tuple(matrix.shape)
         make = _timed(call, layer.x, shape, count / max(matrix.numel(), 1))
-        question = Question(name, 2.0 * count * pixels, moved, make)
+        question = Question(name, 2.0 * count * pixels, bytes_moved, make)
         return {DENSE: dense, SPARSE: self.asker.costs.seconds(question)}
 
 
 def _is_sparse(constant: Constant) -> bool:
-    """May a constant be the weight of a layer that is worth being sparse?"""
+    """Whether a constant may be the weight of a sparse layer."""
     tensor = constant.tensor
     if tensor.ndim < 2 or not tensor.numel() or tensor.dtype is not torch.float32:
         return False
@@ -177,12 +187,12 @@ def _is_sparse(constant: Constant) -> bool:
 def _timed(
     call: MatchedCall, x: tuple[int, ...], shape: tuple[int, ...], density: float
 ) -> Callable[[], Callable[[], object]]:
-    """What makes the call to time: a layer as a segment of its own, on drawn weights and inputs."""
+    """A function that creates the call to time: a layer as a segment, with random tensors."""
 
     def make() -> Callable[[], object]:
         draw = torch.Generator().manual_seed(0)
-        here = torch.rand(shape, generator=draw) < density
-        values, crow, col = csr(torch.randn(shape, generator=draw) * here)
+        is_nonzero = torch.rand(shape, generator=draw) < density
+        values, crow, col = csr(torch.randn(shape, generator=draw) * is_nonzero)
         spans = ((0, 0, len(values)), (1, 0, len(crow)), (1, len(crow), len(crow) + len(col)))
         bias = (0, len(values), len(values) + shape[0])
         assert isinstance(call.step, (ConvStep, LinearStep))
@@ -191,13 +201,13 @@ def _timed(
         )
         weights = [torch.cat([values, torch.randn(shape[0], generator=draw)]),
                    torch.cat([crow, col])]  # fmt: skip
-        sets = SETS if 4 * prod(x) > CACHE else 1
-        inputs = [torch.randn(x, generator=draw) for _ in range(sets)]
+        input_count = SETS if 4 * prod(x) > CACHE else 1
+        inputs = [torch.randn(x, generator=draw) for _ in range(input_count)]
         program = SegmentProgram((call.kind,), (step,), (1,))
-        plan, turns = (
+        plan, alternating = (
             SegmentPlan.of(program, weights, inputs[:1], torch.get_num_threads()),
             cycle(inputs),
         )
-        return lambda: plan([next(turns)])
+        return lambda: plan([next(alternating)])
 
     return make

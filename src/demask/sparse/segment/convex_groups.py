@@ -1,8 +1,8 @@
-"""Which calls of a graph a segment may take over, and which of them belong together.
+"""Convex groups of calls that a sparse segment can replace.
 
-A region is convex: no path leaves it and comes back, so one call can stand in its place. It begins
-and ends with layers that are worth it, and with what is computed as they store: an activation, a
-sum. All that lies between them is inside.
+A region is convex: no path leaves it and enters it again, so one call can replace it. It starts and
+ends with layers that should be sparse, and with activations and sums that are fused into them. All
+calls between them are included.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Wanted = Callable[[GraphEditor, MatchedCall], bool]
 
 @dataclass(frozen=True, slots=True)
 class SegmentRegion:
-    """Calls that become one segment, in the graph's order."""
+    """Calls that become one segment, in the order of the graph."""
 
     calls: tuple[MatchedCall, ...]
 
@@ -35,71 +35,73 @@ class SegmentRegion:
 def regions(
     editor: GraphEditor, dtype: torch.dtype, core: Wanted, allowed: Wanted
 ) -> list[SegmentRegion]:
-    """The regions of a graph, largest possible.
+    """The largest possible regions of a graph.
 
-    core: is a layer worth a segment? allowed: may another layer lie between such ones?
+    core: whether a layer should be in a segment. allowed: whether another layer may be between such
+    layers.
     """
-    found = calls_of(editor, dtype)
-    worth = {node for node, call in found.items() if call.is_layer and core(editor, call)}
-    known = {node: call for node, call in found.items()
-             if not call.is_layer or node in worth or allowed(editor, call)}  # fmt: skip
-    made = []
+    calls = calls_of(editor, dtype)
+    core_layers = {node for node, call in calls.items() if call.is_layer and core(editor, call)}
+    known = {node: call for node, call in calls.items()
+             if not call.is_layer or node in core_layers or allowed(editor, call)}  # fmt: skip
+    segment_regions = []
     for group in _together(known, _levels(editor.graph, known)):
-        inside = _between(group, known, worth)
-        for part in _apart(inside, known):
-            made.append(SegmentRegion(tuple(known[node] for node in part)))
-    return made
+        inside = _between(group, known, core_layers)
+        for part in _connected(inside, known):
+            segment_regions.append(SegmentRegion(tuple(known[node] for node in part)))
+    return segment_regions
 
 
 def _joins(source: fx.Node, call: MatchedCall, known: Mapping[fx.Node, MatchedCall]) -> bool:
-    """Can a call read a value within a segment: is it made there, as what it is read as?"""
+    """Whether a call can read a value within a segment: one computed there, of the same kind."""
     return source in known and known[source].makes == call.kind
 
 
 def _levels(graph: fx.Graph, known: Mapping[fx.Node, MatchedCall]) -> dict[fx.Node, int]:
-    """How often a path to a node has left what segments can compute, at most. It never falls along
-    a path, so calls of one level between which there is no other make a convex set."""
+    """The largest number of times that a path to a node has left the segments.
+
+    It never decreases along a path, so connected calls of one level are convex.
+    """
     level: dict[fx.Node, int] = {}
     for node in graph.nodes:
         call = known.get(node)
         sources: Iterable[fx.Node] = node.all_input_nodes if call is None else call.reads
         level[node] = 0
         for source in sources:
-            within = call is not None and _joins(source, call, known)
-            leaves = source in known and not within
-            level[node] = max(level[node], level[source] + leaves)
+            is_within = call is not None and _joins(source, call, known)
+            has_left = source in known and not is_within
+            level[node] = max(level[node], level[source] + has_left)
     return level
 
 
 def _together(
     known: Mapping[fx.Node, MatchedCall], level: Mapping[fx.Node, int]
 ) -> list[list[fx.Node]]:
-    """Calls of one level, by what hangs together: they read each other's values, or the same."""
-    group = _NodeGroups(known)
+    """Groups of calls of one level that read each other's values, or the same values."""
+    groups = _NodeGroups(known)
     for node, call in known.items():
         for source in call.reads:
             if _joins(source, call, known) and level[source] == level[node]:
-                group.join(node, source)
+                groups.join(node, source)
             else:
-                group.join(node, (source, level[node]))
-    return group.parts()
+                groups.join(node, (source, level[node]))
+    return groups.parts()
 
 
 def _between(
-    group: list[fx.Node], known: Mapping[fx.Node, MatchedCall], worth: set[fx.Node]
+    group: list[fx.Node], known: Mapping[fx.Node, MatchedCall], core_layers: set[fx.Node]
 ) -> list[fx.Node]:
-    """The calls of a group on a path from one layer that is worth it to another, and what such a
-    layer computes as it stores."""
+    """The calls of a group on paths between core layers, and those fused into such layers."""
     members = set(group)
-    behind, before = worth & members, worth & members
+    after, before = core_layers & members, core_layers & members
     for node in group:
-        if any(_joins(s, known[node], known) for s in behind.intersection(known[node].reads)):
-            behind.add(node)
+        if any(_joins(s, known[node], known) for s in after.intersection(known[node].reads)):
+            after.add(node)
     for node in reversed(group):
         if node in before:
             reads = members.intersection(known[node].reads)
             before.update(s for s in reads if _joins(s, known[node], known))
-    inside = behind & before
+    inside = after & before
     for node in group:
         if node not in inside and _is_stored(known[node], inside, members):
             inside.add(node)
@@ -107,40 +109,43 @@ def _between(
 
 
 def _is_stored(call: MatchedCall, inside: set[fx.Node], group: set[fx.Node]) -> bool:
-    """Can a call behind a region be computed as its last layer stores? What it adds must be there:
-    a value of the group that is not in the region may be made of what is."""
+    """Whether a call after a region can be fused into its last layer.
+
+    Its other operands must be available: values of the group outside of the region may depend on
+    it.
+    """
     within = inside.intersection(call.reads)
-    alone = any(len(source.users) == 1 for source in within)
-    return call.is_pointwise and alone and not group.intersection(call.reads) - inside
+    has_one_reader = any(len(source.users) == 1 for source in within)
+    return call.is_pointwise and has_one_reader and not group.intersection(call.reads) - inside
 
 
-def _apart(inside: list[fx.Node], known: Mapping[fx.Node, MatchedCall]) -> list[list[fx.Node]]:
-    """Calls by what still hangs together, in their order."""
-    group, members = _NodeGroups(inside), set(inside)
+def _connected(inside: list[fx.Node], known: Mapping[fx.Node, MatchedCall]) -> list[list[fx.Node]]:
+    """Connected groups of calls, in their order."""
+    groups, members = _NodeGroups(inside), set(inside)
     for node in inside:
         for source in known[node].reads:
-            joined = source in members and _joins(source, known[node], known)
-            group.join(node, source if joined else (source,))
-    return group.parts()
+            is_joined = source in members and _joins(source, known[node], known)
+            groups.join(node, source if is_joined else (source,))
+    return groups.parts()
 
 
 class _NodeGroups:
-    """Union-find over nodes, and over other things that they share."""
+    """Union-find over nodes and other keys that they share."""
 
     def __init__(self, nodes: Iterable[fx.Node]):
         self.nodes = list(nodes)
         self.parent: dict[Any, Any] = {}
 
-    def root(self, one: Any) -> Any:
-        while (parent := self.parent.setdefault(one, one)) is not one:
-            one = parent
-        return one
+    def root(self, key: Any) -> Any:
+        while (parent := self.parent.setdefault(key, key)) is not key:
+            key = parent
+        return key
 
-    def join(self, one: Any, other: Any) -> None:
-        self.parent[self.root(one)] = self.root(other)
+    def join(self, key: Any, other: Any) -> None:
+        self.parent[self.root(key)] = self.root(other)
 
     def parts(self) -> list[list[fx.Node]]:
-        found: dict[Any, list[fx.Node]] = defaultdict(list)
+        parts: dict[Any, list[fx.Node]] = defaultdict(list)
         for node in self.nodes:
-            found[self.root(node)].append(node)
-        return list(found.values())
+            parts[self.root(node)].append(node)
+        return list(parts.values())

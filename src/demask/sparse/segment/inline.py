@@ -1,5 +1,4 @@
-"""Segments as the ATen calls that they stand for, with dense weights: what other dtypes, devices,
-files and libraries take."""
+"""Segments as equivalent ATen calls with dense weights, for other dtypes, devices and files."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from demask.sparse import reference as dense
 from demask.sparse.segment.build_segments import segments_of
 from demask.sparse.segment_program import (
     MAX_SIZE,
-    Add,
-    Cat,
+    AddStep,
+    ConcatStep,
     ConvStep,
     LinearStep,
     PoolStep,
@@ -36,56 +35,56 @@ from demask.sparse.segment_program import (
 )
 
 
-def spelled(program: Whole) -> Whole:
-    """The program without segments. Layers are called what they were called before.
+def inlined(program: Whole) -> Whole:
+    """The program with segments replaced by ATen calls. Layers have their original names.
 
-    BadInput for a segment whose weights are computed, or whose inputs are of unknown width.
+    Raises BadInput for a segment with computed weights, or with inputs of unknown width.
     """
     editor = GraphEditor(program)
     for node, inner in segments_of(editor.graph):
-        made = _InlinedSegment(editor, node, inner).made()
+        values = _InlinedSegment(editor, node, inner).nodes()
         for user in list(node.users):
-            one = made[inner.outputs[user.args[1]]]  # type: ignore[index]
-            editor.replace(user, one, inherit=True)
+            output = values[inner.outputs[user.args[1]]]  # type: ignore[index]
+            editor.replace(user, output, inherit=True)
         editor.graph.erase_node(node)
     return editor.finish()
 
 
 def run(inputs: Sequence[Tensor], weights: Sequence[Tensor], program: str) -> list[Tensor]:
-    """What the op makes, by ATen ops."""
+    """The outputs of the op, computed by ATen ops."""
     return dense.run(SegmentProgram.parse(program), inputs, weights)
 
 
-def check(found: Mapping[str, Any]) -> None:
-    """BadInput for a call of the op that no inputs could make good."""
-    program = SegmentProgram.parse(found["program"])
-    if len(found["inputs"]) != len(program.inputs):
-        raise BadInput(f"expected {len(program.inputs)} inputs, got {len(found['inputs'])}")
-    weights = found["weights"]
+def check(arguments: Mapping[str, Any]) -> None:
+    """Raise BadInput for a call of the op that is invalid for all inputs."""
+    program = SegmentProgram.parse(arguments["program"])
+    if len(arguments["inputs"]) != len(program.inputs):
+        raise BadInput(f"expected {len(program.inputs)} inputs, got {len(arguments['inputs'])}")
+    weights = arguments["weights"]
     for step in program.steps:
         if not isinstance(step, (ConvStep, LinearStep)):
             continue
         _name(step)
         if any(w is None for w in weights):
-            continue  # computed: they are checked when the op is called
+            continue  # computed weights are checked when the op is called
         dense.matrix(step.weight, weights, MAX_SIZE)
         for span in (step.bias, step.weight.scale):
             if span is not None:
                 dense.part(span, weights)
 
 
-CUSTOM_OPS.register("segment", Own(run, spelled, check))
+CUSTOM_OPS.register("segment", Own(run, inlined, check))
 
 
 class _InlinedSegment:
-    """One segment on the way into ATen calls."""
+    """One segment, while it is converted to ATen calls."""
 
     def __init__(self, editor: GraphEditor, node: fx.Node, program: SegmentProgram):
-        found = schema.arguments(node)
+        arguments = schema.arguments(node)
         self.editor, self.node, self.program = editor, node, program
-        self.values: list[fx.Node] = list(found["inputs"])
+        self.values: list[fx.Node] = list(arguments["inputs"])
         self.channels = [_channels(x, k) for x, k in zip(self.values, program.inputs, strict=True)]
-        weights = [editor.tensor(weight) for weight in found["weights"]]
+        weights = [editor.tensor(weight) for weight in arguments["weights"]]
         if any(weight is None for weight in weights):
             raise BadInput(f"{node.name}: expected weights that are constants")
         self.weights: list[Any] = weights
@@ -93,7 +92,7 @@ class _InlinedSegment:
         self.dtype = reduce(torch.promote_types, floats)
         self.layers: dict[Any, list[fx.Node]] = {}
 
-    def made(self) -> list[fx.Node]:
+    def nodes(self) -> list[fx.Node]:
         """The nodes of all values."""
         for step in self.program.steps:
             kind = self.program.kinds[reads(step)[0]]
@@ -102,48 +101,57 @@ class _InlinedSegment:
             if isinstance(step, (ConvStep, LinearStep)):
                 operands += self._layer(step, kind, channels[0])
             self.values.append(self._inlined(_calls(step, kind), operands))
-            wide = sum(channels) if isinstance(step, Cat) else getattr(step, "out", channels[0])
-            self.channels.append(wide)
+            width = (
+                sum(channels) if isinstance(step, ConcatStep) else getattr(step, "out", channels[0])
+            )
+            self.channels.append(width)
         return self.values
 
     def _layer(self, step: ConvStep | LinearStep, kind: str, channels: int) -> list[fx.Node]:
-        """The weight of a layer, and its bias if it has one; one for layers that share them."""
+        """The weight of a layer, and its bias if there is one; shared by layers with the same
+        weights.
+        """
         shape = _shape(step, kind, channels)
         key = step.weight, step.bias, channels, getattr(step, "groups", 1)
         if key not in self.layers:
-            found = {"weight": dense.weight(step, self.weights, shape, self.dtype)}
+            tensors = {"weight": dense.weight(step, self.weights, shape, self.dtype)}
             bias = dense.bias(step, self.weights)
             if bias is not None:
-                found["bias"] = bias.to(self.dtype)
+                tensors["bias"] = bias.to(self.dtype)
             self.layers[key] = [
-                self.editor.add_constant(f"{_name(step)}.{leaf}", tensor, self.node, parameter=True)
-                for leaf, tensor in found.items()
+                self.editor.add_constant(
+                    f"{_name(step)}.{attribute}", tensor, self.node, parameter=True
+                )
+                for attribute, tensor in tensors.items()
             ]
         return self.layers[key]
 
     def _inlined(self, graph: fx.Graph, operands: Sequence[fx.Node]) -> fx.Node:
-        """The calls of a graph on these operands, in front of the segment."""
-        places = [n for n in graph.nodes if n.op == "placeholder"]
-        mapping: dict[fx.Node, fx.Node] = dict(zip(places, operands, strict=True))
+        """Copy the calls of a graph to before the segment; returns the output node."""
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        mapping: dict[fx.Node, fx.Node] = dict(zip(placeholders, operands, strict=True))
         with self.editor.graph.inserting_before(self.node):
-            made: Any = self.editor.graph.graph_copy(graph, mapping)
+            output: Any = self.editor.graph.graph_copy(graph, mapping)
         for old in graph.nodes:
             if old.op == "call_function":
                 node = mapping[old]
                 node.meta = {}
                 if all("val" in source.meta for source in node.all_input_nodes):
                     self.editor.set_value(node)
-        return made
+        return output
 
 
 def _name(step: ConvStep | LinearStep) -> str:
-    """What the module of a layer is called. RefusedFile for a name that would be code in the source
-    that torch.fx writes: programs come from files too."""
+    """The name of the module of a layer.
+
+    Raises RefusedFile for a name that would be code in the source generated by torch.fx, as
+    programs may come from files.
+    """
     return check_fqn(step.name or "segment")
 
 
 def _channels(node: fx.Node, kind: str) -> int:
-    """How wide a value is, as its graph or its file says."""
+    """The number of channels of a value, from its graph or file."""
     value = node.meta.get("val", node.meta.get("value"))
     sizes = value.shape if isinstance(value, Tensor) else getattr(value, "sizes", ())
     axis = -1 if kind == "tokens" else 1
@@ -154,7 +162,7 @@ def _channels(node: fx.Node, kind: str) -> int:
 
 
 def _shape(step: Step, kind: str, channels: int) -> tuple[int, ...]:
-    """A shape that a step takes."""
+    """An example shape of an operand of a step."""
     if kind == "tokens":
         return (2, channels)
     sizes = [1, 1]
@@ -166,27 +174,27 @@ def _shape(step: Step, kind: str, channels: int) -> tuple[int, ...]:
 
 
 def _calls(step: Step, kind: str) -> fx.Graph:
-    """The ATen calls of a step: of its operands, then its weight and bias."""
+    """The ATen calls of a step, a function of its operands, weight and bias."""
     if isinstance(step, (ConvStep, LinearStep)):
         out = step.groups if isinstance(step, ConvStep) else 1
-        nothing, row = (0, 0, 0), (0, 0, out)
-        step = replace(step, x=0, out=out, weight=SparseWeight(nothing, (0, 0, out + 1), nothing),
-                       bias=None if step.bias is None else row, name="",
+        empty, bias_span = (0, 0, 0), (0, 0, out)
+        step = replace(step, x=0, out=out, weight=SparseWeight(empty, (0, 0, out + 1), empty),
+                       bias=None if step.bias is None else bias_span, name="",
                        add=None if step.add is None else 0)  # fmt: skip
-    elif isinstance(step, Cat):
-        step = Cat((0,) * len(step.xs))
+    elif isinstance(step, ConcatStep):
+        step = ConcatStep((0,) * len(step.xs))
     else:
-        step = replace(step, x=0, **({"z": 0} if isinstance(step, Add) else {}))
+        step = replace(step, x=0, **({"z": 0} if isinstance(step, AddStep) else {}))
     return _traced(step, kind)
 
 
 @cache
 def _traced(step: Step, kind: str) -> fx.Graph:
-    """The calls of a step of the fewest channels: which they are does not depend on sizes."""
+    """The calls of a step with the fewest channels; they do not depend on sizes."""
     channels = step.groups if isinstance(step, ConvStep) else 1
     shapes = [_shape(step, kind, channels)] * len(reads(step))
-    layer = isinstance(step, (ConvStep, LinearStep))
-    if layer and step.add is not None:
+    is_layer = isinstance(step, (ConvStep, LinearStep))
+    if is_layer and step.add is not None:
         shapes[1] = SegmentProgram((kind,), (replace(step, add=None),), (1,)).shapes(shapes[:1])[1]
 
     def run(*tensors: Tensor) -> Tensor:
@@ -194,13 +202,13 @@ def _traced(step: Step, kind: str) -> fx.Graph:
 
     with FakeTensorMode(), torch.no_grad():
         fakes = [torch.empty(shape) for shape in shapes]
-        if layer:
+        if is_layer:
             fakes.append(torch.empty(_weight_shape(step, kind)))
             fakes += [torch.empty(step.out)] * (step.bias is not None)
         return make_fx(run, pre_dispatch=True)(*fakes).graph
 
 
 def _weight_shape(step: ConvStep | LinearStep, kind: str) -> tuple[int, ...]:
-    """The shape of the weight of a layer with as few channels as it has groups."""
+    """The weight shape of a layer with one channel per group."""
     kernel = () if isinstance(step, LinearStep) else step.kernel[1 if kind == "signal" else 0 :]
     return step.out, 1, *kernel

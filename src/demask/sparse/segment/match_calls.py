@@ -1,4 +1,4 @@
-"""Calls of ATen ops as steps of a segment: what each computes, on values of which kind."""
+"""Calls of ATen ops as steps of a segment, with the kinds of their values."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from demask.ops.activations import Act, by_op
 from demask.ops.schema import same_size
 from demask.ops.traits import IDENTITIES, SQUEEZES
 from demask.sparse.segment_program import (
-    Add,
-    Cat,
+    ActivationStep,
+    AddStep,
+    ConcatStep,
     ConvStep,
-    Flat,
+    FlattenStep,
     LinearStep,
-    Map,
     MeanStep,
     PoolStep,
     SparseWeight,
@@ -29,17 +29,16 @@ from demask.sparse.segment_program import (
 )
 
 aten = torch.ops.aten
-NONE = SparseWeight((0, 0, 0), (0, 0, 0), (0, 0, 0))  # until a segment has a place for it
+NONE = SparseWeight((0, 0, 0), (0, 0, 0), (0, 0, 0))  # placeholder until the weight is stored
 
 
 @dataclass(frozen=True, slots=True)
 class MatchedCall:
-    """A call that a segment can take over.
+    """A call that a segment can replace.
 
-    reads: the values it reads; kind, makes: what they and its own value are taken for ("" until
-    that is known: a call on each number by itself fits any). step: what it does, with values and
-    weights left open; None for what it reads, as it is. weight, bias: of a layer, nodes that read
-    constants.
+    reads: its operands; kind, makes: kinds of operands and output ("" if not yet known: elementwise
+    calls work with any kind). step: its step without values and weights; None if the output equals
+    the operand. weight, bias: of a layer, nodes that read constants.
     """
 
     node: fx.Node
@@ -56,17 +55,17 @@ class MatchedCall:
 
     @property
     def is_pointwise(self) -> bool:
-        return isinstance(self.step, (Map, Add))
+        return isinstance(self.step, (ActivationStep, AddStep))
 
     @property
     def act(self) -> Act | None:
-        """The activation that it is, and nothing else."""
-        return self.step.act if isinstance(self.step, Map) else None
+        """The activation, if the call is only that."""
+        return self.step.act if isinstance(self.step, ActivationStep) else None
 
 
 def calls_of(editor: GraphEditor, dtype: torch.dtype) -> dict[fx.Node, MatchedCall]:
-    """The calls on values of this dtype, on the CPU, that a segment could take over, in order."""
-    live, found = input_dependent(editor.graph), {}
+    """Calls that a segment could replace, in order: on values of this dtype on the CPU."""
+    live, calls = input_dependent(editor.graph), {}
     rules = {**_RULES, **dict.fromkeys(by_op(), _activation)}
     for node in editor.graph.nodes:
         rule = rules.get(node.target) if node.op == "call_function" and node in live else None
@@ -74,46 +73,46 @@ def calls_of(editor: GraphEditor, dtype: torch.dtype) -> dict[fx.Node, MatchedCa
             continue
         call = rule(editor, node, schema.arguments(node))
         if call is not None and all(_fits(source, dtype) for source in call.reads):
-            found[node] = call
-    return _with_kinds(found)
+            calls[node] = call
+    return _with_kinds(calls)
 
 
 def matrix(call: MatchedCall, weight: Tensor) -> Tensor:
-    """The weight of a layer as a matrix [out, in / groups · kernel]."""
+    """The weight of a layer as a matrix [out, in / groups * kernel]."""
     if not isinstance(call.step, ConvStep) or not call.step.transposed:
         return weight.flatten(1)
-    inner, outer, *kernel = weight.shape
+    in_channels, group_outputs, *kernel = weight.shape
     groups = call.step.groups
-    parts = weight.reshape(groups, inner // groups, outer, *kernel).transpose(1, 2)
-    return parts.reshape(groups * outer, -1)
+    parts = weight.reshape(groups, in_channels // groups, group_outputs, *kernel).transpose(1, 2)
+    return parts.reshape(groups * group_outputs, -1)
 
 
 def _fits(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a node is a dense tensor of this dtype on the CPU."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return False
     return value.dtype is dtype and value.device.type == "cpu"
 
 
-def _with_kinds(found: Mapping[fx.Node, MatchedCall]) -> dict[fx.Node, MatchedCall]:
-    """The calls with the kinds of their values: as they are made, else as they are read, else by
-    their rank."""
-    wanted: dict[fx.Node, str] = {}
-    for node, call in reversed(list(found.items())):
-        kind = call.kind or next((wanted[u] for u in node.users if u in wanted), "")
+def _with_kinds(calls: Mapping[fx.Node, MatchedCall]) -> dict[fx.Node, MatchedCall]:
+    """The calls with the kinds of their values: from producers, else readers, else rank."""
+    reader_kinds: dict[fx.Node, str] = {}
+    for node, call in reversed(list(calls.items())):
+        kind = call.kind or next((reader_kinds[u] for u in node.users if u in reader_kinds), "")
         if kind:
-            wanted[node] = kind
-    made: dict[fx.Node, MatchedCall] = {}
-    for node, call in found.items():
+            reader_kinds[node] = kind
+    with_kinds: dict[fx.Node, MatchedCall] = {}
+    for node, call in calls.items():
         if not call.kind:
-            kinds = [made[source].makes for source in call.reads if source in made]
-            kind = next(iter(kinds), wanted.get(node, ""))
+            kinds = [with_kinds[source].makes for source in call.reads if source in with_kinds]
+            kind = next(iter(kinds), reader_kinds.get(node, ""))
             kind = kind or ("image" if node.meta["val"].ndim == 4 else "tokens")
-            if not _has_rank(node, kind) or not _goes_along(call, node, kind):
+            if not _has_rank(node, kind) or not _joins_channels(call, node, kind):
                 continue
             call = replace(call, kind=kind, makes=kind)
-        made[node] = call
-    return made
+        with_kinds[node] = call
+    return with_kinds
 
 
 def _has_rank(node: fx.Node, kind: str) -> bool:
@@ -121,9 +120,9 @@ def _has_rank(node: fx.Node, kind: str) -> bool:
     return rank > 0 if kind == "tokens" else rank == {"image": 4, "signal": 3}[kind]
 
 
-def _goes_along(call: MatchedCall, node: fx.Node, kind: str) -> bool:
-    """Are values joined along their channels?"""
-    if not isinstance(call.step, Cat):
+def _joins_channels(call: MatchedCall, node: fx.Node, kind: str) -> bool:
+    """Whether a concatenation is along channels; True for other calls."""
+    if not isinstance(call.step, ConcatStep):
         return True
     rank = node.meta["val"].ndim
     return schema.arguments(node)["dim"] % rank == (rank - 1 if kind == "tokens" else 1)
@@ -131,76 +130,79 @@ def _goes_along(call: MatchedCall, node: fx.Node, kind: str) -> bool:
 
 # ---------------------------------------------------------------------------------------- layers
 
-Found = Mapping[str, Any]
-Rule = Callable[[GraphEditor, fx.Node, Found], "MatchedCall | None"]
+Arguments = Mapping[str, Any]
+Rule = Callable[[GraphEditor, fx.Node, Arguments], "MatchedCall | None"]
 
 
-def _convolution(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
-    weight = _constants(editor, found)
+def _convolution(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    weight = _constants(editor, arguments)
     if weight is None or node.meta["val"].ndim != weight.ndim:
-        return None  # computed weights, or an image without a batch
+        return None  # computed weights, or an image without batch axis
     axes = weight.ndim - 2
-    stride, dilation = (_spread(found[key], axes) for key in ("stride", "dilation"))
+    stride, dilation = (_spread(arguments[key], axes) for key in ("stride", "dilation"))
     kernel = tuple(weight.shape[2:])
-    pads = _padding(found["padding"], kernel, dilation, axes)
+    pads = _padding(arguments["padding"], kernel, dilation, axes)
     if stride is None or dilation is None or pads is None:
         return None
     window = _images(kernel, stride, pads, dilation)
-    step = ConvStep(0, NONE, None, weight.shape[0], **window, groups=found["groups"])
-    return _layer(node, found, "signal" if axes == 1 else "image", step)
+    step = ConvStep(0, NONE, None, weight.shape[0], **window, groups=arguments["groups"])
+    return _layer(node, arguments, "signal" if axes == 1 else "image", step)
 
 
-def _transposed(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
-    weight = _constants(editor, found)
+def _transposed(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    weight = _constants(editor, arguments)
     if weight is None or node.meta["val"].ndim != weight.ndim:
         return None
     axes = weight.ndim - 2
-    numbers = [_spread(found[key], axes) for key in ("stride", "dilation", "padding",
+    numbers = [_spread(arguments[key], axes) for key in ("stride", "dilation", "padding",
                                                      "output_padding")]  # fmt: skip
     if any(n is None for n in numbers):
         return None
-    stride, dilation, before, more = numbers
-    pads = tuple((a, a - b) for a, b in zip(before, more, strict=True))  # type: ignore[arg-type]
-    if any(behind < 0 for _, behind in pads):
-        return None  # it makes zeros behind what it computes
-    out, kernel = weight.shape[1] * found["groups"], tuple(weight.shape[2:])
+    stride, dilation, padding, output_padding = numbers
+    pads = tuple((a, a - b) for a, b in zip(padding, output_padding, strict=True))  # type: ignore[arg-type]
+    if any(after < 0 for _, after in pads):
+        return None  # the output has zeros after the computed part
+    out, kernel = weight.shape[1] * arguments["groups"], tuple(weight.shape[2:])
     window = _images(kernel, stride, pads, dilation)
-    step = ConvStep(0, NONE, None, out, **window, groups=found["groups"], transposed=True)
-    return _layer(node, found, "signal" if axes == 1 else "image", step)
+    step = ConvStep(0, NONE, None, out, **window, groups=arguments["groups"], transposed=True)
+    return _layer(node, arguments, "signal" if axes == 1 else "image", step)
 
 
 def _images(kernel: Any, stride: Any, pads: Any, dilation: Any) -> dict[str, Any]:
-    """Geometry along height and width; a signal is an image of one row."""
-    found = {"kernel": kernel, "stride": stride, "padding": pads, "dilation": dilation}
+    """Geometry along height and width; a signal is an image of height 1."""
+    geometry = {"kernel": kernel, "stride": stride, "padding": pads, "dilation": dilation}
     if len(kernel) == 2:
-        return found
-    line = {"kernel": 1, "stride": 1, "padding": (0, 0), "dilation": 1}
-    return {key: (line[key], *value) for key, value in found.items()}
+        return geometry
+    height_fields = {"kernel": 1, "stride": 1, "padding": (0, 0), "dilation": 1}
+    return {key: (height_fields[key], *value) for key, value in geometry.items()}
 
 
-def _linear(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
-    weight = _constants(editor, found)
+def _linear(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    weight = _constants(editor, arguments)
     if weight is None or weight.ndim != 2:
         return None
-    return _layer(node, found, "tokens", LinearStep(0, NONE, None, weight.shape[0]))
+    return _layer(node, arguments, "tokens", LinearStep(0, NONE, None, weight.shape[0]))
 
 
-def _layer(node: fx.Node, found: Found, kind: str, step: Step) -> MatchedCall | None:
-    made = MatchedCall(node, (found["input"],), kind, kind, step, found["weight"], found["bias"])
-    return made if isinstance(found["input"], fx.Node) else None
+def _layer(node: fx.Node, arguments: Arguments, kind: str, step: Step) -> MatchedCall | None:
+    """A layer as a call, if its input is a node."""
+    call = MatchedCall(
+        node, (arguments["input"],), kind, kind, step, arguments["weight"], arguments["bias"]
+    )
+    return call if isinstance(arguments["input"], fx.Node) else None
 
 
-def _constants(editor: GraphEditor, found: Found) -> Tensor | None:
-    """The weight of a layer, if it and the bias are constants."""
-    weight, bias = editor.tensor(found["weight"]), editor.tensor(found["bias"])
-    if weight is None or (found["bias"] is not None and bias is None) or not weight.numel():
+def _constants(editor: GraphEditor, arguments: Arguments) -> Tensor | None:
+    """The weight of a layer, if weight and bias are constants."""
+    weight, bias = editor.tensor(arguments["weight"]), editor.tensor(arguments["bias"])
+    if weight is None or (arguments["bias"] is not None and bias is None) or not weight.numel():
         return None
-    alike = bias is None or bias.dtype is weight.dtype
-    return weight if alike and weight.layout is torch.strided else None
+    has_dtype = bias is None or bias.dtype is weight.dtype
+    return weight if has_dtype and weight.layout is torch.strided else None
 
 
 def _spread(value: Any, count: int) -> tuple[int, ...] | None:
-    """One number per axis; None where one is known only at run time."""
+    """One number per axis; None if one is known only at run time."""
     numbers = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if not all(type(n) is int for n in numbers):
         return None
@@ -208,7 +210,7 @@ def _spread(value: Any, count: int) -> tuple[int, ...] | None:
 
 
 def _padding(value: Any, kernel: Sequence[int], dilation: Any, axes: int) -> Any:
-    """Lines before and behind each axis, of numbers or "same" and "valid"."""
+    """Padding before and after each axis, from numbers, "same" or "valid"."""
     if value == "valid":
         return ((0, 0),) * axes
     if value == "same":
@@ -218,100 +220,104 @@ def _padding(value: Any, kernel: Sequence[int], dilation: Any, axes: int) -> Any
     return None if numbers is None else tuple((n, n) for n in numbers)
 
 
-# ----------------------------------------------------------------------- what is between layers
+# ------------------------------------------------------------------------- calls between layers
 
 
-def _activation(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
+def _activation(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     for activation, op in by_op()[node.target]:
-        numbers = op.read(found.__getitem__)
+        numbers = op.read(arguments.__getitem__)
         if numbers is not None:
-            x = next(iter(found.values()))  # an op's first argument
-            return MatchedCall(node, (x,), "", "", Map(0, (activation.name, numbers)))
+            x = next(iter(arguments.values()))  # the first argument of the op
+            return MatchedCall(node, (x,), "", "", ActivationStep(0, (activation.name, numbers)))
     return None
 
 
-def _same(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
-    """The same numbers, in memory of their own or not."""
-    x = found["self"]
+def _same(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    """A call whose output equals its operand, as a view or a copy."""
+    x = arguments["self"]
     return MatchedCall(node, (x,), "", "", None) if _alike(node, x) else None
 
 
-def _sum(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
-    sides = found["self"], found["other"]
-    if found["alpha"] != 1 or not all(isinstance(side, fx.Node) for side in sides):
+def _sum(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    sides = arguments["self"], arguments["other"]
+    if arguments["alpha"] != 1 or not all(isinstance(side, fx.Node) for side in sides):
         return None
     return (
-        MatchedCall(node, sides, "", "", Add(0, 0)) if all(_alike(node, s) for s in sides) else None
+        MatchedCall(node, sides, "", "", AddStep(0, 0))
+        if all(_alike(node, s) for s in sides)
+        else None
     )
 
 
-def _joined(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
-    parts = tuple(found["tensors"])
+def _joined(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    parts = tuple(arguments["tensors"])
     rank = node.meta["val"].ndim
-    if any(part.meta["val"].ndim != rank for part in parts):  # torch lets empty vectors pass
+    if any(part.meta["val"].ndim != rank for part in parts):  # torch ignores empty vectors
         return None
-    return MatchedCall(node, parts, "", "", Cat((0,)))
+    return MatchedCall(node, parts, "", "", ConcatStep((0,)))
 
 
-def _largest(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
-    return _pooled(node, found, mean=False, counted=True)
+def _largest(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    return _pooled(node, arguments, mean=False, counted=True)
 
 
-def _averaged(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
-    if found["divisor_override"] is not None:
+def _averaged(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    if arguments["divisor_override"] is not None:
         return None
-    return _pooled(node, found, mean=True, counted=found["count_include_pad"])
+    return _pooled(node, arguments, mean=True, counted=arguments["count_include_pad"])
 
 
-def _pooled(node: fx.Node, found: Found, *, mean: bool, counted: bool) -> MatchedCall | None:
-    kernel = _spread(found["kernel_size"], 2)
-    stride = _spread(found["stride"] or found["kernel_size"], 2)
-    padding, dilation = (_spread(found.get(key, 1), 2) for key in ("padding", "dilation"))
+def _pooled(
+    node: fx.Node, arguments: Arguments, *, mean: bool, counted: bool
+) -> MatchedCall | None:
+    kernel = _spread(arguments["kernel_size"], 2)
+    stride = _spread(arguments["stride"] or arguments["kernel_size"], 2)
+    padding, dilation = (_spread(arguments.get(key, 1), 2) for key in ("padding", "dilation"))
     if None in (kernel, stride, padding, dilation) or node.meta["val"].ndim != 4:
         return None
-    step = PoolStep(0, mean, kernel, stride, padding, dilation, found["ceil_mode"], counted)  # type: ignore
-    return MatchedCall(node, (found["self"],), "image", "image", step)
+    step = PoolStep(0, mean, kernel, stride, padding, dilation, arguments["ceil_mode"], counted)  # type: ignore
+    return MatchedCall(node, (arguments["self"],), "image", "image", step)
 
 
-def _adaptive(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
-    x = found["self"]
+def _adaptive(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    x = arguments["self"]
     if node.meta["val"].ndim != 4:
         return None
     if _alike(node, x):
         return MatchedCall(node, (x,), "", "", None)
-    whole = _spread(found["output_size"], 2) == (1, 1)
-    return MatchedCall(node, (x,), "image", "image", MeanStep(0, keep=True)) if whole else None
+    is_global = _spread(arguments["output_size"], 2) == (1, 1)
+    return MatchedCall(node, (x,), "image", "image", MeanStep(0, keep=True)) if is_global else None
 
 
-def _mean(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
-    x, dims = found["self"], found["dim"]
+def _mean(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    x, dims = arguments["self"], arguments["dim"]
     rank = x.meta["val"].ndim
-    if rank != 4 or sorted(d % 4 for d in dims or ()) != [2, 3] or found["dtype"] is not None:
+    if rank != 4 or sorted(d % 4 for d in dims or ()) != [2, 3] or arguments["dtype"] is not None:
         return None
-    made = "image" if found["keepdim"] else "tokens"
-    return MatchedCall(node, (x,), "image", made, MeanStep(0, keep=found["keepdim"]))
+    makes = "image" if arguments["keepdim"] else "tokens"
+    return MatchedCall(node, (x,), "image", makes, MeanStep(0, keep=arguments["keepdim"]))
 
 
-def _flat(editor: GraphEditor, node: fx.Node, found: Found) -> MatchedCall | None:
-    """Images of one pixel as rows; anything into the shape that it has."""
-    x = found["self"]
+def _flat(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    """Images of one pixel as tokens, or a reshape to the same shape."""
+    x = arguments["self"]
     if not isinstance(x.meta.get("val"), Tensor):
         return None
     if _alike(node, x):
         return MatchedCall(node, (x,), "", "", None)
     before, after = x.meta["val"].shape, node.meta["val"].shape
-    rows = len(before) == 4 and len(after) == 2 and tuple(before[2:]) == (1, 1)
-    if not rows or not all(map(same_size, before[:2], after)):
+    is_image_to_rows = len(before) == 4 and len(after) == 2 and tuple(before[2:]) == (1, 1)
+    if not is_image_to_rows or not all(map(same_size, before[:2], after)):
         return None
-    return MatchedCall(node, (x,), "image", "tokens", Flat(0))
+    return MatchedCall(node, (x,), "image", "tokens", FlattenStep(0))
 
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:
-    """Are two values of one shape?"""
-    mine, theirs = node.meta["val"], other.meta.get("val")
-    if not isinstance(theirs, Tensor) or theirs.ndim != mine.ndim:
+    """Whether two values have the same shape."""
+    value, other_value = node.meta["val"], other.meta.get("val")
+    if not isinstance(other_value, Tensor) or other_value.ndim != value.ndim:
         return False
-    return all(map(same_size, mine.shape, theirs.shape))
+    return all(map(same_size, value.shape, other_value.shape))
 
 
 _RULES: dict[Any, Rule] = {

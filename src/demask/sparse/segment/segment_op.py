@@ -1,11 +1,11 @@
-"""The op `demask::segment`: a program as one call of a graph, whatever runs it.
+"""The op `demask::segment`: a program as one call of a graph.
 
     torch.ops.demask.segment(Tensor[] inputs, Tensor[] weights, str program) -> Tensor[]
 
-float32 on the CPU is run by plans (`sparse.plan`), made at the first call and kept as long as the
-weights live; layers that are trained by kernels that read values in place (`sparse.training`);
-everything else by ATen ops (`sparse.dense`), as are other gradients. Outputs are contiguous and
-share no memory with anything.
+float32 on the CPU runs by plans (`sparse.plan`), created at the first call and cached as long as
+the weights live; layers in training by kernels that read values in place (`sparse.training`);
+everything else, including other gradients, by ATen ops (`sparse.reference`). Outputs are contiguous
+and share no memory with other tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from demask.sparse.training.recompute import parsed, recomputed
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
-# Not torch.library.custom_op: a call of its ops costs 12 µs of Python, one of these 4 to 6.
+# Not torch.library.custom_op, whose calls cost 12 µs of Python; these cost 4 to 6.
 _LIBRARY = Library("demask", "FRAGMENT")
 _LIBRARY.define(
     "segment(Tensor[] inputs, Tensor[] weights, str program) -> Tensor[]",
@@ -37,16 +37,17 @@ _LIBRARY.define(
 
 
 def segment(inputs: Sequence[Tensor], weights: Sequence[Tensor], program: str) -> list[Tensor]:
-    """The outputs of a program (`Program.text`), in the dtype of the inputs.
+    """The outputs of a program (`SegmentProgram.text`), in the dtype of the inputs.
 
-    inputs: floating-point tensors of one dtype. weights: what the spans of the program count.
-    BadInput where program, inputs and weights do not fit. Writes into a weight are seen; of those
-    through `.data` or NumPy, which torch does not count, ones that change most of it.
+    inputs: floating-point tensors of one dtype. weights: tensors that the spans of the program
+    refer to. Writes into a weight are noticed; of those through `.data` or NumPy, which torch does
+    not count, only those that change most of it. Raises BadInput if program, inputs and weights do
+    not match.
 
-    >>> from demask.sparse.segment_program import Linear, Program, Weight
-    >>> step = Linear(0, Weight((0, 0, 1), (1, 0, 3), (1, 3, 4)), None, out=2)
+    >>> from demask.sparse.segment_program import LinearStep, SegmentProgram, SparseWeight
+    >>> step = LinearStep(0, SparseWeight((0, 0, 1), (1, 0, 3), (1, 3, 4)), None, out=2)
     >>> weights = [torch.tensor([5.0]), torch.tensor([0, 0, 1, 2], dtype=torch.int32)]
-    >>> segment([torch.eye(3)], weights, Program(("tokens",), (step,), (1,)).text())
+    >>> segment([torch.eye(3)], weights, SegmentProgram(("tokens",), (step,), (1,)).text())
     [tensor([[0., 0.],
             [0., 0.],
             [0., 5.]])]
@@ -60,18 +61,18 @@ class SegmentPlans(PlanCache):
     parse = staticmethod(parsed)
 
     def run(self, inputs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
-        """The outputs, by a plan or without."""
+        """The outputs, by a plan if there is one."""
         sizes = tuple([(x.shape, x.stride(), x.dtype) for x in inputs])
         key = self.versions_of(weights), sizes, torch.get_num_threads()
         plan, copied = self.plan(key, inputs, weights)
         if plan is None:
             return without_plan(self.program, inputs, weights)
-        given = list(inputs)
-        for place in copied:
-            given[place] = inputs[place].contiguous()
+        plan_inputs = list(inputs)
+        for number in copied:
+            plan_inputs[number] = inputs[number].contiguous()
         try:
-            return plan(given)
-        except NoPlan:  # no memory for it at this moment
+            return plan(plan_inputs)
+        except NoPlan:  # no memory for a call now
             return without_plan(self.program, inputs, weights)
 
     def new_plan(self, inputs: list[Tensor], weights: list[Tensor]) -> Planned:
@@ -79,7 +80,7 @@ class SegmentPlans(PlanCache):
 
 
 def planned(program: SegmentProgram, inputs: list[Tensor], weights: list[Tensor]) -> Planned:
-    """A plan, if kernels can do it; BadInput for what does not fit."""
+    """(plan or None, numbers of inputs to copy). Raises BadInput for invalid arguments."""
     dense.check(program, inputs, weights)
     if inputs[0].dtype != torch.float32 or any(x.numel() == 0 for x in inputs):
         return None, ()
@@ -87,87 +88,86 @@ def planned(program: SegmentProgram, inputs: list[Tensor], weights: list[Tensor]
         return None, ()
     from demask.sparse.plan.segment_plan import SegmentPlan
 
-    copied = tuple(place for place, x in enumerate(inputs) if _apart(program, place, x))
-    given = [x.contiguous() if place in copied else x for place, x in enumerate(inputs)]
+    copied = tuple(number for number, x in enumerate(inputs) if _has_gaps(program, number, x))
+    plan_inputs = [x.contiguous() if number in copied else x for number, x in enumerate(inputs)]
     try:
-        return SegmentPlan.of(program, weights, given, torch.get_num_threads()), copied
+        return SegmentPlan.of(program, weights, plan_inputs, torch.get_num_threads()), copied
     except NoPlan:
         return None, ()
 
 
-def _apart(program: SegmentProgram, place: int, x: Tensor) -> bool:
-    """Whether an input holds tokens that do not follow one another at one distance."""
-    tokens = program.inputs[place] == "tokens" and x.ndim > 2
-    return tokens and x.flatten(0, -2).data_ptr() != x.data_ptr()
+def _has_gaps(program: SegmentProgram, number: int, x: Tensor) -> bool:
+    """Whether an input has tokens without one constant stride."""
+    is_tokens = program.inputs[number] == "tokens" and x.ndim > 2
+    return is_tokens and x.flatten(0, -2).data_ptr() != x.data_ptr()
 
 
 def without_plan(
     program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The outputs by ATen ops, and on a GPU by its kernels, contiguous and in memory of their
-    own."""
+    """The outputs by ATen ops, or GPU kernels, contiguous and in memory of their own."""
     run = gpu_segment.run if inputs and inputs[0].is_cuda else dense.run
-    found = run(program, inputs, weights)
-    used = {id(t.untyped_storage()) for t in (*inputs, *weights)}
-    for place, y in enumerate(found):
-        if not y.is_contiguous() or id(y.untyped_storage()) in used:
-            found[place] = y.clone(memory_format=torch.contiguous_format)
-        used.add(id(found[place].untyped_storage()))
-    return found
+    outputs = run(program, inputs, weights)
+    used_storages = {id(t.untyped_storage()) for t in (*inputs, *weights)}
+    for number, y in enumerate(outputs):
+        if not y.is_contiguous() or id(y.untyped_storage()) in used_storages:
+            outputs[number] = y.clone(memory_format=torch.contiguous_format)
+        used_storages.add(id(outputs[number].untyped_storage()))
+    return outputs
 
 
 def on_cpu(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tensor]:
-    """The op's kernel on the CPU."""
+    """The implementation for the CPU."""
     try:
         plans = plans_of(weights, text, SegmentPlans)
-    except RuntimeError:  # sparse tensors have no memory that could be named
+    except RuntimeError:  # sparse tensors have no storage
         dense.check(parsed(text), inputs, weights)
         raise
     return plans.run(inputs, weights)
 
 
-def elsewhere(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tensor]:
-    """The op's kernel on other devices."""
+def on_other_devices(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tensor]:
+    """The implementation for other devices."""
     return without_plan(parsed(text), inputs, weights)
 
 
 def fake(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tensor]:
-    """Outputs without values; sizes may be symbolic."""
+    """Outputs without values, for tracing; sizes may be symbolic."""
     program = parsed(text)
     shapes = dense.check(program, inputs, weights)
     return [inputs[0].new_empty(shapes[value]) for value in program.outputs]
 
 
 def with_gradients(inputs: list[Tensor], weights: list[Tensor], text: str) -> list[Tensor]:
-    """The op's kernel above those of devices: it records what gradients need, if any do."""
-    given = (*inputs, *weights)
+    """The implementation above devices, which records gradients if needed."""
+    tensors = (*inputs, *weights)
     if has_functorch_transforms():
         return dense.run(parsed(text), inputs, weights)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         if inputs and inputs[0].is_cuda:
             return without_plan(parsed(text), inputs, weights)
         from demask.sparse.training.trained_layers import trained
 
-        found = trained(parsed(text), inputs, weights)
-        if found is not None:
-            return [found]
-        return list(Recomputed.apply(text, len(inputs), *given))
-    here = all(type(t) in PLAIN and t.is_cpu for t in given)
-    if here and not count_dispatch_modes():
-        return on_cpu(inputs, weights, text)  # as the call below, 4 µs earlier
+        output = trained(parsed(text), inputs, weights)
+        if output is not None:
+            return [output]
+        return list(Recomputed.apply(text, len(inputs), *tensors))
+    are_plain = all(type(t) in PLAIN and t.is_cpu for t in tensors)
+    if are_plain and not count_dispatch_modes():
+        return on_cpu(inputs, weights, text)  # same as the call below, but 4 µs faster
     with BelowAutograd():
         return torch.ops.demask.segment.default(inputs, weights, text)
 
 
 class Recomputed(torch.autograd.Function):
-    """Gradients of a program: those of `dense.run`, computed again."""
+    """Gradients of a program by recomputation with `reference.run`."""
 
     @staticmethod
-    def forward(ctx: Any, text: str, count: int, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, text: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.text, ctx.count = text, count
-        ctx.save_for_backward(*given)
+        ctx.save_for_backward(*tensors)
         with BelowAutograd():
-            inputs, weights = list(given[:count]), list(given[count:])
+            inputs, weights = list(tensors[:count]), list(tensors[count:])
             return tuple(torch.ops.demask.segment.default(inputs, weights, text))
 
     @staticmethod
@@ -176,22 +176,22 @@ class Recomputed(torch.autograd.Function):
         return (None, None, *recomputed(ctx.text, ctx.count, ctx.saved_tensors, needed, grads))
 
 
-def mapped(info: Any, dims: Any, *given: Any) -> tuple[list[Tensor], list[int]]:
-    """The op under torch.vmap: one call after the other."""
-    (inputs, weights, text), (input_dims, weight_dims, _) = given, dims
+def mapped(info: Any, dims: Any, *arguments: Any) -> tuple[list[Tensor], list[int]]:
+    """The op under torch.vmap: one call per batch element."""
+    (inputs, weights, text), (input_dims, weight_dims, _) = arguments, dims
 
     def part(tensors: list[Tensor], axes: list[int | None], k: int) -> list[Tensor]:
         return [t if axis is None else t.select(axis, k)
                 for t, axis in zip(tensors, axes, strict=True)]  # fmt: skip
 
-    made = [segment(part(inputs, input_dims, k), part(weights, weight_dims, k), text)
+    results = [segment(part(inputs, input_dims, k), part(weights, weight_dims, k), text)
             for k in range(info.batch_size)]  # fmt: skip
-    found = [torch.stack(one) for one in zip(*made, strict=True)]
-    return found, [0] * len(found)
+    stacked = [torch.stack(outputs) for outputs in zip(*results, strict=True)]
+    return stacked, [0] * len(stacked)
 
 
 _LIBRARY.impl("segment", on_cpu, "CPU")
-_LIBRARY.impl("segment", elsewhere, "CompositeExplicitAutograd")
+_LIBRARY.impl("segment", on_other_devices, "CompositeExplicitAutograd")
 _LIBRARY.impl("segment", with_gradients, "Autograd")
 torch.library.register_fake("demask::segment", fake, lib=_LIBRARY)
 torch.library.register_vmap("demask::segment", mapped, lib=_LIBRARY)

@@ -1,7 +1,8 @@
-"""A convolution whose nonzeros are trained: one call of kernels per image (`planes`).
+"""A convolution with trained nonzeros: one kernel call per image (`conv_offsets`).
 
-Forward and the gradient of x are sparse products of planes, that of values SDDMM of slopes and x.
-Padding, strides and gaps are copies around them. In a transposed convolution they change places.
+The forward pass and the gradient of x are sparse products of planes; the gradient of values is
+SDDMM of the output gradient and x. Padding, strides and gaps are applied by copies before and
+after. A transposed convolution swaps the two sparse products.
 """
 
 from __future__ import annotations
@@ -26,54 +27,59 @@ from demask.sparse.training.conv_offsets import ConvGeometry, Offsets, offsets_o
 def convolved(step: ConvStep, m: CsrMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
     """The convolution of x [batch, channels, (height,) width] without its activation, contiguous.
 
-    m: the matrix of its kernel, float32 on the CPU, indices int32; BadInput for ones that do not
-    fit.
+    m: the matrix of the kernel in float32, with int32 indices. Raises BadInput for invalid indices.
     """
-    m, g, where = _read(step, m, x)
+    m, g, offsets = _read(step, m, x)
     bias = None if bias is None else bias.contiguous()
     if not g.transposed:
-        return _like(_down(m, g, where, g.laid(x), bias), x)
-    made = _up(m, g, where, g.spread(_image(x)))
-    return _like(made if bias is None else made.add_(bias[:, None, None]), x)
+        return _like(_down(m, g, offsets, g.to_planes(x), bias), x)
+    images = _up(m, g, offsets, g.spread(_image(x)))
+    return _like(images if bias is None else images.add_(bias[:, None, None]), x)
 
 
-def slope_of_x(step: ConvStep, m: CsrMatrix, x: Tensor, slope: Tensor) -> Tensor:
-    """What the slopes of the output are for x: slopes of its shape, contiguous."""
-    m, g, where = _read(step, m, x)
+def gradient_of_x(step: ConvStep, m: CsrMatrix, x: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of x, contiguous. grad: the gradient of the output."""
+    m, g, offsets = _read(step, m, x)
     if g.transposed:
-        return _like(_down(m, g, where, g.laid(slope), None), x)
-    return _like(_up(m, g, where, g.spread(_image(slope))), x)
+        return _like(_down(m, g, offsets, g.to_planes(grad), None), x)
+    return _like(_up(m, g, offsets, g.spread(_image(grad))), x)
 
 
-def slope_of_values(step: ConvStep, m: CsrMatrix, x: Tensor, slope: Tensor) -> Tensor:
-    """What the slopes of the output are for the nonzeros [nonzeros]: every thread adds up those of
-    its images."""
-    m, g, where = _read(step, m, x)
-    near, far = (x, slope) if g.transposed else (slope, x)
-    spread, laid = g.spread(_image(near)), g.laid(far)
-    batch, isa, count = laid.shape[0], host(), m.col.numel()
+def gradient_of_values(step: ConvStep, m: CsrMatrix, x: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of the nonzeros [nonzeros]; each thread sums over its images.
+
+    grad: the gradient of the output.
+    """
+    m, g, offsets = _read(step, m, x)
+    spread_source, planes_source = (x, grad) if g.transposed else (grad, x)
+    spread, planes = g.spread(_image(spread_source)), g.to_planes(planes_source)
+    batch, isa, count = planes.shape[0], host(), m.col.numel()
     threads = _threads(batch, count * g.length)
     sums = torch.zeros(threads, count)
-    table = CsrMatrix(where.starts, where.there, m.values, None, (g.rows, laid[0].numel()))
-    calls = _calls(sddmm.CALL, batch, table, where.rows)
+    table = CsrMatrix(offsets.starts, offsets.there, m.values, None, (g.rows, planes[0].numel()))
+    calls = _calls(sddmm.CALL, batch, table, offsets.rows)
     image = np.arange(batch)
     calls["begin"], calls["end"] = 0, g.rows
     calls["a"] = spread.data_ptr() + 4 * (g.first + image * spread[0].numel())
-    calls["a_pitch"] = 4 * g.slopes
-    calls["x"], calls["x_pitch"] = laid.data_ptr() + 4 * image * laid[0].numel(), 4
+    calls["a_pitch"] = 4 * g.spread_size
+    calls["x"], calls["x_pitch"] = planes.data_ptr() + 4 * image * planes[0].numel(), 4
     calls["vectors"], calls["left"] = g.length // isa.lanes, g.length % isa.lanes
     calls["out"] = sums.data_ptr() + 4 * count * _owners(batch, threads)
     kernel = sddmm.Sampled(g.length % isa.lanes > 0, more=True)
     _run(calls, np.full(batch, CODE.addresses([kernel])[kernel]), batch, threads)
-    made = sums.sum(0)
-    return made if where.sorted is None else torch.empty(count).index_copy_(0, where.sorted, made)
+    totals = sums.sum(0)
+    return (
+        totals
+        if offsets.sorted is None
+        else torch.empty(count).index_copy_(0, offsets.sorted, totals)
+    )
 
 
 def _read(step: ConvStep, m: CsrMatrix, x: Tensor) -> tuple[CsrMatrix, ConvGeometry, Offsets]:
-    """The matrix, as kernels take it; where its nonzeros read."""
+    """The contiguous matrix, the geometry, and the offsets that its nonzeros read."""
     g = ConvGeometry.of(step, tuple(x.shape))
-    inner = x.shape[1] // g.groups
-    size = step.out, inner * g.kernel[0] * g.kernel[1]
+    group_inputs = x.shape[1] // g.groups
+    size = step.out, group_inputs * g.kernel[0] * g.kernel[1]
     m = CsrMatrix(m.crow.contiguous(), m.col.contiguous(), m.values.contiguous(), None, size)
     return m, g, offsets_of(m, g)
 
@@ -83,38 +89,40 @@ def _image(x: Tensor) -> Tensor:
     return x.unsqueeze(2) if x.ndim == 3 else x
 
 
-def _like(made: Tensor, x: Tensor) -> Tensor:
-    """Images as signals, where x is some."""
-    return (made.squeeze(2) if x.ndim == 3 else made).contiguous()
+def _like(images: Tensor, x: Tensor) -> Tensor:
+    """Images as signals, if x is one."""
+    return (images.squeeze(2) if x.ndim == 3 else images).contiguous()
 
 
 def _down(
-    m: CsrMatrix, g: ConvGeometry, where: Offsets, laid: Tensor, bias: Tensor | None
+    m: CsrMatrix, g: ConvGeometry, offsets: Offsets, planes: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """From planes to slopes without gaps [batch, rows, *out]: what each nonzero reads, summed."""
-    batch, (high, wide) = laid.shape[0], g.out
-    values = m.values if where.sorted is None else m.values.index_select(0, where.sorted)
-    # one pixel: the kernel for a single column writes rows side by side
-    made = torch.empty(batch, g.rows, high * g.wide if g.length > 1 else 1)
-    table = CsrMatrix(where.starts, where.there, values, None, (g.rows, laid[0].numel()))
-    _multiply(table, where.rows, laid, made, g.length, bias)
-    return made.view(batch, g.rows, high, -1)[..., :wide]
+    """Products from planes to outputs [batch, rows, *out]: the sum over the offsets of nonzeros."""
+    batch, (height, width) = planes.shape[0], g.out
+    values = m.values if offsets.sorted is None else m.values.index_select(0, offsets.sorted)
+    # one pixel: the kernel for a single column writes contiguous rows
+    out = torch.empty(batch, g.rows, height * g.wide if g.length > 1 else 1)
+    table = CsrMatrix(offsets.starts, offsets.there, values, None, (g.rows, planes[0].numel()))
+    _multiply(table, offsets.rows, planes, out, g.length, bias)
+    return out.view(batch, g.rows, height, -1)[..., :width]
 
 
-def _up(m: CsrMatrix, g: ConvGeometry, where: Offsets, spread: Tensor) -> Tensor:
-    """From slopes to images [batch, channels, *size]: the transpose of `_down`."""
-    made = torch.empty(spread.shape[0], g.planes, g.high, g.wide)
-    values = m.values.index_select(0, where.order)
-    table = CsrMatrix(where.crow, where.back, values, None, (g.planes, spread[0].numel()))
-    _multiply(table, where.planes, spread, made, g.plane, None)
-    return g.back(made)
+def _up(m: CsrMatrix, g: ConvGeometry, offsets: Offsets, spread: Tensor) -> Tensor:
+    """Products from spread gradients to images [batch, channels, *size]: transposes `_down`."""
+    planes = torch.empty(spread.shape[0], g.planes, g.high, g.wide)
+    values = m.values.index_select(0, offsets.order)
+    table = CsrMatrix(offsets.crow, offsets.back, values, None, (g.planes, spread[0].numel()))
+    _multiply(table, offsets.planes, spread, planes, g.plane, None)
+    return g.from_planes(planes)
 
 
 def _multiply(
-    m: CsrMatrix, order: Tensor, x: Tensor, made: Tensor, length: int, bias: Tensor | None
+    m: CsrMatrix, order: Tensor, x: Tensor, out: Tensor, length: int, bias: Tensor | None
 ) -> None:
-    """made[image, row, t] = sum of values · x[image, offset + t] for t below `length`. Columns of m
-    are offsets; x and made are contiguous, images first, rows of made second."""
+    """out[image, row, t] = sum of values * x[image, offset + t] for t below `length`.
+
+    Columns of m are offsets. x and out are contiguous, images first, rows of out second.
+    """
     batch = x.shape[0]
     parts = csr.pieces(length, host(), {"biased": bias is not None})
     codes = CODE.addresses(part.kernel for part in parts)
@@ -125,8 +133,8 @@ def _multiply(
     calls["values"], calls["bias"] = m.values.data_ptr(), 0 if bias is None else bias.data_ptr()
     calls["begin"], calls["end"], calls["together"] = 0, m.size[0], m.size[0] // side * side
     calls["x"], calls["x_pitch"] = x.data_ptr() + first + 4 * image * x[0].numel(), 4
-    calls["out"] = made.data_ptr() + first + 4 * image * made[0].numel()
-    calls["out_pitch"] = 4 * (made[0].numel() // m.size[0])
+    calls["out"] = out.data_ptr() + first + 4 * image * out[0].numel()
+    calls["out_pitch"] = 4 * (out[0].numel() // m.size[0])
     calls["tiles"] = np.tile([part.tiles for part in parts], batch)
     calls["left"] = np.tile([part.left for part in parts], batch)
     code = np.tile([codes[part.kernel] for part in parts], batch)
@@ -134,7 +142,7 @@ def _multiply(
 
 
 def _calls(kind: np.dtype[Any], count: int, m: CsrMatrix, order: Tensor) -> np.ndarray:
-    """Calls over all rows of a matrix, in this order (int32)."""
+    """Calls for all rows of a matrix, in this order (int32)."""
     calls = np.zeros(count, kind)
     calls["crow"], calls["col"] = m.crow.data_ptr(), m.col.data_ptr()
     calls["order"] = order.data_ptr()
@@ -143,24 +151,24 @@ def _calls(kind: np.dtype[Any], count: int, m: CsrMatrix, order: Tensor) -> np.n
 
 
 def _threads(batch: int, work: int) -> int:
-    """Threads for so many images of so many products each."""
+    """Number of threads for `batch` images of `work` products each."""
     return max(1, min(torch.get_num_threads(), batch, batch * work // WORK))
 
 
 def _owners(batch: int, threads: int) -> np.ndarray:
-    """The thread of each image: as many for each, in one run."""
+    """The thread of each image: consecutive images, evenly divided."""
     return np.arange(batch) * threads // batch
 
 
 def _run(calls: np.ndarray, codes: np.ndarray, batch: int, threads: int) -> None:
-    """Make the calls, as many for every image."""
-    each, owner = len(calls) // batch, _owners(batch, threads)
+    """Make the calls; every image has the same number."""
+    calls_per_image, owner = len(calls) // batch, _owners(batch, threads)
     bad = np.zeros(threads * LINE // 8, np.int64)
-    calls["bad"] = bad.ctypes.data + LINE * np.repeat(owner, each)
+    calls["bad"] = bad.ctypes.data + LINE * np.repeat(owner, calls_per_image)
     entries = np.zeros(len(calls), ENTRY)
     entries["code"] = codes
     entries["call"] = calls.ctypes.data + calls.dtype.itemsize * np.arange(len(calls))
-    ends = each * np.searchsorted(owner, np.arange(threads + 1)).astype(np.int64)
+    ends = calls_per_image * np.searchsorted(owner, np.arange(threads + 1)).astype(np.int64)
     Job(entries, ends, threads, np.zeros(1, np.int64)).run(threads)
     if bad.any():
-        raise BadInput("expected row starts and columns that nobody writes to during a call")
+        raise BadInput("expected row starts and columns that do not change during a call")

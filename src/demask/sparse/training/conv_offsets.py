@@ -1,17 +1,17 @@
-"""Convolutions as products with planes of images: where a nonzero reads, as one number.
+"""Convolutions as products with planes of images: each nonzero reads at one offset.
 
-An image is padded and lies in planes of `high` by `wide` pixels. With a stride of s there are s²
+A padded image is stored in planes of `high` by `wide` pixels. With a stride of s there are s²
 planes per channel, one per remainder of row and column, so that every window is a shift:
 
-    y[o, t] = sum over nonzeros (o, c, dy, dx) of value · x[plane of (c, dy, dx)][t + shift]
+    y[o, t] = sum over nonzeros (o, c, dy, dx) of value * x[plane of (c, dy, dx)][t + shift]
 
-for t over `length` pixels in one run: rows follow one another, a few pixels between them belong to
-none and are dropped. A nonzero is an offset into x, and `kernels.csr` takes offsets as columns of a
-matrix whose rows are one pixel apart. Of slopes the same holds with the signs of shifts turned:
-they lie with gaps of zeros, wide enough that no shift meets another row.
+for t over `length` consecutive pixels: rows follow one another, and the few pixels between them are
+dropped. A nonzero is an offset into x; `kernels.cpu.csr` treats offsets as columns of a matrix with
+rows one pixel from one another. The gradient of x is the same with shifts of opposite sign: output
+gradients are stored with gaps of zeros, wide enough that no shift reaches another row.
 
-A transposed convolution is the gradient of a plain one: its output is laid in planes, its input
-lies with gaps.
+A transposed convolution is the gradient of a plain one: its output is stored in planes, its input
+with gaps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from demask.sparse.csr_matrix import CsrMatrix, row_of
-from demask.sparse.products.gpu_formats import form_of
+from demask.sparse.products.gpu_formats import formats_of
 from demask.sparse.segment_program import MAX_SIZE, ConvStep, Pair
 
 
@@ -32,8 +32,9 @@ from demask.sparse.segment_program import MAX_SIZE, ConvStep, Pair
 class ConvGeometry:
     """Sizes of one convolution over images of one size; pairs are (height, width).
 
-    channels, size: of what is laid in planes, the input, or the output of a transposed convolution;
-    rows, out: of the other. reach: how many places a kernel sees of a plane.
+    channels, size: of the side stored in planes, that is the input, or the output of a transposed
+    convolution; rows, out: of the other side. reach: number of positions of a plane that a kernel
+    reads.
     """
 
     channels: int
@@ -50,17 +51,17 @@ class ConvGeometry:
 
     @classmethod
     def of(cls, step: ConvStep, shape: tuple[int, ...]) -> ConvGeometry:
-        """Of a convolution over [batch, channels, (height,) width]."""
-        given = (shape[2], shape[3]) if len(shape) == 4 else (1, shape[2])
-        made, reach = [], []
+        """The geometry of a convolution over [batch, channels, (height,) width]."""
+        input_size = (shape[2], shape[3]) if len(shape) == 4 else (1, shape[2])
+        output_size, reach = [], []
         for n, k, s, d, pad in zip(
-            given, step.kernel, step.stride, step.dilation, step.padding, strict=True
+            input_size, step.kernel, step.stride, step.dilation, step.padding, strict=True
         ):
-            seen = d * (k - 1) + 1 - sum(pad)
-            made.append((n - 1) * s + seen if step.transposed else (n - seen) // s + 1)
+            span = d * (k - 1) + 1 - sum(pad)
+            output_size.append((n - 1) * s + span if step.transposed else (n - span) // s + 1)
             reach.append(d * (k - 1) // s + 1)
         pairs = step.kernel, step.stride, step.dilation, step.padding
-        sides = [(shape[1], given), (step.out, (made[0], made[1]))]
+        sides = [(shape[1], input_size), (step.out, (output_size[0], output_size[1]))]
         (channels, size), (rows, out) = sides[::-1] if step.transposed else sides
         return cls(
             channels, rows, step.groups, *pairs, size, out, (reach[0], reach[1]), step.transposed
@@ -90,21 +91,21 @@ class ConvGeometry:
 
     @property
     def first(self) -> int:
-        """Where slopes begin behind the zeros before them."""
+        """Number of zeros before the spread gradient of a channel."""
         return (self.reach[0] - 1) * self.wide + self.reach[1] - 1
 
     @property
-    def slopes(self) -> int:
-        """Pixels that the slopes of one channel take, with their zeros."""
+    def spread_size(self) -> int:
+        """Pixels of the spread gradient of one channel, with its zeros."""
         return self.plane + self.first
 
     @property
     def too_large(self) -> bool:
-        """Whether offsets do not fit 32 bits."""
-        return max(self.planes * self.plane, self.rows * self.slopes) > MAX_SIZE
+        """Whether offsets do not fit in 32 bits."""
+        return max(self.planes * self.plane, self.rows * self.spread_size) > MAX_SIZE
 
-    def laid(self, x: Tensor) -> Tensor:
-        """Images [batch, channels, (height,) width] in planes [batch, planes, high, wide]."""
+    def to_planes(self, x: Tensor) -> Tensor:
+        """Images [batch, channels, (height,) width] as planes [batch, planes, high, wide]."""
         x = x.unsqueeze(2) if x.ndim == 3 else x
         pads = self._pads()
         x = F.pad(x, pads) if any(pads) else x
@@ -112,44 +113,46 @@ class ConvGeometry:
             return x.contiguous()
         (a, b), batch = self.stride, x.shape[0]
         parts = x.reshape(batch, self.channels, self.high, a, self.wide, b)
-        parts = parts.permute(0, 3, 5, 1, 2, 4).contiguous()  # reshape alone may give a view
+        parts = parts.permute(0, 3, 5, 1, 2, 4).contiguous()  # reshape alone may return a view
         return parts.view(batch, self.planes, self.high, self.wide)
 
-    def back(self, made: Tensor) -> Tensor:
-        """Of planes, the images that were laid: what `laid` is the transpose of."""
-        batch, (a, b) = made.shape[0], self.stride
+    def from_planes(self, images: Tensor) -> Tensor:
+        """Images from planes: the transpose of `to_planes`."""
+        batch, (a, b) = images.shape[0], self.stride
         if self.stride != (1, 1):
-            parts = made.reshape(batch, a, b, self.channels, self.high, self.wide)
-            made = parts.permute(0, 3, 4, 1, 5, 2)
-            made = made.reshape(batch, self.channels, self.high * a, self.wide * b)
+            parts = images.reshape(batch, a, b, self.channels, self.high, self.wide)
+            images = parts.permute(0, 3, 4, 1, 5, 2)
+            images = images.reshape(batch, self.channels, self.high * a, self.wide * b)
         pads = [-n for n in self._pads()]
-        return F.pad(made, pads) if any(pads) else made
+        return F.pad(images, pads) if any(pads) else images
 
     def _pads(self) -> list[int]:
-        """As F.pad takes them; less than zero where windows do not reach the end."""
-        found = []
+        """Padding in the order of F.pad; negative where windows do not reach the end."""
+        pads = []
         for axis in (1, 0):
             before = self.padding[axis][0]
-            whole = (self.high, self.wide)[axis] * self.stride[axis]
-            found += [before, whole - self.size[axis] - before]
-        return found
+            padded = (self.high, self.wide)[axis] * self.stride[axis]
+            pads += [before, padded - self.size[axis] - before]
+        return pads
 
-    def spread(self, slope: Tensor) -> Tensor:
-        """Slopes [batch, rows, *out] among their zeros [batch, rows, slopes]."""
-        made = slope.new_zeros(slope.shape[0], self.rows, self.slopes)
-        strides = (self.rows * self.slopes, self.slopes, self.wide, 1)
-        made.as_strided((slope.shape[0], self.rows, *self.out), strides, self.first).copy_(slope)
-        return made
+    def spread(self, grad: Tensor) -> Tensor:
+        """Output gradients [batch, rows, *out] with their zeros [batch, rows, spread_size]."""
+        spread_grad = grad.new_zeros(grad.shape[0], self.rows, self.spread_size)
+        strides = (self.rows * self.spread_size, self.spread_size, self.wide, 1)
+        spread_grad.as_strided((grad.shape[0], self.rows, *self.out), strides, self.first).copy_(
+            grad
+        )
+        return spread_grad
 
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """What a nonzero reads. int32.
+    """The offsets that nonzeros read. int32.
 
-    starts, there, sorted: a matrix with a row per channel of slopes: offsets into planes, and which
-    of the values its values are (int64; None: they are in their order). crow, back, order: its
-    transpose, a row per plane: offsets into slopes, and which of the values. rows, planes: both
-    matrices' rows, the longest first.
+    starts, there, sorted: a matrix with a row per output channel: offsets into planes, and the
+    number of the value of each entry (int64; None: in order). crow, back, order: its transpose, a
+    row per plane: offsets into spread gradients, and the numbers of values. rows, planes: rows of
+    both matrices, the longest first.
     """
 
     starts: Tensor
@@ -163,24 +166,30 @@ class Offsets:
 
 
 def offsets_of(m: CsrMatrix, g: ConvGeometry) -> Offsets:
-    """The offsets of a matrix of a convolution, made once per mask and size; BadInput for indices
-    that do not fit."""
-    return form_of(m).beside(g, lambda: _offsets(m, g))
+    """The offsets of the matrix of a convolution, cached per mask and size.
+
+    Raises BadInput for invalid indices.
+    """
+    return formats_of(m).cached(g, lambda: _offsets(m, g))
 
 
 def _offsets(m: CsrMatrix, g: ConvGeometry) -> Offsets:
+    """The offsets of a matrix."""
     row, col = row_of(m), m.col.long()
-    high, wide = g.kernel
-    inner, outer = g.channels // g.groups, g.rows // g.groups
+    kernel_height, kernel_width = g.kernel
+    group_inputs, group_outputs = g.channels // g.groups, g.rows // g.groups
     if g.transposed:  # rows of the matrix are channels of planes
-        channel, row = row, row // inner * outer + col // (high * wide)
+        channel, row = (
+            row,
+            row // group_inputs * group_outputs + col // (kernel_height * kernel_width),
+        )
     else:
-        channel = row // outer * inner + col // (high * wide)
-    y, x = col // wide % high * g.dilation[0], col % wide * g.dilation[1]
+        channel = row // group_outputs * group_inputs + col // (kernel_height * kernel_width)
+    y, x = col // kernel_width % kernel_height * g.dilation[0], col % kernel_width * g.dilation[1]
     part = y % g.stride[0] * g.stride[1] + x % g.stride[1]
     plane, shift = part * g.channels + channel, y // g.stride[0] * g.wide + x // g.stride[1]
     order, crow = _grouped(plane, g.planes)
-    back = (row * g.slopes + g.first - shift)[order]
+    back = (row * g.spread_size + g.first - shift)[order]
     there, starts, sorted_ = plane * g.plane + shift, m.crow, None
     if g.transposed:
         sorted_, starts = _grouped(row, g.rows)
@@ -192,6 +201,6 @@ def _offsets(m: CsrMatrix, g: ConvGeometry) -> Offsets:
 
 
 def _grouped(key: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The order (int64) that brings equal keys together, rising, and where each begins (int32)."""
+    """The order (int64) that sorts the keys, and the start of each key (int32)."""
     counts = torch.bincount(key, minlength=count)
     return torch.argsort(key, stable=True), F.pad(counts.cumsum(0), (1, 0)).int()

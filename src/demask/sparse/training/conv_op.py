@@ -1,13 +1,13 @@
-"""The ops of convolutions whose nonzeros are trained: `demask::convolved` and its gradients.
+"""The ops of convolutions with trained nonzeros: `demask::convolved` and its gradients.
 
 torch.ops.demask.convolved(Tensor x, Tensor values, Tensor crow, Tensor col, Tensor? bias,
                            str program) -> Tensor
 torch.ops.demask.convolved_slopes(Tensor slope, Tensor x, Tensor values, Tensor crow, Tensor col,
                                   str program, bool of_x, bool of_values) -> (Tensor, Tensor)
 
-float32 on the CPU. A program is one convolution without activation, whose weights are (values, row
-starts, columns, bias). Gradients have one number per nonzero, under torch.compile too; those of
-gradients are those of ATen ops.
+float32 on the CPU. A program is one convolution without activation, with the weights (values, row
+starts, columns, bias). Gradients have one number per nonzero, also under torch.compile; second
+derivatives are those of ATen ops.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ for _line in (
 def convolved(
     x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str
 ) -> Tensor:
-    """The convolution of a program, with gradients. BadInput for shapes, dtypes and indices that do
-    not fit."""
+    """The convolution of a program, differentiable.
+
+    Raises BadInput for shapes, dtypes and indices that do not match the program.
+    """
     return torch.ops.demask.convolved.default(x, values, crow, col, bias, text)
 
 
 def _step(
     text: str, x: Tensor, values: Tensor, crow: Tensor, col: Tensor
 ) -> tuple[ConvStep, CsrMatrix]:
-    """The convolution and its matrix, checked; indices are checked by their offsets."""
+    """The convolution and its matrix, checked except for indices."""
     program = parsed(text)
     step = program.steps[0]
     if (
@@ -68,7 +70,7 @@ def _step(
 def _convolved(
     x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None, text: str
 ) -> Tensor:
-    from demask.sparse.training.conv_kernels import convolved  # which needs LLVM
+    from demask.sparse.training.conv_kernels import convolved  # needs llvmlite
 
     step, m = _step(text, x, values, crow, col)
     if bias is not None and (bias.shape != (step.out,) or bias.dtype != x.dtype):
@@ -76,17 +78,17 @@ def _convolved(
     return convolved(step, m, x, bias)
 
 
-def _slopes(
-    slope: Tensor, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, text: str,
+def _gradients(
+    grad: Tensor, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, text: str,
     of_x: bool, of_values: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from demask.sparse.training.conv_kernels import slope_of_values, slope_of_x  # which need LLVM
+    from demask.sparse.training.conv_kernels import gradient_of_values, gradient_of_x
 
     step, m = _step(text, x, values, crow, col)
-    made = x.new_empty(0), values.new_empty(0)
+    unused = x.new_empty(0), values.new_empty(0)
     return (
-        slope_of_x(step, m, x, slope) if of_x else made[0],
-        slope_of_values(step, m, x, slope) if of_values else made[1],
+        gradient_of_x(step, m, x, grad) if of_x else unused[0],
+        gradient_of_values(step, m, x, grad) if of_values else unused[1],
     )
 
 
@@ -97,8 +99,8 @@ def _fake(
     return x.new_empty(parsed(text).shapes([x.shape])[1])
 
 
-def _fake_slopes(
-    slope: Tensor, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, text: str,
+def _fake_gradients(
+    grad: Tensor, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, text: str,
     of_x: bool, of_values: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return x.new_empty(x.shape if of_x else (0,)), values.new_empty(
@@ -106,32 +108,32 @@ def _fake_slopes(
     )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *given, ctx.text = inputs
-    ctx.save_for_backward(*given)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.text = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, values, crow, col, bias = ctx.saved_tensors
     needed = ctx.needs_input_grad
     if torch.is_grad_enabled():
-        given = [x, values, crow, col, *([] if bias is None else [bias])]
-        found = recomputed(ctx.text, 1, given, needed[: len(given)], [slope])
-        return (*found, *[None] * (6 - len(given)))
+        tensors = [x, values, crow, col, *([] if bias is None else [bias])]
+        gradients = recomputed(ctx.text, 1, tensors, needed[: len(tensors)], [grad])
+        return (*gradients, *[None] * (6 - len(tensors)))
     of_x = of_values = of_bias = None
     if needed[0] or needed[1]:
         of_x, of_values = torch.ops.demask.convolved_slopes.default(
-            slope, x, values, crow, col, ctx.text, needed[0], needed[1]
+            grad, x, values, crow, col, ctx.text, needed[0], needed[1]
         )
     if bias is not None and needed[4]:
-        of_bias = slope.sum((0, *range(2, slope.ndim)))
+        of_bias = grad.sum((0, *range(2, grad.ndim)))
     return (
         of_x if needed[0] else None, of_values if needed[1] else None, None, None, of_bias, None,
     )  # fmt: skip
 
 
 _LIBRARY.impl("convolved", _convolved, "CPU")
-_LIBRARY.impl("convolved_slopes", _slopes, "CPU")
+_LIBRARY.impl("convolved_slopes", _gradients, "CPU")
 torch.library.register_fake("demask::convolved", _fake, lib=_LIBRARY)
-torch.library.register_fake("demask::convolved_slopes", _fake_slopes, lib=_LIBRARY)
-torch.library.register_autograd("demask::convolved", _backward, setup_context=_keep, lib=_LIBRARY)
+torch.library.register_fake("demask::convolved_slopes", _fake_gradients, lib=_LIBRARY)
+torch.library.register_autograd("demask::convolved", _backward, setup_context=_save, lib=_LIBRARY)

@@ -1,4 +1,4 @@
-"""Programs from their texts, and their gradients computed again by ATen ops."""
+"""Parsed programs, and their gradients recomputed by ATen ops."""
 
 from __future__ import annotations
 
@@ -19,17 +19,25 @@ def parsed(text: str) -> SegmentProgram:
 
 
 def recomputed(
-    text: str, count: int, given: Sequence[Tensor], needed: Sequence[bool], grads: Sequence[Tensor]
+    text: str,
+    count: int,
+    tensors: Sequence[Tensor],
+    needed: Sequence[bool],
+    grads: Sequence[Tensor],
 ) -> list[Tensor | None]:
-    """Gradients of a program, those of `dense.run`, of the tensors that need one. given: `count`
-    inputs, then weights."""
-    again = torch.is_grad_enabled()
+    """Gradients of a program, as those of `reference.run`; None for tensors that need none.
+
+    tensors: `count` inputs, then weights. needed: which of them need a gradient. grads: gradients
+    of the outputs.
+    """
+    create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views, since one tensor may be given twice; leaves, unless these gradients have some.
-        given = [t.view_as(t) if again else t.detach() for t in given]
-        wanted = [t if again else t.requires_grad_()
-                  for t, need in zip(given, needed, strict=True) if need]  # fmt: skip
-        found = dense.run(parsed(text), given[:count], given[count:])
-        made = iter(torch.autograd.grad(
-            found, wanted, grads, create_graph=again, allow_unused=True))  # fmt: skip
-    return [next(made) if need else None for need in needed]
+        # Views, since a tensor may be passed twice; leaves, unless second derivatives are needed.
+        tensors = [t.view_as(t) if create_graph else t.detach() for t in tensors]
+        differentiated = [t if create_graph else t.requires_grad_()
+                          for t, need in zip(tensors, needed, strict=True) if need]  # fmt: skip
+        outputs = dense.run(parsed(text), tensors[:count], tensors[count:])
+        gradients = iter(torch.autograd.grad(outputs, differentiated, grads,
+                                             create_graph=create_graph,
+                                             allow_unused=True))  # fmt: skip
+    return [next(gradients) if need else None for need in needed]

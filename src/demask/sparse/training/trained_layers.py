@@ -1,13 +1,13 @@
-"""Layers whose nonzeros are trained: forward and gradients by kernels that read values in place.
+"""Layers with trained nonzeros: forward pass and gradients by kernels that read values in place.
 
-A plan packs values, which pays if the next calls use it too; a step of training changes them. So a
-layer of its own that gradients are wanted of is run as
+A plan packs values, which pays if the next calls use it, too; but each training step changes them.
+So a single layer that needs gradients runs as
 
     linear    y = W x by `demask::spmm`, whose gradients are the transposed product and SDDMM
-    conv      kernels over planes of images (`planes`), by `demask::convolved`
+    conv      kernels over planes of images (`conv_offsets`), by `demask::convolved`
 
-On the CPU, and under torch.compile as well; float16 and bfloat16 in float32. What kernels need
-beside the indices is made once per mask.
+on the CPU, also under torch.compile; float16 and bfloat16 are computed in float32. Data that
+kernels need in addition to the indices is computed once per mask.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16)
 def trained(
     program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> Tensor | None:
-    """The output of a program of one layer, with gradients; None where this is no case for kernels.
+    """The output of a program of one layer, differentiable; None if the kernels do not support it.
 
-    BadInput for shapes, dtypes and indices that do not fit.
+    Raises BadInput for shapes, dtypes and indices that do not match.
     """
     if not takes(program, inputs, weights):
         return None
@@ -51,8 +51,10 @@ def trained(
 
 
 def takes(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
-    """Whether a program is one layer on the CPU, of one dtype that kernels compute, and something
-    of it wants gradients: frozen layers pass them on to x."""
+    """Whether a program is one layer on the CPU that kernels support and that needs gradients.
+
+    Frozen layers count, too, if x needs a gradient.
+    """
     if len(program.steps) != 1 or len(inputs) != 1 or program.outputs != (1,):
         return False
     step, x = program.steps[0], inputs[0]
@@ -63,50 +65,53 @@ def takes(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[T
     if step.weight.scale is not None or not all(_whole(span, weights) for span in spans):
         return False
     values = weights[step.weight.values[0]]
-    given = [x, values, *([] if step.bias is None else [weights[step.bias[0]]])]
-    if x.dtype not in TYPES or any(t.dtype != x.dtype or not t.is_cpu for t in given):
+    tensors = [x, values, *([] if step.bias is None else [weights[step.bias[0]]])]
+    if x.dtype not in TYPES or any(t.dtype != x.dtype or not t.is_cpu for t in tensors):
         return False
     indices = [weights[span[0]] for span in (step.weight.crow, step.weight.col)]
-    if not any(t.requires_grad for t in given) or any(t.dtype != torch.int32 for t in indices):
+    if not any(t.requires_grad for t in tensors) or any(t.dtype != torch.int32 for t in indices):
         return False
     return llvm.installed()
 
 
 def _whole(span: Span, weights: Sequence[Tensor]) -> bool:
-    """Whether a span is all of a tensor."""
-    place, first, end = span
-    return place < len(weights) and first == 0 and weights[place].shape == (end,)
+    """Whether a span is a whole tensor."""
+    number, first, end = span
+    return number < len(weights) and first == 0 and weights[number].shape == (end,)
 
 
 def _linear(step: LinearStep, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """x @ W.T + bias [..., out]."""
     values, crow, col = dense.matrix(step.weight, weights, x.shape[-1])
-    flat = x.reshape(-1, x.shape[-1])
-    across = flat.t().contiguous()  # gradients read it again
+    tokens = x.reshape(-1, x.shape[-1])
+    transposed = tokens.t().contiguous()  # also read by gradients
     size = (step.out, x.shape[-1])
-    made = product(crow, col, values, None, size, across, dense.bias(step, weights))
-    return made.t().contiguous().reshape(*x.shape[:-1], step.out)
+    product_t = product(crow, col, values, None, size, transposed, dense.bias(step, weights))
+    return product_t.t().contiguous().reshape(*x.shape[:-1], step.out)
 
 
 def _conv(
     step: ConvStep, program: SegmentProgram, x: Tensor, weights: Sequence[Tensor]
 ) -> Tensor | None:
+    """The convolution, or None if offsets do not fit in 32 bits."""
     if ConvGeometry.of(step, tuple(x.shape)).too_large:
         return None
     spans = step.weight.values, step.weight.crow, step.weight.col
     values, crow, col = (weights[span[0]] for span in spans)
     bias = dense.bias(step, weights)
-    wide = None if bias is None else bias.float()
-    return convolved(x.float(), values.float(), crow, col, wide, _bare(program)).to(x.dtype)
+    float_bias = None if bias is None else bias.float()
+    return convolved(
+        x.float(), values.float(), crow, col, float_bias, _without_activation(program)
+    ).to(x.dtype)
 
 
 @functools.lru_cache(maxsize=256)
-def _bare(program: SegmentProgram) -> str:
-    """The program without its activation; its weights are values, row starts, columns, bias."""
+def _without_activation(program: SegmentProgram) -> str:
+    """The text of the program without activation; weights: values, row starts, columns, bias."""
     step = program.steps[0]
     assert isinstance(step, ConvStep)
     act: Act | None = None
     spans = step.weight.values, step.weight.crow, step.weight.col
-    weight = SparseWeight(*((place, *span[1:]) for place, span in enumerate(spans)))
+    weight = SparseWeight(*((number, *span[1:]) for number, span in enumerate(spans)))
     bias = None if step.bias is None else (3, *step.bias[1:])
     return replace(program, steps=(replace(step, act=act, weight=weight, bias=bias),)).text()
