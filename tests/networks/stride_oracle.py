@@ -244,8 +244,8 @@ def truth(cell: Cell, site: StridedConv, call: FormInputs, write: Eager) -> Trut
     return Truth(kept, finite[flat], large[flat], tuple(strided))
 
 
-def holds(form: StrideForm, cell: Cell, site: StridedConv, call: FormInputs, target: Target, place: int,
-          expected: Truth, write: Eager) -> bool:  # fmt: skip
+def holds(form: StrideForm, cell: Cell, site: StridedConv, call: FormInputs, target: Target,
+          place: int, expected: Truth, write: Eager) -> bool:  # fmt: skip
     """Is the form, written at a place whatever it refuses, what the stride keeps?"""
     try:
         made = form.built(write, site, target, call, place)
