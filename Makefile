@@ -41,8 +41,8 @@ nightly: $(VENV)/dev.stamp $(VENV)/real.stamp
 	$(RUN) -n 2 -m nightly --shard $(SHARD) --junit-xml build/nightly/$(subst /,-of-,$(SHARD)).xml
 
 bench: $(VENV)/bench.stamp $(DEEPSPARSE)/bench.stamp
-	set -e; for script in residual encoder cost optimize runtime peers; do echo "$$script"; $(BIN)/python benchmarks/$$script.py; done
-	$(BIN)/python benchmarks/cpu_sparse.py $$(test -x $(DEEPSPARSE)/bin/python && echo --deepsparse $(DEEPSPARSE)/bin/python)
+	set -e; for name in residual encoder cost optimize runtime peers; do echo "$$name"; $(BIN)/python -m benchmarks run $$name; done
+	$(BIN)/python -m benchmarks run cpu_sparse $$(test -x $(DEEPSPARSE)/bin/python && echo --deepsparse $(DEEPSPARSE)/bin/python)
 
 clean:
 	rm -rf $(VENV) $(DEEPSPARSE)

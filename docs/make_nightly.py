@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "build" / "nightly"
 PATH = Path(__file__).parent / "nightly.md"
 
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT))
 
-from tables import machine, markdown  # noqa: E402
+from benchmarks.common.tables import machine, markdown  # noqa: E402
 
 HEAD = """# The slow suites, run to their end
 

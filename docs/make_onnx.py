@@ -170,9 +170,7 @@ def files() -> dict[tuple[str, str], str]:
     """The file of each op's entry, below demask/files/onnx/ops."""
     modules = [(name, module) for name, module in vars(ops).items() if hasattr(module, "OPS")]
     homes = {key: name for name, module in modules for key in module.OPS.entries}
-    if homes.keys() != ENTRIES.keys() or not all(
-        isinstance(m.OPS, Ops) for _, m in modules
-    ):
+    if homes.keys() != ENTRIES.keys() or not all(isinstance(m.OPS, Ops) for _, m in modules):
         raise ValueError("expected every entry of the table in one file below ops/")
     return homes | ELSEWHERE
 

@@ -22,7 +22,7 @@ from demask.files import atomic_write as atomic
 from demask.traverse import tile
 
 DOCS = Path(__file__).parent
-sys.path.append(str(DOCS.parent / "benchmarks"))
+sys.path.append(str(DOCS.parent / "tests" / "networks" / "zoo"))
 from traverse_networks import latent, named  # noqa: E402
 
 PATH = DOCS / "traverse.jpg"

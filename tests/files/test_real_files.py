@@ -14,7 +14,7 @@ from night import at_night
 try:
     import onnx
 
-    from real_models import (
+    from benchmarks.shrink.real_models import (
         FACES,
         FILES,
         FIXED,

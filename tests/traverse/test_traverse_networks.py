@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import traverse_large as large
-import traverse_memory as memory
 import traverse_networks as networks
-import traverse_speed as speed
-from traverse_memory import MIB, Failed
+from benchmarks.traverse import traverse_large as large
+from benchmarks.traverse import traverse_memory as memory
+from benchmarks.traverse import traverse_speed as speed
+from benchmarks.traverse.traverse_memory import MIB, Failed
 
 trained = pytest.mark.skipif(
     not networks.WEIGHTS.exists(), reason="TAEF2's weights are not in shared/data"

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import dlmc
-import gpu_page
-import gpu_problems
-import gpu_sparse
+from benchmarks.sparse import gpu_page, gpu_problems, gpu_sparse
 from interpreted import run_on
 
 there = pytest.mark.skipif(
@@ -38,7 +36,7 @@ def test_made_up_weights_vary_as_told(sparsity):
 
 def check(device, task):
     """One small problem, and the same with a result that is wrong."""
-    import gpu_contenders
+    from benchmarks.sparse import gpu_contenders
 
     found = {p.task: p for p in gpu_problems.layers(((128, 128),), (4,), (0.9,))}
     row = gpu_sparse.measured(found[task], device, 0, 1)

@@ -111,7 +111,7 @@ def test_other_inputs_go_through_the_graph():
     net, x = perceptron()
     module = made(net, x)
     for other in (x.double(), x[:, :8], x[0], [x]):
-        with pytest.raises(Exception):  # noqa: B017  what the graph says of each
+        with pytest.raises(Exception):  # noqa: B017
             module(other)
     several = torch.randn(3, 16)
     assert torch.allclose(module(several), net(several), atol=1e-6)

@@ -1,0 +1,70 @@
+"""The command line of the benchmarks."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common.catalog import QUICK, benchmarks, declared, main_of, markdown_list, scripts
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def start() -> None:
+    """Measure demask against its peers.
+
+    \b
+    Examples:
+      python -m benchmarks list
+      python -m benchmarks run residual --quick
+      python -m benchmarks run residual --threads 1
+    """
+
+
+@app.command("list")
+def list_all(
+    markdown: Annotated[bool, typer.Option(help="As the table of benchmarks/README.md.")] = False,
+) -> None:
+    """Print what each benchmark shows, how long it takes, what it needs and what it writes."""
+    if markdown:
+        print(markdown_list())
+        return
+    table = Table("name", "shows", "takes", "needs", "writes")
+    for name, engine, benchmark in benchmarks():
+        table.add_row(f"{name} ({engine})", benchmark.shows, benchmark.time,
+                      "; ".join(benchmark.needs), ", ".join(benchmark.results))  # fmt: skip
+    Console().print(table)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="One of `python -m benchmarks list`.")],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A short run, written to build/benchmarks.")
+    ] = False,
+) -> None:
+    """Run one benchmark; further options are those of its script (`run NAME -- --help`)."""
+    known = scripts()
+    if name not in known:
+        near = ", ".join(difflib.get_close_matches(name, known, cutoff=0.4)) or ", ".join(known)
+        raise typer.BadParameter(f"no benchmark {name!r}; did you mean: {near}?")
+    arguments: list[str] = []
+    if quick:
+        short = declared(known[name]).quick
+        if short is None:
+            raise typer.BadParameter(f"{name} has no quick run")
+        QUICK.mkdir(parents=True, exist_ok=True)
+        arguments = [*short.split(), "--output", str(QUICK / f"{name}.md")]
+    sys.argv = [f"python -m benchmarks run {name}", *arguments, *context.args]
+    main_of(name)()
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m benchmarks")

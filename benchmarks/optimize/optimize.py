@@ -1,0 +1,362 @@
+"""Masked networks and what optimize, torch.compile and ONNX Runtime make of them, timed beside each
+other: `python -m benchmarks run optimize`. Writes benchmarks/results/optimize.md.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from itertools import product
+from math import isnan, nan
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import onnxruntime
+import torch
+from rich.progress import Progress
+from torch import Tensor, nn
+
+import cifar
+import demask
+from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
+from benchmarks.common.tables import RESULTS, command, markdown, spread
+from benchmarks.shrink import encoder, peers
+from demask.cli.bench import contenders
+from demask.graph.provenance import Provenance
+from demask.graph.queries import ExampleSizes
+from demask.machine.benchmark import ALLOWED
+from demask.machine.cost import Costs, Error
+from demask.machine.describe import count_words, thread_words
+from demask.machine.timing import Timing, sampled
+from demask.ops import TABLE
+from demask.shrink.pipeline import given, reduced
+from demask.tune.candidates import forms
+from demask.tune.layer_costs import PLAIN, Asker
+
+BENCHMARK = Benchmark(
+    "optimize(), torch.compile and ONNX Runtime on masked networks",
+    "at most 60 s a setting, and compilation", ("optimize.md",), needs=(DEV, SHARED_DATA),
+    quick="--threads 1 --pairs 3 --seconds 3",
+)  # fmt: skip
+
+MASKED, DENSE, DEMASKED, OPTIMIZED = "masked", "dense, optimized", "demasked", "optimized"
+COMPILED = ("masked, compiled", "demasked, compiled")
+RUNTIME = ("masked, ONNX Runtime", "demasked, ONNX Runtime")
+RIVALS = (MASKED, DENSE, DEMASKED, *COMPILED, *RUNTIME)
+PACKAGES = ("onnxruntime", "onnx", "onnxscript", "torchvision", "transformers")
+BLOCK, WARMUP, PAUSE = 8, 2, 0.05  # rounds, calls, seconds: see `timed`
+TOKENS, WORDS, SIZE = 128, 30522, 224
+COSTS = "costs.json"
+
+Call = Callable[[], Any]
+
+
+class Hidden(nn.Module):
+    """An encoder as a function of token ids alone."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids).last_hidden_state
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A masked network: how to make it, its batches, its input for one of them."""
+
+    title: str
+    make: Callable[[torch.Generator], nn.Module]
+    batches: tuple[int, ...]
+    inputs: Callable[[int, torch.Generator], Tensor]
+
+
+def resnet(title: str, shifts: bool) -> Network:
+    return Network(
+        title, lambda g: cifar.masked(cifar.trained(56), g, shifts=shifts), (64, 1),
+        lambda batch, _: cifar.images(batch)[0],
+    )  # fmt: skip
+
+
+def hidden(generator: torch.Generator) -> nn.Module:
+    torch.manual_seed(0)
+    return Hidden(encoder.masked(encoder.encoder("sdpa"), generator)[0]).eval()
+
+
+NETWORKS = {
+    "resnet56-zero": resnet("ResNet-56, shifts zero", False),
+    "resnet56-kept": resnet("ResNet-56, shifts kept", True),
+    "mobilenet_v2": Network(
+        f"MobileNetV2, {SIZE} x {SIZE}, shifts kept",
+        lambda _: peers.prepared("mobilenet_v2", True, SIZE)[0], (1, 16),
+        lambda batch, g: peers.drawn("mobilenet_v2", batch, SIZE, g),
+    ),
+    "encoder": Network(
+        f"MiniLM-sized encoder, {TOKENS} tokens", hidden, (8, 1),
+        lambda batch, g: torch.randint(0, WORDS, (batch, TOKENS), generator=g),
+    ),
+}  # fmt: skip
+
+
+@torch.no_grad()
+def filled(model: nn.Module, generator: torch.Generator) -> nn.Module:
+    """A copy without zeros: random values as large as the other ones of a tensor in their place."""
+    model = deepcopy(model)
+    for values in model.parameters():
+        gone = values == 0
+        size = values[~gone].square().mean().sqrt()
+        values[gone] = torch.randn(int(gone.sum()), generator=generator) * size
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A contender. seconds: that making it took. difference: relative to the largest output."""
+
+    call: Call | None
+    seconds: float = nan
+    failure: str = ""
+    timing: Timing | None = None
+    difference: float = nan
+
+
+def compiled(model: nn.Module, x: Tensor) -> Row:
+    """By torch.compile, for these sizes and threads; seconds: with its first call, no caches."""
+    found = contenders.compiled(contenders.Contender.of("", model), ((x,), {}))
+    call = None if found.failure else lambda: found.module(x)
+    return Row(call, found.made or nan, found.failure)
+
+
+def exported(model: nn.Module, x: Tensor, threads: int, path: Path) -> Row:
+    """In ONNX Runtime, with all optimizations (its default); seconds: export, making a session."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    # Its threads spin within a call, as usual, but not on into the next contender's.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+
+    def session() -> onnxruntime.InferenceSession:
+        torch.onnx.export(model, (x,), path, dynamo=True, verbose=False)
+        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the exporter warns of its own calls
+            made, seconds = contenders.timed(session)
+        feed = {made.get_inputs()[0].name: x.numpy()}
+        made.run(None, feed)
+    except Exception as error:  # it may raise anything, and then that is its result
+        return Row(None, failure=contenders.reason(error))
+    return Row(lambda: torch.from_numpy(made.run(None, feed)[0]), seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """All contenders in one setting; made: what optimize() says; error: of analytic answers."""
+
+    network: str
+    batch: int
+    threads: int
+    rows: Mapping[str, Row]
+    made: Provenance
+    error: Error
+
+    def __str__(self) -> str:
+        return f"{self.network}, batch {self.batch}, {thread_words(self.threads)}"
+
+    def speed(self, who: str, beside: str = OPTIMIZED) -> float:
+        """How many times as fast `beside` is: the ratio of the medians; NaN where one fails."""
+        ours, theirs = (self.rows[name].timing for name in (who, beside))
+        return ours.median / theirs.median if ours and theirs else nan
+
+    def beats(self, who: str) -> bool:
+        """Whether a contender is faster than the optimized network, in the digits shown."""
+        return round(self.speed(who), 2) < 1
+
+
+def analytic(model: nn.Module, x: Tensor, threads: int, path: Path) -> Error:
+    """The error of the cost model's analytic answers, over what optimize() measured into the file:
+    its forms are made once more, with a cost model that times nothing."""
+    costs = Costs.open(path, threads=threads, measure=False)
+    program = reduced(given(model, (x,), {}, None), TABLE)[0]
+    for _ in forms(
+        program, Asker(costs, ExampleSizes.of(program.graph, [x])), TABLE, lambda words: None
+    ):
+        pass
+    return costs.error()
+
+
+def contending(
+    model: nn.Module, dense: nn.Module, x: Tensor, threads: int, folder: Path
+) -> tuple[dict[str, Row], demask.Demasked]:
+    """Every contender, and what optimize() made; each optimize() measures anew."""
+    makes = (
+        lambda: demask.optimize(dense, (x,), threads=threads, cache=folder / "dense.json"),
+        lambda: demask.demask(model, (x,)),
+        lambda: demask.optimize(model, (x,), threads=threads, cache=folder / COSTS),
+    )
+    results = [contenders.timed(make) for make in makes]
+    found = {MASKED: Row(lambda: model(x))}
+    for who, (made, seconds) in zip((DENSE, DEMASKED, OPTIMIZED), results, strict=True):
+        found[who] = Row(lambda made=made: made(x), seconds)
+    (slim, _), (fast, _) = results[1:]
+    torch.compiler.reset()  # what was compiled for other threads and sizes
+    found |= {who: compiled(m, x) for who, m in zip(COMPILED, (model, slim), strict=True)}
+    for who, m in zip(RUNTIME, (model, slim), strict=True):
+        found[who] = exported(m, x, threads, folder / f"{who}.onnx")
+    return found, fast
+
+
+def timed(calls: Mapping[str, Call], pairs: int, seconds: float) -> dict[str, Timing]:
+    """Torch's contenders in turns, then ONNX Runtime's, then torch's again, a few rounds at a time:
+    an idle thread of the one pool spins on the core that the other needs, hence the pause too."""
+    pools = [{w: c for w, c in calls.items() if (w in RUNTIME) == other} for other in (False, True)]
+    taken: dict[str, list[float]] = defaultdict(list)
+    starts = range(0, pairs, BLOCK)
+    most = seconds / len(starts) / len(pools)
+    for start, pool in product(starts, filter(None, pools)):
+        time.sleep(PAUSE)
+        for who, part in sampled(pool, min(BLOCK, pairs - start), WARMUP, seconds=most).items():
+            taken[who] += part
+    return {who: Timing.of(part) for who, part in taken.items()}
+
+
+@torch.no_grad()
+def measured(network: Network, batch: int, threads: int, pairs: int, seconds: float) -> Setting:
+    """One setting."""
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    model = network.make(generator)
+    dense, x = filled(model, generator), network.inputs(batch, generator)
+    with TemporaryDirectory() as folder:
+        made, fast = contending(model, dense, x, threads, Path(folder))
+        error = analytic(model, x, threads, Path(folder, COSTS))
+        calls = {who: row.call for who, row in made.items() if row.call is not None}
+        expected = {who: (dense if who == DENSE else model)(x) for who in calls}
+        gaps = {who: contenders.difference(expected[who], call()) for who, call in calls.items()}
+        timings = timed(calls, pairs, seconds)
+    for who, timing in timings.items():  # without the calls, which hold networks
+        made[who] = replace(made[who], call=None, timing=timing, difference=gaps[who])
+    return Setting(network.title, batch, threads, made, fast.demasked, error)
+
+
+def rows(
+    names: Sequence[str], threads: Sequence[int], pairs: int, seconds: float, bar: Progress
+) -> Iterator[Setting]:
+    """Every network at every batch size and number of threads."""
+    chosen = [NETWORKS[name] for name in names]
+    tasks = [(one, batch, t) for one in chosen for batch in one.batches for t in threads]
+    step = bar.add_task("", total=len(tasks))
+    contenders.set_up_compiler()
+    for network, batch, count in tasks:
+        bar.update(step, description=f"{network.title}, batch {batch}, {thread_words(count)}")
+        found = measured(network, batch, count, pairs, seconds)
+        bar.console.log(*cells(found), sep="; ")
+        bar.advance(step)
+        yield found
+
+
+def number(value: float, form: str = ".2f") -> str:
+    return "–" if isnan(value) else format(value, form)
+
+
+def cells(found: Setting) -> list[str]:
+    """The setting in one line: what optimize() gains beside each other contender, and decided."""
+    speeds = {who: number(found.speed(who)) for who in RIVALS}
+    first, *others = found.made.decisions
+    kept = found.made.speed.least < ALLOWED
+    layers = [d.seconds[d.chosen] for d in others if PLAIN in d.seconds]
+    return [
+        found.network, str(found.batch), str(found.threads),
+        *(f"**{speed}**" if found.beats(who) else speed for who, speed in speeds.items()),
+        f"as given: {first.chosen} may be slower" if kept else first.chosen,
+        f"{found.rows[OPTIMIZED].seconds:.1f}",
+        f"{number(found.error.median)} / {number(found.error.high)} of {found.error.count}",
+        f"{1e3 * sum(layers):.1f}" if layers else "–", f"{1e3 * first.seconds[first.chosen]:.1f}",
+    ]  # fmt: skip
+
+
+HEAD = ["network", "batch", "threads", *(f"/ {who}" for who in RIVALS), "chosen", "optimize(), s",
+        "analytic error", "its layers, ms", "whole, ms"]  # fmt: skip
+TIMES = ["batch", "threads", "contender", "ms", "speed", "difference", "made in, s", ""]
+
+
+def lines(found: Setting) -> Iterator[list[str]]:
+    """A line per contender."""
+    for who, row in found.rows.items():
+        failure = f"fails: {row.failure.replace('|', '/')}"
+        yield [
+            str(found.batch), str(found.threads), who,
+            spread(row.timing) if row.timing else failure, number(found.speed(MASKED, who)),
+            number(row.difference, ".0e"), number(row.seconds, ".1f"),
+            "**faster than optimized**" if found.beats(who) else "",
+        ]  # fmt: skip
+
+
+def losses(found: Sequence[Setting]) -> str:
+    """Per contender, the settings in which it was faster than what optimize() made, or failed."""
+    parts = []
+    for who in RIVALS:
+        lost = [f"{s} ({1 / s.speed(who):.2f} times as fast)" for s in found if s.beats(who)]
+        failed = [str(s) for s in found if not s.rows[who].timing]
+        words = f"**{len(lost)} of {len(found)}**: {'; '.join(lost)}" if lost else "none"
+        fails = f" It fails in {len(failed)}: {'; '.join(failed)}." if failed else ""
+        parts.append(f"- {who}: faster than optimized in {words}.{fails}")
+    kept = sum(s.made.speed.least < ALLOWED for s in found)
+    return "\n".join([*parts, f"- optimize() gave the network back as given in {kept}."])
+
+
+INTRO = """# What optimize gains, beside torch.compile and ONNX Runtime
+
+Made by `python -m benchmarks run optimize`. {words} {versions}.
+
+Half of each convolution's output channels are masked, or half of the heads and units of each layer,
+drawn anew for each layer. ResNet-56 is trained and sees real images, the others are random. Shifts
+*kept*: masked channels are constants; *zero*: they are 0. All is made for the very batch and
+threads, in float32.
+
+*Dense, optimized*: optimize() of the same network with random values in place of zeros: what
+optimized gains beside it, removal gives. *Compiled*: torch.compile, fullgraph, not dynamic. *ONNX
+Runtime*: `torch.onnx.export(dynamo=True)`, on the CPU. *ms*: median (10 %–90 % quantile) of {calls}
+calls in turns in one process, {block} rounds of torch's contenders, then of ONNX Runtime's, whose
+threads are others, and so on. *Speed*: times as fast as masked. *Difference*: from masked (dense:
+from dense as given), relative to the largest output. *Made in*: with export, or the first call of
+what is compiled; nothing is cached.
+
+## Where something was faster than optimized, of {count} settings
+
+{losses}"""
+CHOSEN = """## What optimize chose
+
+*/ x*: how many times as fast as x the optimized network is; **bold** where x is faster.
+*Analytic error*: |log(analytic / measured)| of the cost model, median / 90 % quantile, over what
+optimize() measured. *Its layers*: the sum of what the layers of the chosen form took, each timed
+alone (joins and the rest are not in it); *whole*: what the network took in that form."""
+
+
+def page(found: Sequence[Setting], words: str) -> str:
+    """The results as markdown, a pair of tables per network."""
+    calls = count_words(row.timing for s in found for row in s.rows.values() if row.timing)
+    parts = [INTRO.format(
+        words=words, versions=", ".join(f"{name} {version(name)}" for name in PACKAGES),
+        calls=calls, block=BLOCK, count=len(found), losses=losses(found),
+    )]  # fmt: skip
+    parts += [CHOSEN, markdown(HEAD, [cells(s) for s in found])]
+    for title in dict.fromkeys(s.network for s in found):
+        part = [line for s in found if s.network == title for line in lines(s)]
+        parts += [f"## {title}", markdown(TIMES, part)]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    command(__doc__, rows, HEAD, cells, page, RESULTS / "optimize.md", 120.0, tuple(NETWORKS))
+
+
+if __name__ == "__main__":
+    main()

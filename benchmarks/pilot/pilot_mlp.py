@@ -1,0 +1,264 @@
+"""One vector through perceptrons on Fashion-MNIST, and through a feed-forward block: certificates,
+columns, dense.
+
+Contenders take turns in one process, another input at every call: torch, ONNX Runtime (float32, and
+its dynamic int8 as a peer that changes outputs), demask's own dense kernel, columns of zero inputs
+skipped, rows proved zero skipped (8 bits; 4 bits first). "hot": calls follow one another;
+"flushed": 96 MB are read before each call, by one thread, whose core is that of the call (torch's
+second thread would spin on the other core while contenders start). Before anything is timed, logits
+and hidden values of all test images are compared bit for bit with the own dense kernel, classes
+with torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import random
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from onnxruntime.quantization import quantize_dynamic
+from rich.progress import Progress
+from torch import Tensor, nn
+
+from benchmarks.common.catalog import DEV, Benchmark
+from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.common.turns import settle
+from benchmarks.pilot.trained_networks import (
+    DATA,
+    SPECS,
+    TRANSFORMER,
+    Bytes,
+    documents,
+    images,
+    network,
+)
+from demask.machine.allocator import fix_allocator
+from demask.ops import TABLE
+from demask.pilot.chains.exact_conditions import Certified, Columns, chained, unconditioned
+
+BENCHMARK = Benchmark(
+    "one vector through perceptrons: certificates, columns, dense", "not timed",
+    ("pilot_mlp.md",), needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"),
+    quick=None,
+)  # fmt: skip
+
+FLUSHED = 96 * 2**20  # bytes
+CALLS, SKIPPED = 30, 3  # of one contender in a round, and how many of them are not counted
+DRAWS = 1000
+EXACT = ("own dense", "columns", "certified", "certified, 2 levels")
+MODES = (
+    (Columns(), ("dense",)), (Columns(), ("dense", "columns")),
+    (Certified(), ("dense", "columns", "certified")),
+    (Certified(levels=2), ("dense", "columns", "two")),
+)  # fmt: skip
+DENSE = ("torch", "ONNX Runtime", "own dense")  # what a gain is over: the fastest of them
+INPUTS = 256  # that take turns
+
+Call = Callable[[Tensor], Tensor]
+
+
+def runtime(model: nn.Module, x: Tensor, threads: int, narrow: bool) -> Call:
+    """A network in ONNX Runtime, its threads spinning within a call alone."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 3
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "network.onnx"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the exporter warns of its own calls
+            torch.onnx.export(model, (x,), str(path), dynamo=True, verbose=False)
+        if narrow:
+            whole = onnx.load(path)
+            del whole.graph.value_info[:]  # shapes that the quantizer's own moves make wrong
+            path = Path(folder) / "narrow.onnx"
+            quantize_dynamic(whole, path)
+        session = onnxruntime.InferenceSession(
+            str(path), options, providers=["CPUExecutionProvider"]
+        )
+    name = session.get_inputs()[0].name
+    return lambda given: torch.from_numpy(session.run(None, {name: given.numpy()})[0])
+
+
+def contenders(model: nn.Module, inputs: Sequence[Tensor], threads: int) -> dict[str, Call]:
+    """By name, what runs the network. Modes are chosen on 16 of the inputs."""
+    sample = (torch.cat(list(inputs[:16])),) if inputs[0].ndim == 2 else (inputs[0],)
+    found: dict[str, Call] = {
+        "torch": model,
+        "ONNX Runtime": runtime(model, inputs[0], threads, False),
+        "ONNX Runtime, int8": runtime(model, inputs[0], threads, True),
+        "own dense": unconditioned(model, sample),
+    }
+    for condition in (Columns(), Certified(), Certified(levels=2)):
+        levels = getattr(condition, "levels", 1)
+        name = condition.name if levels == 1 else f"{condition.name}, {levels} levels"
+        made = condition.applied(model, sample, None, None, TABLE)
+        found[name] = made
+        print(f"  {name}:", "; ".join(map(str, made.conditioned.decisions)), flush=True)
+    return found
+
+
+@dataclass(slots=True)
+class Checked:
+    """Over all inputs: how many had other bits than the own dense kernel (than torch, where nothing
+    pays and the network stays as it was), in any hidden value or output, and how many another class
+    than torch, by contender."""
+
+    inputs: int = 0
+    bits: dict[str, int] = field(default_factory=dict)
+    classes: dict[str, int] = field(default_factory=dict)
+
+
+def checked(model: nn.Sequential, found: dict[str, Call], inputs: Sequence[Tensor]) -> Checked:
+    """Compare on all inputs. Hidden values are those of the network cut behind each ReLU, whether
+    or not skipping pays there."""
+    parts: list[dict[str, Call]] = [{name: found[name] for name in EXACT}]
+    sample = (torch.cat(list(inputs[:16])),) if inputs[0].ndim == 2 else (inputs[0],)
+    for k, layer in enumerate(list(model)[:-1]):
+        if isinstance(layer, nn.ReLU):
+            cut = model[: k + 1]
+            made = (
+                chained(cut, sample, None, kind, modes, TABLE, always=True) for kind, modes in MODES
+            )
+            parts.append(dict(zip(EXACT, made, strict=True)))
+    result = Checked(len(inputs), dict.fromkeys(EXACT[1:], 0), dict.fromkeys(found, 0))
+    for x in inputs:
+        dense, plain = [part["own dense"](x) for part in parts], model(x)
+        for name in EXACT[1:]:
+            made = [part[name](x) for part in parts]
+            expected = [plain, *dense[1:]] if as_it_was(found[name]) else dense
+            result.bits[name] += not all(map(_same, made, expected))
+        classes = {name: int(call(x).flatten().argmax()) for name, call in found.items()}
+        for name, one in classes.items():
+            result.classes[name] += one != classes["torch"]
+    return result
+
+
+def as_it_was(made: Any) -> bool:
+    """Whether nothing pays in a network, which so has torch's own bits."""
+    return all(one.what == "as it was" for one in made.conditioned.decisions)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+
+
+def rounds(
+    found: dict[str, Call], inputs: Sequence[Tensor], count: int, flushed: bool, bar: Progress
+) -> dict[str, list[float]]:
+    """Median seconds of a call, per contender and round."""
+    taken: dict[str, list[float]] = {name: [] for name in found}
+    flush, turn = np.ones(FLUSHED // 8), cycle(inputs)
+    task = bar.add_task("flushed" if flushed else "hot", total=count * len(found))
+    names = list(found)
+    for number in range(count):
+        for name in names if number % 2 else names[::-1]:
+            call, seconds = found[name], []
+            settle()
+            for _ in range(CALLS):
+                x = next(turn)
+                if flushed:
+                    flush.sum()
+                start = perf_counter()
+                call(x)
+                seconds.append(perf_counter() - start)
+            taken[name].append(median(seconds[SKIPPED:]))
+            bar.advance(task)
+    return taken
+
+
+def interval(above: Sequence[float], below: Sequence[float]) -> tuple[float, float, float]:
+    """The ratio of medians and its 95 % interval, by bootstrap over rounds (Efron 1979)."""
+    draw, both, ratios = random.Random(0), list(zip(above, below, strict=True)), []
+    for _ in range(DRAWS):
+        drawn = draw.choices(both, k=len(both))
+        ratios.append(median(a for a, _ in drawn) / median(b for _, b in drawn))
+    ratios.sort()
+    return median(above) / median(below), ratios[int(0.025 * DRAWS)], ratios[int(0.975 * DRAWS)]
+
+
+def lines(
+    name: str, threads: int, regime: str, taken: dict[str, list[float]], result: Checked
+) -> Iterator[list[str]]:
+    """A line of the table for each contender."""
+    fastest = min(DENSE, key=lambda one: median(taken[one]))
+    for one, seconds in taken.items():
+        gain = interval(taken[fastest], seconds)
+        over = interval(taken["columns"], seconds)
+        yield [
+            name, str(threads), regime, one, f"{median(seconds) * 1e3:.3f}",
+            f"{gain[0]:.2f} ({gain[1]:.2f} to {gain[2]:.2f}) over {fastest}",
+            f"{over[0]:.2f} ({over[1]:.2f} to {over[2]:.2f})" if one.startswith("cert") else "",
+            str(result.bits.get(one, "")), str(result.classes[one]),
+        ]  # fmt: skip
+
+
+HEAD = [
+    "network", "threads", "caches", "contender", "ms", "times faster than the fastest dense one",
+    "times faster than columns", "inputs with other bits", "with another class than torch",
+]  # fmt: skip
+
+
+@torch.no_grad()
+def setting(name: str, cache: Path, data: Path) -> tuple[nn.Sequential, list[Tensor]]:
+    """A network and its inputs, one by one: test images, or what a block's norm gives its
+    feed-forward part at each place of a text."""
+    model = network(name, cache, data)
+    if name == TRANSFORMER:
+        assert isinstance(model, Bytes)
+        block, found = model.blocks[1], []
+        hook = block.ffn.register_forward_pre_hook(lambda m, args: found.append(args[0]))  # type: ignore[union-attr]
+        text = documents()
+        model(text[: 64 * (len(text) // 64)].view(-1, 64)[:48])
+        hook.remove()
+        return block.ffn, [x.view(1, 1, -1) for x in found[0].flatten(0, 1)]  # type: ignore[return-value]
+    x, _ = images("test", data, SPECS[name].standard)
+    return model, [one[None] for one in x]  # type: ignore[return-value]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cache", type=Path, required=True, help="folder of trained networks")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of Fashion-MNIST")
+    parser.add_argument("--networks", nargs="+", default=[*SPECS, TRANSFORMER])
+    parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--images", type=int, default=10_000, help="that are compared")
+    parser.add_argument("--output", type=Path, default=RESULTS / "pilot_mlp.md")
+    asked = parser.parse_args()
+    allocator, before = fix_allocator(), load()
+    table: list[list[str]] = []
+    with Progress(transient=True) as bar, torch.no_grad():
+        for name in asked.networks:
+            model, inputs = setting(name, asked.cache, asked.data)
+            result = None
+            for threads in asked.threads:
+                torch.set_num_threads(threads)
+                found = contenders(model, inputs, threads)
+                result = result or checked(model, found, inputs[: asked.images])
+                print(f"{name}: {result}", flush=True)
+                for regime in ("hot", "flushed"):
+                    taken = rounds(found, inputs[:INPUTS], asked.rounds, regime == "flushed", bar)
+                    table += lines(name, threads, regime, taken, result)
+                    print(markdown(HEAD, table[-len(found) :]), flush=True)
+    words = f"{datetime.date.today().isoformat()}. {machine()}; {allocator}. Load before and "
+    words += f"after: {before}, {load()}. {asked.rounds} rounds of {CALLS} calls, {asked.images} "
+    words += "inputs compared at most; intervals of 95 % by bootstrap over rounds."
+    asked.output.parent.mkdir(exist_ok=True)
+    asked.output.write_text(f"# One vector\n\n{words}\n\n{markdown(HEAD, table)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""Pages of which most is paper, restored where something is on them, against the whole page:
+`python -m benchmarks run pilot_regions`.
+
+The network has the size and the blocks of TAEF2's decoder behind three strided convolutions, and
+its result is added to the page. Its weights are random: what it makes is no better than the page,
+but it takes the time and has the halo of such networks, and every layer counts in what is compared.
+Contenders take turns in one process, page by page, in alternating order, with memory kept by the
+allocator. Writes benchmarks/results/pilot_regions.md and a picture of one page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import onnxruntime
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw
+from rich.console import Console
+from torch import Tensor, nn
+
+import demask
+import networks
+from benchmarks.common import turns
+from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
+from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.pilot.pilot_pages import page
+from demask.machine.allocator import fix_allocator
+from demask.ops import TABLE
+from demask.pilot.conditions.regions import InRegions, Missed, Regions
+from demask.traverse import tile
+from traverse_networks import SEED, Block, conv
+
+BENCHMARK = Benchmark(
+    "mostly empty pages: regions against the whole page", "not timed",
+    ("pilot_regions.md", "pilot_regions.png"), needs=(DEV, SHARED_DATA), quick=None,
+)  # fmt: skip
+
+SIZE, PAGES, THREADS, TILE, GROW = 2048, 8, 2, 64, 8
+TOLERANCE = 8 / 255  # a difference that matters, of values from 0 to 1
+SAMPLE = 256  # pixels a side of the part of a page that the last layer is scaled with
+MEMORY = "512MiB"
+WHOLE = ("torch, NCHW", "torch, channels_last", f"demask.traverse, {MEMORY}", "ONNX Runtime")
+ULP = 2.0**-23
+
+
+class Restorer(nn.Module):
+    """Pages (n, 3, h, w) -> pages, h and w multiples of 8: what is not white to an eighth by
+    strided convolutions, back by the blocks of TAEF2's decoder without its norms, added to the
+    page. Beside the page stands white, as convolutions pad it."""
+
+    def __init__(self, width: int = 64):
+        super().__init__()
+        layers: list[nn.Module] = []
+        for inner in (3, width, width):
+            layers += [nn.Conv2d(inner, width, 3, 2, 1), nn.ReLU()]
+        for k, blocks in enumerate((3, 3, 3, 1)):
+            if k:
+                layers += [nn.Upsample(scale_factor=2), conv(width, width, bias=False)]
+            layers += [Block(width, pooled=False) for _ in range(blocks)]
+        self.layers = nn.Sequential(*layers, conv(width, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(1 - x)
+
+
+@torch.no_grad()
+def restorer() -> nn.Module:
+    """The network with random weights and small biases; what it adds to a page of noise is scaled
+    to a twentieth of the range of values."""
+    generator = torch.Generator().manual_seed(SEED)
+    model = networks.randomised(Restorer(), generator, gain=2.0)
+    convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+    for layer in convolutions:
+        if layer.bias is not None:
+            layer.bias.mul_(0.1)
+    noise = torch.rand(1, 3, SAMPLE, SAMPLE, generator=generator)
+    convolutions[-1].weight.mul_(0.05 / (model(noise) - noise).std())
+    return model.eval()
+
+
+def page_itself(x: Tensor) -> Tensor:
+    return x
+
+
+CONDITIONS: Mapping[str, tuple[Regions, Any]] = {
+    "regions by contrast": (Regions(0.1, tile=TILE, grow=GROW, fill=page_itself), None),
+    "regions by downsample:8": (
+        Regions(0.1, tile=TILE, grow=GROW, fill=page_itself), "downsample:8:area",
+    ),
+    "downsample:8, filled in": (
+        Regions(0.05, tile=TILE, grow=GROW, fill="pilot"), "downsample:8:area",
+    ),
+}  # fmt: skip
+
+
+# --- contenders ---------------------------------------------------------------------------------
+
+Call = Callable[[Tensor], Tensor]
+
+
+def contenders(model: nn.Module, x: Tensor, names: Sequence[str], folder: str) -> dict[str, Call]:
+    """How each of those named makes a page, and `conditions` of ours."""
+    found: dict[str, Call] = {}
+    for name in names:
+        if name == WHOLE[0]:
+            found[name] = model
+        elif name == WHOLE[1]:
+            last: Any = restorer()
+            last = last.to(memory_format=torch.channels_last)
+            found[name] = lambda x, m=last: m(x.contiguous(memory_format=torch.channels_last))
+        elif name == WHOLE[2]:
+            found[name] = tile(model, (x,), memory=MEMORY)
+        else:
+            found[name] = in_runtime(model, x, Path(folder, "restorer.onnx"))
+    return found
+
+
+def in_runtime(model: nn.Module, x: Tensor, path: Path) -> Call:
+    demask.to_onnx(model, path, (x,))
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    (given,) = session.get_inputs()
+    return lambda x: torch.from_numpy(session.run(None, {given.name: x.numpy()})[0])
+
+
+# --- one page -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Row:
+    """One page. seconds: of a call, by contender. ran: what ours said of their call. apart: the
+    largest difference within what was run from the reference, and the share of equal values;
+    missed: what was left out."""
+
+    seed: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    ran: dict[str, str] = field(default_factory=dict)
+    selected: dict[str, float] = field(default_factory=dict)
+    work: dict[str, float] = field(default_factory=dict)
+    apart: dict[str, tuple[float, float]] = field(default_factory=dict)
+    missed: dict[str, Missed] = field(default_factory=dict)
+
+    def gain(self, who: str) -> float:
+        """How many times as fast as the fastest contender that runs the whole page."""
+        whole = [self.seconds[name] for name in self.seconds if name in WHOLE]
+        return min(whole) / self.seconds[who] if whole else float("nan")
+
+
+@torch.no_grad()
+def measured(
+    seed: int, x: Tensor, whole: Mapping[str, Call], ours: Mapping[str, InRegions], reference: Call
+) -> Row:
+    """A turn of each contender on a page, and what ours made compared with the whole page."""
+    row = Row(seed)
+    every: list[tuple[str, Call]] = [*whole.items(), *ours.items()]
+    made: dict[str, Tensor] = {}
+    for name, call in every[:: -1 if seed % 2 else 1]:
+        turns.settle()
+        start = perf_counter()
+        y = call(x)
+        row.seconds[name] = perf_counter() - start
+        if name in ours:
+            made[name] = y
+    full = reference(x)
+    for name, module in ours.items():
+        ran = module.last.images[0]
+        row.ran[name], row.selected[name], row.work[name] = str(ran), ran.selected, ran.work
+        where = module.last.where
+        gap = (made[name] - full).abs().movedim(1, -1)[where]
+        equal = float((gap == 0).double().mean()) if gap.numel() else 1.0
+        row.apart[name] = (float(gap.max()) if gap.numel() else 0.0, equal)
+        row.missed[name] = Regions.missed(full, module.filled(x), where, TOLERANCE)
+    return row
+
+
+# --- the picture --------------------------------------------------------------------------------
+
+
+def picture(x: Tensor, module: InRegions, path: Path, side: int = 640) -> None:
+    """A page with the rectangles that were run, in colour; what was not is pale."""
+    (ran,) = module.last.images
+    size = x.shape[-1]
+    pale = torch.where(ran.where, x[0], 0.35 * x[0] + 0.5)
+    small = F.interpolate(pale[None], (side, side), mode="area")[0]
+    sheet = Image.fromarray((small.clamp(0, 1) * 255).byte().permute(1, 2, 0).contiguous().numpy())
+    pen = ImageDraw.Draw(sheet)
+    for top, bottom, left, right in ran.places:
+        corners = [k * side // size for k in (left, top, right, bottom)]
+        pen.rectangle([corners[0], corners[1], corners[2] - 1, corners[3] - 1], outline="#ff3b30",
+                      width=2)  # fmt: skip
+    sheet.quantize(128).save(path, optimize=True)
+
+
+# --- the page of results ------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Median (least-largest) over pages.
+
+    >>> spread([1.0, 3.0, 2.0])
+    '2.00 (1.00–3.00)'
+    """
+    if not values:
+        return ""
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def times(rows: Sequence[Row]) -> Iterator[list[str]]:
+    for name in rows[0].seconds:
+        seconds = [row.seconds[name] for row in rows]
+        gain = [row.gain(name) for row in rows]
+        work = [row.work[name] for row in rows if name in row.work]
+        yield [name, spread(seconds), spread(gain), spread(work, 3) or "1"]
+
+
+def quality(rows: Sequence[Row]) -> Iterator[list[str]]:
+    for name in rows[0].missed:
+        apart = max(row.apart[name][0] for row in rows)
+        equal = [row.apart[name][1] for row in rows]
+        missed = [row.missed[name] for row in rows]
+        yield [
+            name, f"{apart:.1e}", spread(equal, 4),
+            spread([100 * one.matters for one in missed]),
+            spread([100 * one.missed for one in missed]),
+            spread([100 * one.recall for one in missed]),
+            f"{max(one.worst for one in missed):.3f}",
+        ]  # fmt: skip
+
+
+def pages(rows: Sequence[Row]) -> Iterator[list[str]]:
+    for row in rows:
+        for name, words in row.ran.items():
+            yield [str(row.seed), name, words, f"{row.seconds[name]:.2f}", f"{row.gain(name):.2f}"]
+
+
+def report(rows: Sequence[Row], words: str, size: int, picture: str, exact: str) -> str:
+    speed = markdown(["contender", "seconds", "times as fast as the fastest whole", "work"],
+                     list(times(rows)))  # fmt: skip
+    made = markdown(
+        ["condition", "largest difference where run", "share of values equal", "matters, %",
+         "missed, % of the page", "recall, %", "largest difference elsewhere"],
+        list(quality(rows)),
+    )  # fmt: skip
+    each = markdown(["page", "condition", "ran", "seconds", "times as fast"], list(pages(rows)))
+    return f"""# Pages restored where something is on them
+
+Made by `python -m benchmarks run pilot_regions`. {words}
+
+{len(rows)} pages of {size} x {size} pixels, seeds {rows[0].seed} to {rows[-1].seed}: text of this
+project's documents and a photograph, paper with noise and shade
+([pilot_pages.py](../pilot_pages.py)). The network has the size and the blocks of TAEF2's decoder,
+and random weights. Batch 1, float32. Numbers are medians (least–largest) over the pages; a turn is
+one call. *Work*: multiply-adds with halos over those of the whole page. {exact}
+
+*Matters*: the whole run and what stands in for it differ by more than 8/255 in some channel;
+*missed*: that part of it that was not run; *recall*: the share of it that was. *By contrast*: tiles
+whose input varies by more than 0.1 within 8 x 8 pixels; elsewhere the page itself. *By
+downsample:8*: tiles in which the answer of the network at an eighth of the resolution is more than
+0.1 from the page; elsewhere the page. *Filled in*: tiles in which that answer varies by more than
+0.05; elsewhere that answer.
+
+{speed}
+
+{made}
+
+![A page, and the rectangles that were run]({picture})
+
+{each}
+"""
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--pages", type=int, default=PAGES)
+    add("--size", type=int, default=SIZE, help="pixels a side, a multiple of 64")
+    add("--threads", type=int, default=THREADS)
+    add("--first", type=int, default=0, help="the seed of the first page")
+    add("--contenders", nargs="*", choices=WHOLE, default=list(WHOLE))
+    add("--output", type=Path, default=RESULTS / "pilot_regions.md")
+    return parser.parse_args()
+
+
+@torch.no_grad()
+def main() -> None:
+    asked, console = arguments(), Console(markup=False)
+    torch.set_num_threads(asked.threads)
+    allocator, before = fix_allocator(), load()
+    model = restorer()
+    x, _ = page(0, asked.size)
+    rows: list[Row] = []
+    with TemporaryDirectory() as folder:
+        whole = contenders(model, x, asked.contenders, folder)
+        ours = {name: condition.applied(model, (x,), None, pilot, TABLE)
+                for name, (condition, pilot) in CONDITIONS.items()}  # fmt: skip
+        reference = next(iter(ours.values())).whole
+        for call in (*whole.values(), *ours.values()):  # the first call of each is not timed
+            call(x)
+        asked.output.parent.mkdir(parents=True, exist_ok=True)
+        image = asked.output.with_name(asked.output.stem + ".png")
+        for seed in range(asked.first, asked.first + asked.pages):
+            x, _ = page(seed, asked.size)
+            rows.append(measured(seed, x, whole, ours, reference))
+            if seed == asked.first:
+                picture(x, next(iter(ours.values())), image)
+            told = "; ".join(f"{name} {n:.2f} s" for name, n in rows[-1].seconds.items())
+            console.print(f"page {seed}: {told}")
+            for name, ran in rows[-1].ran.items():
+                console.print(f"  {name}: {ran}; {rows[-1].apart[name]}; {rows[-1].missed[name]}")
+    words = (f"{datetime.date.today().isoformat()}. {machine()}; {asked.threads} threads; "
+             f"{allocator}. Load before and after: {before}, {load()}.")  # fmt: skip
+    exact = ("*Difference where run*: from the whole page in `demask.traverse`, whose kernels are "
+             "the same; torch and oneDNN choose them by size.")  # fmt: skip
+    asked.output.write_text(report(rows, words, asked.size, image.name, exact))
+
+
+if __name__ == "__main__":
+    main()

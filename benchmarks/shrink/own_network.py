@@ -1,0 +1,237 @@
+"""The user's own network back: what demask() and verify() take, and how fast the result is.
+
+    python -m benchmarks run own_network                     all three tables, about 20 minutes
+    python -m benchmarks run own_network --parts time speed  two of them
+
+time: seconds of demask() for networks of several sizes (YOLO where ultralytics is installed).
+memory: demask() and verify() of a LLaMA of 1.1 billion parameters in bfloat16; needs 12 GiB.
+speed: one image through the masked network, its own class back, and a graph, in turns.
+Writes benchmarks/results/own_network.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, fx, nn
+
+import demask
+import networks
+from benchmarks.common.catalog import DEV, Benchmark
+from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.common.turns import turn
+from benchmarks.traverse.traverse_memory import peaked
+from cifar import IMAGE, ResNet, masked
+from demask.graph.capture.capture import capture
+from demask.machine.allocator import fix_allocator
+
+BENCHMARK = Benchmark(
+    "results in the user's own class: seconds and memory of demask() and verify(), speed",
+    "about 20 minutes", ("own_network.md", "own_network.json"), needs=(DEV, "12 GiB of memory"),
+    quick="--parts speed --runs 3",
+)  # fmt: skip
+
+HEADS = {
+    "time": ["network", "parameters", "came back", "demask(), s", "of it torch.export, s"],
+    "memory": ["call", "seconds", "peak beyond the networks, GiB", "of the weights"],
+    "speed": ["network", "masked, ms", "own class, ms", "graph, ms"],
+}
+TITLES = {
+    "time": "Time of demask()",
+    "memory": "Memory: a LLaMA of 1.1 billion parameters in bfloat16",
+    "speed": "Batch 1, one thread",
+}
+CACHE = RESULTS / "own_network.json"
+
+
+def spread(values: list[float]) -> str:
+    """Median and the middle half."""
+    low, _, high = quantiles(values, n=4)
+    return f"{median(values):.2f} ({low:.2f}–{high:.2f})"
+
+
+def zeroed(*tensors: Tensor, share: float = 0.5) -> None:
+    """The first positions of these tensors become zero."""
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor[: int(len(tensor) * share)] = 0
+
+
+def perceptron() -> tuple[nn.Module, Tensor]:
+    """Three linear layers, 50,000 parameters."""
+    net = nn.Sequential(
+        nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 170), nn.ReLU(), nn.Linear(170, 10)
+    )
+    zeroed(net[0].weight, net[0].bias, net[2].weight, net[2].bias)
+    return net.eval(), torch.randn(2, 64)
+
+
+def residual(depth: int) -> tuple[nn.Module, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    net = masked(networks.randomised(ResNet(depth), generator), generator, shifts=False)
+    return net, torch.randn(2, *IMAGE)
+
+
+def classifier(name: str) -> tuple[nn.Module, Tensor]:
+    """Half of the channels inside of every block masked, so that its class can come back."""
+    net = networks.built(name, torch.Generator().manual_seed(0))
+    networks.mask_inside(net)
+    return net, torch.randn(2, 3, 224, 224)
+
+
+def detector(name: str) -> tuple[nn.Module, Tensor]:
+    from ultralytics.nn.tasks import DetectionModel  # type: ignore[import-not-found]
+
+    net = DetectionModel(name, verbose=False).eval()
+    for part in net.modules():
+        if type(part).__name__ == "Bottleneck":
+            zeroed(part.cv1.conv.weight, part.cv1.bn.weight, part.cv1.bn.bias)
+    return net, torch.rand(2, 3, 128, 160)
+
+
+NETWORKS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "linear layers": perceptron,
+    "ResNet-20": lambda: residual(20),
+    "ResNet-56": lambda: residual(56),
+    "ResNet-18": lambda: classifier("resnet18"),
+    "DenseNet-121": lambda: classifier("densenet121"),
+    "YOLOv8n": lambda: detector("yolov8n.yaml"),
+    "YOLO11n": lambda: detector("yolo11n.yaml"),
+}
+FAST = {"ResNet-18": "resnet18", "MobileNetV2": "mobilenet_v2", "GoogLeNet": "googlenet"}
+
+
+def time_rows(runs: int) -> Iterator[list[str]]:
+    torch.manual_seed(0)
+    contenders = {}
+    for name, make in NETWORKS.items():
+        try:
+            contenders[name] = make()
+        except ImportError:
+            yield [name, "", "not installed", "", ""]
+    for model, x in contenders.values():
+        demask.demask(model, (x,))  # a first call imports and compiles
+    whole: dict[str, list[float]] = {name: [] for name in contenders}
+    export: dict[str, list[float]] = {name: [] for name in contenders}
+    slim: dict[str, Any] = {}
+    for _ in track(range(runs), "demask()", transient=True):
+        for name, (model, x) in contenders.items():
+            start = perf_counter()
+            slim[name] = demask.demask(model, (x,))
+            middle = perf_counter()
+            capture(model, (x,))
+            whole[name].append(middle - start)
+            export[name].append(perf_counter() - middle)
+    for name, (model, _) in contenders.items():
+        record = slim[name].demasked
+        form = "own class" if type(slim[name]) is type(model) else "graph"
+        yield [name, f"{record.before.parameters:,} → {record.after.parameters:,}", form,
+               spread(whole[name]), f"{median(export[name]):.2f}"]  # fmt: skip
+
+
+def memory_rows(runs: int) -> Iterator[list[str]]:
+    networks.torchvision()  # which transformers looks for
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
+        num_key_value_heads=4, vocab_size=32000, max_position_embeddings=2048,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    for layer in model.model.layers:
+        zeroed(layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight)
+        with torch.no_grad():  # half of the head groups, which read as many of the heads
+            layer.self_attn.o_proj.weight[:, :1024] = 0
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    tokens = torch.randint(0, 32000, (2, 16))
+    calls = {
+        'demask(modules="auto")': lambda: demask.demask(model, (tokens,), modules="auto"),
+        "verify()": lambda: demask.verify(model, slim, (tokens,)),
+        "the model itself": lambda: model(tokens),
+    }
+    slim: Any = None
+    for name, call in calls.items():
+        with torch.no_grad():
+            result, peak, seconds = peaked(call)
+        if slim is None:
+            slim = result
+            assert type(slim) is type(model)
+        yield [name, f"{seconds:.1f}", f"{peak / 2**30:.2f}", f"{peak / weights:.2f} ×"]
+
+
+def speed_rows(runs: int) -> Iterator[list[str]]:
+    fix_allocator()
+    for name, key in FAST.items():
+        torch.manual_seed(0)
+        model, x = classifier(key)
+        one = x[:1]
+        contenders = {
+            "masked": model,
+            "class": demask.demask(model, (one,)),
+            "graph": demask.demask(model, (one,), result="graph"),
+        }
+        assert type(contenders["class"]) is type(model)
+        assert isinstance(contenders["graph"], fx.GraphModule)
+        taken: dict[str, list[float]] = {contender: [] for contender in contenders}
+        with torch.no_grad():
+            for _ in track(range(runs), name, transient=True):
+                for contender, network in contenders.items():
+                    taken[contender].append(turn(partial(network, one), 0.2) * 1000)
+        yield [name, *(spread(taken[contender]) for contender in contenders)]
+
+
+ROWS = {"time": time_rows, "memory": memory_rows, "speed": speed_rows}
+
+
+def page(found: dict[str, Any]) -> str:
+    """The page of the tables measured so far."""
+    text = (
+        "# The user's own network back\n\nMade by `python -m benchmarks run own_network`; that "
+        "script's docstring says what each table holds.\n"
+    )
+    for part in HEADS:
+        if part in found:
+            words, rows = found[part]["words"], found[part]["rows"]
+            text += f"\n## {TITLES[part]}\n\n{words}\n\n{markdown(HEADS[part], rows)}\n"
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=list(HEADS), default=list(HEADS))
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--output", type=Path, default=RESULTS / "own_network.md")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    found = json.loads(CACHE.read_text()) if CACHE.exists() else {}
+    for part in asked.parts:
+        before = load()
+        rows = list(ROWS[part](asked.runs))
+        today = datetime.date.today().isoformat()
+        words = f"{today}. {machine()}; 1 thread. Load before and after: {before}, {load()}."
+        if part != "memory":
+            words += f" Medians of {asked.runs} runs in turns, and the range of the middle half."
+        found[part] = {"words": words, "rows": rows}
+        CACHE.write_text(json.dumps(found, indent=1))
+        Console().print(markdown(HEADS[part], rows))
+    asked.output.write_text(page(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""demask and its peers on the same masks, in one run: `python -m benchmarks run peers`.
+
+Each network gets random weights and batch norm statistics (ResNet-56: trained ones, and it sees
+photographs), and half of each convolution's output channels are zeroed, drawn anew for each layer.
+Every contender starts from that same network: how it is called, and what it had to be told, is in
+`peers_called.CALLED`. The masked network is the reference of all errors and speeds. Writes
+benchmarks/results/peers.md and peers.svg.
+
+Needs the `bench` extra and torchvision (`make bench` installs both).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import cifar
+import networks
+from benchmarks.common.catalog import BENCH, SHARED_DATA, Benchmark
+from benchmarks.common.tables import RESULTS, load, machine, markdown, spread
+from benchmarks.shrink.peers_called import (
+    CALLED,
+    DEMASK,
+    FOLDED,
+    MASK,
+    MASKED,
+    OPENVINO,
+    OWN,
+    PLAIN,
+    PRUNED,
+    SIMPLIFY,
+    TORCH,
+    WRONG,
+    Outcome,
+    outcomes,
+    relative,
+)
+from benchmarks.shrink.peers_picture import Point, picture
+from demask.machine.allocator import fix_allocator
+from demask.machine.timing import Timing, alternate
+
+BENCHMARK = Benchmark(
+    "demask, torch-pruning, torch-simplify and OpenVINO on the same masks: speed and error",
+    "at most 20 s a setting, and export", ("peers.md", "peers.svg"), needs=(BENCH, SHARED_DATA),
+    quick="--networks resnet18 --batches 1 --threads 1 --pairs 3 --seconds 3 --size 64",
+)  # fmt: skip
+
+NETWORKS = (
+    "resnet18", "resnet50", "mobilenet_v2", "shufflenet_v2_x1_0", "densenet121", "vgg11_bn",
+    "efficientnet_b0", "squeezenet1_1", "ResNet-56",
+)  # fmt: skip
+CIFAR = "ResNet-56"  # trained, on photographs of 32 x 32
+PACKAGES = ("torch-simplify", "torch-pruning", "openvino", "torchvision")
+
+
+def prepared(name: str, shifts: bool, size: int) -> tuple[nn.Module, Tensor]:
+    """The masked network, zeros in its weights and no hooks, with two images.
+
+    The layer that makes the outputs is not masked. shifts: masked channels keep their bias and
+    batch norm, so they are constants; else whatever a dead channel meets is zeroed as well.
+    """
+    generator = torch.Generator().manual_seed(0)
+    model = cifar.trained(56) if name == CIFAR else networks.built(name, generator)
+    networks.mask(getattr(model, "features", model), generator)
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d) and prune.is_pruned(layer):
+            prune.remove(layer, "weight")
+    images = drawn(name, 2, size, generator)
+    return model if shifts else shiftless(model, images), images
+
+
+def drawn(name: str, batch: int, size: int, generator: torch.Generator) -> Tensor:
+    """Images for a network: CIFAR's, or random ones."""
+    if name == CIFAR:
+        return cifar.images(batch)[0]
+    return torch.randn(batch, 3, size, size, generator=generator)
+
+
+@torch.no_grad()
+def shiftless(model: nn.Module, images: Tensor) -> nn.Module:
+    """The model, in place, with dead channels kept 0: their biases and batch norms are zeroed."""
+
+    def silence(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        dead = inputs[0].abs().amax((0, 2, 3)) == 0
+        for values in (norm.weight, norm.bias, norm.running_mean):
+            values[dead] = 0
+
+    hooks = []
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d) and layer.bias is not None:
+            layer.bias[layer.weight.flatten(1).abs().amax(1) == 0] = 0
+        if isinstance(layer, nn.BatchNorm2d):
+            hooks.append(layer.register_forward_pre_hook(silence))
+    model(images)
+    for hook in hooks:
+        hook.remove()
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One masked network and what all made of it.
+
+    rounding: the masked network's own error in float32. signal: how far its outputs on two images
+    lie apart. Both relative to the largest output, as errors are.
+    """
+
+    network: str
+    shifts: str
+    rounding: float
+    signal: float
+    outcomes: Mapping[str, Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The timings of one case in one setting; contenders that failed have none."""
+
+    case: Case
+    batch: int
+    threads: int
+    timings: Mapping[str, Timing]
+
+    def faster(self) -> list[str]:
+        """Contenders in torch that were faster than demask, which is a loss."""
+        medians = {who: self.timings[who].median for who in TORCH if who in self.timings}
+        own = medians.pop(DEMASK, 0.0)
+        return [who for who in medians if who != FOLDED and medians[who] < own]
+
+
+def case(name: str, shifts: str, size: int) -> Case:
+    """Everything made of one masked network."""
+    torch.set_num_threads(1)
+    model, images = prepared(name, shifts == "kept", size)
+    with torch.inference_mode():
+        expected = model(images)
+        exact = deepcopy(model).double()(images.double())
+    return Case(
+        name, shifts, relative(exact, expected), relative(expected, expected.flip(0)),
+        outcomes(model, images, expected),
+    )  # fmt: skip
+
+
+def timed(found: Case, images: Tensor, threads: int, pairs: int, seconds: float) -> Row:
+    """Torch's contenders in turns, then OpenVINO's: so that one pool of threads is at work."""
+    torch.set_num_threads(threads)
+    timings: dict[str, Timing] = {}
+    with torch.inference_mode():
+        for family in (TORCH, OPENVINO):
+            ready = {w: o.ready(images, threads) for w in family if (o := found.outcomes[w]).ready}
+            calls = {w: (lambda call=call: call(images)) for w, call in ready.items()}
+            timings |= alternate(calls, pairs, 2, seconds=seconds) if calls else {}
+    return Row(found, len(images), threads, timings)
+
+
+def rows(asked: argparse.Namespace, bar: Progress, skipped: dict[str, str]) -> Iterator[Row]:
+    """Every network, masked both ways, at every batch size and number of threads."""
+    tasks = [(name, shifts) for name in asked.networks for shifts in asked.shifts]
+    step = bar.add_task("", total=len(tasks) * len(asked.batches) * len(asked.threads))
+    for name, shifts in tasks:
+        bar.update(step, description=f"shrinking {name}, shifts {shifts}")
+        try:
+            found = case(name, shifts, asked.size)
+        except FileNotFoundError:
+            skipped[name] = "its weights or images are not in shared/data beside the project"
+            bar.advance(step, len(asked.batches) * len(asked.threads))
+            continue
+        part = []
+        for batch, threads in product(asked.batches, asked.threads):
+            bar.update(step, description=f"{name}, batch {batch}, {threads} threads")
+            images = drawn(name, batch, asked.size, torch.Generator().manual_seed(batch))
+            part.append(timed(found, images, threads, asked.pairs, asked.seconds))
+            bar.console.log(*summary(part[-1]))
+            bar.advance(step)
+        light = replace(
+            found, outcomes={w: replace(o, ready=None) for w, o in found.outcomes.items()}
+        )
+        yield from (replace(row, case=light) for row in part)  # gigabytes of networks go
+
+
+def summary(row: Row) -> list[str]:
+    """The row in short."""
+    setting = [row.case.network, row.case.shifts, str(row.batch), str(row.threads)]
+    return setting + [milliseconds(row, who, short=True) for who in TORCH + OPENVINO]
+
+
+def made(outcome: Outcome, given: Outcome) -> str:
+    """Numbers left of those given, error, seconds; or why there is nothing."""
+    if outcome.failure:
+        return "fails: " + outcome.failure.replace("|", "/")
+    error = f"**{outcome.error:.0e} wrong**" if outcome.wrong else f"{outcome.error:.0e}"
+    share = 100 * outcome.numbers / given.numbers
+    return f"{outcome.numbers / 1e6:.2f} M ({share:.0f} %), {error}, {outcome.seconds:.1f} s"
+
+
+def milliseconds(row: Row, who: str, *, short: bool = False) -> str:
+    """A cell of times: † where the result is wrong, – where there is none."""
+    if who not in row.timings:
+        return "–"
+    timing = row.timings[who]
+    words = f"{1e3 * timing.median:.1f}" if short else spread(timing)
+    return words + (" †" if row.case.outcomes[who].wrong else "")
+
+
+def results(cases: Iterable[Case]) -> list[list[str]]:
+    """Per network what each contender made."""
+    return [
+        [c.network, f"{c.outcomes[MASKED].numbers / 1e6:.2f} M", f"{c.rounding:.0e}",
+         f"{c.signal:.0e}", *(made(c.outcomes[who], c.outcomes[MASKED]) for who in TORCH[1:]),
+         *(made(c.outcomes[who], c.outcomes[PLAIN]) for who in OPENVINO)]
+        for c in cases
+    ]  # fmt: skip
+
+
+def times(found: Iterable[Row]) -> list[list[str]]:
+    """Per setting the times of each contender, and those that beat demask."""
+    return [
+        [r.case.network, str(r.batch), str(r.threads),
+         *(milliseconds(r, who) for who in TORCH + OPENVINO),
+         ", ".join(w + (" †" if r.case.outcomes[w].wrong else "") for w in r.faster())]
+        for r in found
+    ]  # fmt: skip
+
+
+MADE = ["network", "stored", "rounding", "signal", *TORCH[1:], *OPENVINO]
+SHORT = ["network", "shifts", "batch", "threads", *TORCH, *OPENVINO]
+TIMES = ["network", "batch", "threads", *TORCH, *OPENVINO, "faster than demask"]
+
+
+LEGEND = """In short, at the smallest batch and fewest threads: milliseconds, share of the stored
+numbers that is left, error relative to the largest output (bold or †: wrong)."""
+BRIEF = (DEMASK, SIMPLIFY, MASK)
+
+
+def readme(found: Sequence[Row], shifts: str = "kept") -> str:
+    """The short table: one row per network, the smallest batch and fewest threads of the run."""
+    head = ["network", "masked, ms", *BRIEF, "OpenVINO's Pruning"]
+    lines: dict[str, list[str]] = {}
+    for row in sorted(found, key=lambda r: (r.batch, r.threads)):
+        case = row.case
+        if case.shifts == shifts and case.network not in lines:
+            given = case.outcomes[MASKED]
+            cells = [brief(row, who, given) for who in BRIEF]
+            cells.append(brief(row, PRUNED, case.outcomes[PLAIN], timed=False))
+            lines[case.network] = [case.network, milliseconds(row, MASKED, short=True), *cells]
+    order = list(dict.fromkeys(row.case.network for row in found if row.case.network in lines))
+    return markdown(head, [lines[name] for name in order])
+
+
+def brief(row: Row, who: str, given: Outcome, *, timed: bool = True) -> str:
+    """Milliseconds, share of the numbers left, error."""
+    outcome = row.case.outcomes[who]
+    if outcome.failure:
+        return "fails"
+    share = f"{100 * outcome.numbers / given.numbers:.0f} %"
+    error = f"**{outcome.error:.0e}**" if outcome.wrong else f"{outcome.error:.0e}"
+    return ", ".join([*([milliseconds(row, who, short=True)] if timed else []), share, error])
+
+
+INTRO = """# demask and its peers, on the same masks
+
+Made by `python -m benchmarks run peers`. {words}
+
+Half of each convolution's output channels are zeroed, drawn anew for each layer. *Made*: numbers
+left (of those stored), the error of the outputs relative to the largest, in float32, and seconds to
+make it. **Wrong** or †: an error above {wrong:g}. *Rounding*: the masked network's own error in
+float32. *Signal*: how far its outputs on two images lie apart; an error that large means that
+nothing is left. Times: milliseconds, median (10 %–90 % quantile) of {calls} calls
+in turns in one process. OpenVINO is another runtime: compare its columns with each other.
+
+![Speed against error](peers.svg)"""
+
+
+def page(found: Sequence[Row], words: str, skipped: Mapping[str, str]) -> str:
+    """The results as markdown."""
+    counts = sorted({timing.count for row in found for timing in row.timings.values()})
+    calls = "–".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+    parts = [INTRO.format(words=words, wrong=WRONG, calls=calls)]
+    for shifts, title in (("kept", "are constants"), ("zero", "are 0")):
+        part = [row for row in found if row.case.shifts == shifts]
+        if part:
+            cases = list({row.case.network: row.case for row in part}.values())
+            parts += [
+                f"## Shifts {shifts}: masked channels {title}",
+                LEGEND,
+                readme(part, shifts),
+                markdown(MADE, results(cases)),
+                markdown(TIMES, times(part)),
+                losses(part),
+            ]
+    parts += [f"{name} was skipped: {why}." for name, why in skipped.items()]
+    called = [f"- **{who}**: {text}" for who, text in CALLED.items()]
+    return "\n\n".join([*parts, "## How each was called", "\n".join(called)]) + "\n"
+
+
+def losses(found: Sequence[Row]) -> str:
+    """How often something in torch was faster than demask, whether it is right or not."""
+    right = sum(any(not r.case.outcomes[who].wrong for who in r.faster()) for r in found)
+    return (
+        f"Of {len(found)} settings, something was faster than demask in "
+        f"{sum(bool(r.faster()) for r in found)}, and something that computes the same in {right}."
+    )
+
+
+def points(found: Sequence[Row]) -> list[Point]:
+    """For the picture: speed and error of demask and its peers in torch, masks as they come."""
+    return [
+        Point(who, row.timings[MASKED].median / row.timings[who].median,
+              row.case.outcomes[who].error, row.case.network)
+        for row in found for who in (*BRIEF, OWN)
+        if who in row.timings and row.case.shifts == found[0].case.shifts
+    ]  # fmt: skip
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--networks", nargs="+", default=NETWORKS, help="of torchvision, ResNet-56")
+    parser.add_argument("--shifts", nargs="+", default=("kept", "zero"), choices=("kept", "zero"))
+    parser.add_argument("--batches", type=int, nargs="+", default=(1, 8))
+    parser.add_argument("--threads", type=int, nargs="+", default=(1, 2))
+    parser.add_argument("--size", type=int, default=224, help="of torchvision's images")
+    parser.add_argument("--pairs", type=int, default=15, help="calls of each contender, in turns")
+    parser.add_argument("--seconds", type=float, default=20.0, help="at most, per setting")
+    parser.add_argument("--output", type=Path, default=RESULTS / "peers.md")
+    return parser.parse_args()
+
+
+def versions() -> str:
+    """The peers' versions; SystemExit where one is not installed."""
+    try:
+        return ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    except PackageNotFoundError as error:
+        sys.exit(
+            f"{error.name} is not installed: `make bench` installs it, as does the bench extra"
+        )
+
+
+def main() -> None:
+    asked = arguments()
+    versions()
+    warnings.simplefilter("ignore")  # peers warn of torch's deprecations on every trace
+    allocator, before, skipped = fix_allocator(), load(), {}
+    console = Console()
+    with Progress(console=console, transient=True) as bar:
+        found = list(rows(asked, bar, skipped))
+    words = (
+        f"{datetime.date.today().isoformat()}. {machine()}, {versions()}; {allocator}. Load before "
+        f"and after: {before}, {load()}."
+    )
+    table = Table(*SHORT, title=words, caption="milliseconds; † the result is wrong")
+    for row in found:
+        table.add_row(*summary(row))
+    console.print(table)
+    asked.output.parent.mkdir(exist_ok=True)
+    asked.output.write_text(page(found, words, skipped))
+    asked.output.with_suffix(".svg").write_text(picture(points(found)))
+
+
+if __name__ == "__main__":
+    main()

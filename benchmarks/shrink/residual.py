@@ -1,0 +1,181 @@
+"""Masked and demasked residual networks, timed beside each other and beside networks built by hand:
+`python -m benchmarks run residual`.
+
+ResNet-20 and -56 have their trained CIFAR-10 weights (shared/data beside the project) and real
+images; the wide one is random. Half of each convolution's output channels are masked, drawn anew
+for each layer, so the sides of a residual add never agree. Writes benchmarks/results/residual.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from rich.progress import Progress
+from torch import Tensor, nn
+
+import cifar
+import demask
+from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
+from benchmarks.common.tables import RESULTS, command, markdown, spread
+from demask.graph.capture.capture import capture
+from demask.machine.timing import Timing, alternate
+from demask.verify import ULPS
+from networks import randomised
+
+BENCHMARK = Benchmark(
+    "ResNet-20, -56 and a wide one: masked, demasked, and built by hand at the widths left",
+    "at most 20 s a setting", ("residual.md",), needs=(DEV, SHARED_DATA),
+    quick="--threads 1 --pairs 3 --seconds 2",
+)  # fmt: skip
+
+NETWORKS = ("ResNet-20", "ResNet-56", "ResNet-20, 4 x wide")
+BATCHES = (64, 1)
+
+
+def network(name: str, generator: torch.Generator) -> cifar.ResNet:
+    """A network by name; FileNotFoundError where its weights are not beside the project."""
+    if name.endswith("wide"):
+        model = cifar.ResNet(20, 64)
+        randomised(model, generator, gain=2.0)
+        return model
+    return cifar.trained(int(name.rpartition("-")[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One network in one setting; difference: relative, in float64; calls: before and after."""
+
+    network: str
+    shifts: str
+    batch: int
+    threads: int
+    report: demask.Report
+    calls: tuple[int, int]
+    difference: float
+    given: Timing
+    result: Timing
+    hand: Timing
+
+    @property
+    def speed(self) -> float:
+        """How many times as fast the demasked network is: the ratio of the medians."""
+        return self.given.median / self.result.median
+
+    @property
+    def beside_hand(self) -> float:
+        """The time of the demasked network over that of the one built by hand."""
+        return self.result.median / self.hand.median
+
+
+def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> Iterator[Row]:
+    """Every network, masked in both ways, at every batch size and number of threads."""
+    tasks = [(name, shifts) for name in NETWORKS for shifts in (True, False)]
+    step = bar.add_task("", total=len(tasks) * len(BATCHES) * len(threads))
+    pixels, _ = cifar.images(max(BATCHES))
+    for name, shifts in tasks:
+        bar.update(step, description=f"demasking {name}")
+        generator = torch.Generator().manual_seed(0)
+        model = cifar.masked(network(name, generator), generator, shifts=shifts)
+        example = (pixels[:2],)
+        slim, hand = demask.demask(model, example), cifar.HandResNet(model)
+        difference = checked(model, slim, example)
+        report, calls = demask.report(slim), (calls_of(model, example), calls_of(slim, example))
+        for batch in BATCHES:
+            for count in threads:
+                bar.update(step, description=f"{name}, batch {batch}, {count} threads")
+                made = {"given": model, "result": slim, "hand": hand}
+                times = timed(made, pixels[:batch], count, pairs, seconds)
+                kept = "kept" if shifts else "zero"
+                yield Row(name, kept, batch, count, report, calls, difference, *times)
+                bar.advance(step)
+
+
+def calls_of(model: nn.Module, example: tuple[Tensor]) -> int:
+    """The calls of the captured graph."""
+    return sum(node.op == "call_function" for node in capture(model, example).graph.nodes)
+
+
+def checked(model: nn.Module, slim: nn.Module, example: tuple[Tensor]) -> float:
+    """The relative difference of the two in float64, both made there; raises Mismatch above 1e-10,
+    or where the float32 networks that are timed differ by more than 64 ulps."""
+    ulps = demask.verify(model, slim, example, check=False).ulps
+    if ulps > ULPS:
+        raise demask.Mismatch(f"expected at most {ULPS:g} ulps in float32, got {ulps:.3g}")
+    wide, inputs = deepcopy(model).double(), (example[0].double(),)
+    return demask.verify(wide, demask.demask(wide, inputs), inputs).max_rel
+
+
+def timed(
+    models: dict[str, nn.Module], images: Tensor, threads: int, pairs: int, seconds: float
+) -> list[Timing]:
+    """All networks on the same images, called in turns; in the order given."""
+    torch.set_num_threads(threads)
+    calls = {name: lambda model=model: model(images) for name, model in models.items()}
+    with torch.inference_mode():
+        found = alternate(calls, pairs, seconds=seconds)
+    return [found[name] for name in models]
+
+
+def cells(row: Row) -> list[str]:
+    before, after = row.report.before, row.report.after
+    return [
+        row.network, row.shifts, str(row.batch), str(row.threads),
+        f"{before.parameters:,} → {after.parameters:,}", f"{after.macs / before.macs:.2f}",
+        spread(row.given), spread(row.result), f"{row.speed:.2f}",
+        "" if row.speed >= 1 else "slower", spread(row.hand), f"{row.beside_hand:.2f}",
+        f"{row.difference:.0e}",
+    ]  # fmt: skip
+
+
+HEAD = [
+    "network", "shifts", "batch", "threads", "parameters", "MACs left", "masked, ms",
+    "demasked, ms", "speed", "", "by hand, ms", "demasked / by hand", "difference",
+]  # fmt: skip
+
+
+def page(found: Sequence[Row], words: str) -> str:
+    counts = sorted({t.count for row in found for t in (row.given, row.result, row.hand)})
+    slower = [row for row in found if row.speed < 1]
+    return f"""# Residual networks, masked and demasked
+
+Made by `python -m benchmarks run residual`. {words}
+
+Half of each convolution's output channels are masked, drawn anew for each layer. Shifts *kept*:
+batch norms stay as they are, so masked channels are constants; *zero*: they are 0. ResNet-20 and
+-56 have their trained weights, the wide one random ones; images are real. Milliseconds are the
+median (10 %–90 % quantile) of {counts[0]}–{counts[-1]} alternated calls of each network in one
+process. *By hand*: a module written for the widths that are left, joins by slices and index_add;
+where shifts are kept it lacks what constants give (border maps, constants at joins), so it is less
+work there. *MACs left*: demasked / masked. *Difference*: relative to the largest output, in
+float64. Slower than the masked network: {len(slower)} of {len(found)} settings.
+
+{markdown(HEAD, [cells(row) for row in found])}
+
+Fewer MACs are no speed where a forward pass is mostly calls: the demasked graph has more of them,
+some only to keep shapes or to give constants their border; border maps of one size are one call.
+The ratio depends on the allocator: with memory given back to the kernel each forward pass faults
+its activations in again, which flatters the network that allocates less. `demask()` is minimal and
+knows no machine: it times nothing, and never rounds an odd channel count up.
+
+{markdown(["network", "shifts", "calls", *found[0].report.scatters], effects(found))}
+"""
+
+
+def effects(found: Sequence[Row]) -> list[list[str]]:
+    """Calls and shape-keeping operations, once per network and kind of mask."""
+    rows = {(row.network, row.shifts): row for row in found}.values()
+    return [
+        [r.network, r.shifts, f"{r.calls[0]} → {r.calls[1]}", *map(str, r.report.scatters.values())]
+        for r in rows
+    ]
+
+
+def main() -> None:
+    command(__doc__, rows, HEAD, cells, page, RESULTS / "residual.md", seconds=8.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""DeepSparse as a process, for cpu_sparse.py, which starts it with the Python of an
+environment that has DeepSparse: `python deepsparse_server.py FILE.onnx BATCH CORES`.
+
+It is asked by frames on its standard input and answers by frames on its standard output: a length
+of eight bytes, then that many bytes, JSON or an array as numpy stores it. First it is sent the
+input, and says its version and the seconds it took to make an engine. Then it is asked "run", and
+sends the outputs; or "turn", and times calls by itself, so no pipe is in them. Between questions it
+waits for bytes, its threads at rest. Needs numpy and deepsparse alone.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any, BinaryIO
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).parents[1] / "common"))  # another environment runs this file
+
+import turns
+
+
+def send(stream: BinaryIO, what: Any) -> None:
+    """Writes a frame: an array, or anything that JSON can say."""
+    held = io.BytesIO()
+    if isinstance(what, np.ndarray):
+        np.save(held, what, allow_pickle=False)
+    else:
+        held.write(json.dumps(what).encode())
+    data = held.getvalue()
+    stream.write(struct.pack("<Q", len(data)) + data)
+    stream.flush()
+
+
+def receive(stream: BinaryIO) -> Any:
+    """What the next frame holds. EOFError where the other side has gone."""
+    head = stream.read(8)
+    if len(head) < 8:
+        raise EOFError("the other side has closed the pipe")
+    data = stream.read(struct.unpack("<Q", head)[0])
+    if data.startswith(np.lib.format.MAGIC_PREFIX):
+        return np.load(io.BytesIO(data), allow_pickle=False)
+    return json.loads(data)
+
+
+def serve(asked: BinaryIO, answers: BinaryIO, file: str, batch: int, cores: int) -> None:
+    """Answers until the other side closes."""
+    x = receive(asked)
+    import deepsparse  # type: ignore[import-not-found]  # it is in its own environment alone
+
+    start = perf_counter()
+    engine = deepsparse.Engine(file, batch_size=batch, num_cores=cores)
+    inputs = [np.ascontiguousarray(x)]
+    engine.run(inputs)  # which checks them: timed calls need not
+    hello = {"version": deepsparse.__version__, "seconds": perf_counter() - start}
+    turns.settle()
+    send(answers, hello)
+    while True:
+        try:
+            question = receive(asked)
+        except EOFError:
+            return
+        if question["ask"] == "run":
+            outputs = engine.run(inputs)
+            send(answers, len(outputs))
+            for output in outputs:
+                send(answers, np.ascontiguousarray(output))
+        else:
+            seconds = turns.turn(lambda: engine.run(inputs, val_inp=False), question["least"])
+            turns.settle()
+            send(answers, seconds)
+
+
+def main() -> None:
+    # The library prints: what it writes to the standard output goes to the standard error.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    file, batch, cores = sys.argv[1:]
+    serve(sys.stdin.buffer, answers, file, int(batch), int(cores))
+
+
+if __name__ == "__main__":
+    main()

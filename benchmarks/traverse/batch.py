@@ -1,0 +1,311 @@
+"""Fully connected layers that run for N inputs at a time: `python -m benchmarks run batch`.
+
+A layer of 1 GiB from a file, within 64 MiB: what is read, how much memory the process takes, how
+long it takes with the file in the kernel's cache and not. And the fully connected layers of VGG-16,
+in memory. Writes benchmarks/results/batch.md and .json; needs 1.1 GB in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from benchmarks import ROOT
+from benchmarks.common.catalog import DEV, Benchmark
+from benchmarks.common.tables import RESULTS, load, machine, markdown, spread
+from demask.files.weight_file import WeightFile
+from demask.machine.describe import thread_words
+from demask.machine.threads import set_threads
+from demask.machine.timing import Timing, alternate
+from demask.traverse.batching.batch import Batched, batch, traffic
+
+BENCHMARK = Benchmark(
+    "fully connected layers for N inputs at a time", "minutes", ("batch.md", "batch.json"),
+    needs=(DEV, "1.1 GB in a temporary folder"), quick="--pairs 1 --threads 1",
+)  # fmt: skip
+
+WIDTH, MEMORY = 16384, "64MiB"
+HEAD = ("25088 → 4096 → 4096 → 1000", (25088, 4096, 4096, 1000))
+WAYS = ("16 at a time", "one by one", "PyTorch, file mapped")
+
+
+def layer() -> Any:
+    """The layer of 1 GiB without its weights."""
+    with torch.device("meta"):
+        return nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def streamed(path: Path, inputs: int) -> Batched:
+    """The layer, its weights in a file."""
+    return batch(layer(), (torch.zeros(2, WIDTH),), weights=path, memory=MEMORY, inputs=inputs)
+
+
+def head() -> nn.Sequential:
+    """The fully connected layers of VGG-16, with random weights."""
+    sizes = HEAD[1]
+    layers = [module for a, b in pairwise(sizes) for module in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers[:-1]).eval()
+
+
+def vgg() -> nn.Module:
+    """VGG-16, whose fully connected layers hold nine tenths of its weights."""
+    widths = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
+    layers: list[nn.Module] = []
+    last = 3
+    for width in widths:
+        layers += [nn.Conv2d(last, width, 3, padding=1), nn.ReLU()] if width else [nn.MaxPool2d(2)]
+        last = width or last
+    return nn.Sequential(*layers, nn.Flatten(), *head())
+
+
+# ------------------------------------------------------------------------ memory, in a new process
+
+
+def status(field: str) -> int:
+    """Bytes that /proc says of this process."""
+    text = Path("/proc/self/status").read_text()
+    found = re.search(rf"{field}:\s+(\d+) kB", text)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def read_so_far() -> dict[str, int]:
+    """Bytes asked for in reads, and bytes that came from the disk."""
+    found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {"asked": int(found["rchar"]), "disk": int(found["read_bytes"])}
+
+
+def child(path: Path, way: str) -> dict[str, int]:
+    """Peak memory above what Python and torch take, and bytes read, of sixteen inputs. Run in a
+    process of its own; a small network first brings in what is imported late."""
+    small = batch(nn.Linear(64, 64), (torch.zeros(2, 64),))
+    small(torch.zeros(16, 64))
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    base, before = status("VmRSS"), read_so_far()
+    if way == WAYS[2]:
+        model = layer()
+        model.load_state_dict(load_file(path), assign=True)
+        with torch.inference_mode():
+            model(x)
+    else:
+        streamed(path, 16 if way == WAYS[0] else 1)(x)
+    after = read_so_far()
+    return {"peak": status("VmHWM") - base, **{k: after[k] - before[k] for k in after}}
+
+
+def measured(path: Path, way: str) -> dict[str, int]:
+    """What `child` says, the file not in the cache."""
+    drop(path)
+    asked = [sys.executable, "-m", __name__, "--child", str(path), way]
+    made = subprocess.run(asked, check=True, capture_output=True, text=True, cwd=ROOT)
+    return json.loads(made.stdout.splitlines()[-1])
+
+
+def drop(path: Path) -> None:
+    """Have the kernel forget the file's pages."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+# ----------------------------------------------------------------------------------------- timings
+
+
+def cold(path: Path, call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call with the file forgotten first (that takes no time worth telling)."""
+
+    def run() -> Any:
+        drop(path)
+        return call()
+
+    return run
+
+
+def file_rows(path: Path, pairs: int) -> list[dict[str, Any]]:
+    """A row for each way to run sixteen inputs through the layer of 1 GiB."""
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
+    seen = {way: measured(path, way) for way in WAYS}
+    calls: dict[str, Callable[..., Any]] = {WAYS[0]: streamed(path, 16), WAYS[1]: streamed(path, 1)}
+    # Pages that a process maps are not dropped: the file is mapped when this is done.
+    late = alternate({w: cold(path, lambda c=c: c(x)) for w, c in calls.items()}, 3, 0)
+    calls[WAYS[2]] = layer()
+    calls[WAYS[2]].load_state_dict(load_file(path), assign=True)
+    with torch.inference_mode():
+        results = {way: call(x) for way, call in calls.items()}
+        warm = alternate({w: lambda c=c: c(x) for w, c in calls.items()}, pairs, 1)
+    expected = results[WAYS[2]]
+    rows = []
+    for way in WAYS:
+        apart = (results[way] - expected).abs().max() / expected.abs().max()
+        rows.append({
+            "way": way, **seen[way], "warm": _numbers(warm[way]),
+            "cold": _numbers(late[way]) if way in late else None,
+            "difference": float(apart), "equal": torch.equal(results[way], expected),
+        })  # fmt: skip
+    return rows
+
+
+def head_rows(pairs: int, threads: int) -> list[dict[str, Any]]:
+    """A row for each number of inputs."""
+    model = head()
+    rows = []
+    for n in (1, 4, 16, 64):
+        x = torch.randn(n, HEAD[1][0], generator=torch.Generator().manual_seed(n))
+        module = batch(model, (x[:1],), inputs=n, memory="1GiB")
+        times = head_times(model, module, x, pairs)
+        predicted = traffic(model, (x[:1],), inputs=n, memory="1GiB")
+        with torch.inference_mode():
+            equal = torch.equal(module(x), model(x))
+        rows.append({"inputs": n, "threads": threads, "read": predicted.weight_bytes_read,
+                     "unbatched": predicted.unbatched, "equal": equal,
+                     **{way: _numbers(timing) for way, timing in times.items()}})  # fmt: skip
+    return rows
+
+
+def head_times(model: nn.Module, module: nn.Module, x: Tensor, pairs: int) -> dict[str, Timing]:
+    """All n inputs: one by one as given, as one batch as given, and by `batch()`."""
+
+    def single() -> None:
+        for k in range(len(x)):
+            model(x[k : k + 1])
+
+    with torch.inference_mode():
+        return alternate({"single": single, "given": lambda: model(x), "ours": lambda: module(x)},
+                         pairs, 1)  # fmt: skip
+
+
+def _numbers(timing: Timing) -> dict[str, float]:
+    return {"median": timing.median, "low": timing.low, "high": timing.high, "count": timing.count}
+
+
+# -------------------------------------------------------------------------------------------- page
+
+
+def cells(found: Mapping[str, Any]) -> tuple[list[list[str]], list[list[str]]]:
+    """The lines of both tables."""
+    files = [
+        [row["way"], f"{row['asked'] / 2**30:.2f}", f"{row['disk'] / 2**30:.2f}",
+         f"{row['peak'] / 2**20:,.0f}", _words(row["warm"]),
+         _words(row["cold"]) if row["cold"] else "", f"{row['difference']:.0e}",
+         "yes" if row["equal"] else "no"]
+        for row in found["file"]
+    ]  # fmt: skip
+    heads = [
+        [str(row["inputs"]), str(row["threads"]), f"{row['unbatched'] / 1e6:,.0f}",
+         f"{row['read'] / 1e6:,.0f}", *(_words(row[k]) for k in ("single", "given", "ours")),
+         f"{row['single']['median'] / row['ours']['median']:.2f}",
+         f"{row['given']['median'] / row['ours']['median']:.2f}", "yes" if row["equal"] else "no"]
+        for row in found["head"]
+    ]  # fmt: skip
+    return files, heads
+
+
+def page(found: Mapping[str, Any]) -> str:
+    files, heads = cells(found)
+    counts = {row["warm"]["count"] for row in found["file"]}
+    return f"""# Fully connected layers for N inputs at a time
+
+Made by `python -m benchmarks run batch`. {found["machine"]}
+
+Milliseconds are the median (10 %–90 % quantile) of alternated calls in one process.
+
+## A layer of 1 GiB in a file, within {MEMORY}
+
+16384 × 16384, float32, sixteen inputs, {thread_words(found["threads"])}; {max(counts)} calls with
+the file in the kernel's cache, 3 with its pages dropped before each call. *Read*: bytes asked for
+by reads (a mapped file is read by page faults, which are not asked for), and those that came from
+the disk, of one call with no page in the cache. This machine's memory holds the file, so that only
+the first of sixteen readings reaches the disk; where it does not, all do. *Peak*: resident memory
+above what Python and torch take, of making the network and one call, in a process of its own.
+*Difference*: from PyTorch's result for the batch of sixteen, relative to the largest output;
+*equal*: bit by bit.
+
+{markdown(FILE_HEAD, files)}
+
+## The fully connected layers of VGG-16 in memory
+
+{HEAD[0]}, float32, {found["head_bytes"] / 1e6:,.0f} MB of weights. *One by one*: PyTorch as given,
+called for each input; *as one batch*: PyTorch as given, called once; *batch()*: the same inputs
+through `demask.traverse.batch(model, args, inputs=N)`, whose calls are those of the batch: equal
+bits, and no faster than PyTorch is when it is given all inputs at once.
+
+{markdown(HEAD_HEAD, heads)}
+
+## Weight traffic of VGG-16
+
+Sixteen images, the convolutions image by image: 15/16 of the traffic of the fully connected layers
+is saved, and with nine tenths of the weights there, 84 % of all.
+
+```
+{found["traffic"]}
+```
+"""
+
+
+FILE_HEAD = [
+    "way", "read, GiB", "from disk, GiB", "peak, MiB", "cached, ms", "not cached, ms",
+    "difference", "equal",
+]  # fmt: skip
+HEAD_HEAD = [
+    "inputs", "threads", "weights one by one, MB", "weights read, MB", "one by one, ms",
+    "as one batch, ms", "batch(), ms", "times one by one", "times one batch", "equal",
+]  # fmt: skip
+
+
+def _words(numbers: Mapping[str, Any]) -> str:
+    return spread(Timing(**numbers))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=7, help="alternated calls of each")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--output", type=Path, default=RESULTS / "batch.md")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.child:
+        print(json.dumps(child(Path(asked.child[0]), asked.child[1])))
+        return
+    before = load()
+    found: dict[str, Any] = {"threads": max(asked.threads), "head": []}
+    found["head_bytes"] = sum(p.nbytes for p in head().parameters() if p.ndim > 1)
+    with tempfile.TemporaryDirectory() as folder, set_threads(max(asked.threads)):
+        path = Path(folder) / "layer.safetensors"
+        values = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
+        WeightFile.write(path, {"weight": values / WIDTH**0.5})
+        del values
+        found["file"] = file_rows(path, asked.pairs)
+    for threads in asked.threads:
+        with set_threads(threads):
+            found["head"] += head_rows(asked.pairs, threads)
+    images = (torch.zeros(2, 3, 224, 224),)
+    found["traffic"] = str(traffic(vgg(), images, at_once=1, memory="1GiB"))
+    today = datetime.date.today().isoformat()
+    found["machine"] = f"{today}. {machine()}. Load before and after: {before}, {load()}."
+    asked.output.write_text(page(found))
+    asked.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    print(page(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""The exact halo of six networks beside the padding that people use, and what less of it costs.
+
+    python -m benchmarks run halo
+
+Writes results/halo.md and halo.json, and docs/halo.svg: the error of a tile of TAEF2's decoder,
+with its trained weights, against the padding given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from textwrap import fill
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+
+import traverse_networks as shared
+from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
+from benchmarks.common.tables import RESULTS, load, machine, markdown
+from demask.cli.bench.plot import FASTER, ORIGINAL_COLOR, SLOWER, WORDS
+from demask.traverse.halos.error_curve import Point
+from demask.traverse.halos.halo import Halo, halo
+
+BENCHMARK = Benchmark(
+    "the exact halo of six networks, and the error of smaller ones", "minutes",
+    ("halo.md", "halo.json", "docs/halo.svg"), needs=(DEV, SHARED_DATA), quick=None,
+)  # fmt: skip
+
+PICTURE = Path(__file__).parents[2] / "docs" / "halo.svg"
+HEAD = ("network", "halo, positions of the input", "exact", "people use", "tool", "seconds")
+LATENT = 64  # rows and columns of the latent that the curve is of; its tile is 16 of them
+USED = {11: "Tiled VAE", 16: "diffusers"}  # latent positions, of tools for such decoders
+FLOOR = 1e-7  # what the picture draws for less
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A network, the channels of its input, and the padding that a tool gives its tiles."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    channels: int
+    padding: str
+    tool: str
+
+
+NETWORKS = (
+    Known("SD-VAE decoder", shared.sd_decoder, 4, "11; 16, blended", "Tiled VAE; diffusers"),
+    Known("SD-VAE encoder", shared.sd_encoder, 3, "32", "Tiled VAE"),
+    Known("TAEF2 decoder", shared.taef2, 32, "—", "—"),
+    Known("RRDB-23", lambda: shared.RRDB(23), 3, "10", "Real-ESRGAN, x4plus"),
+    Known("RRDB-6", lambda: shared.RRDB(6), 3, "10", "Real-ESRGAN, anime 6B"),
+    Known("SRVGG-16", lambda: shared.SRVGG(16), 3, "10", "Real-ESRGAN"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was found of one network, and the seconds of each call, capture included."""
+
+    network: str
+    before: int
+    after: int
+    exact: bool
+    padding: str
+    tool: str
+    seconds: tuple[float, ...]
+
+    def cells(self) -> list[str]:
+        sizes = f"{self.before}" if self.before == self.after else f"{self.before}/{self.after}"
+        exact = "yes" if self.exact else "convolutions"
+        return [self.network, sizes, exact, self.padding, self.tool, _seconds(self.seconds)]
+
+
+def _seconds(values: Sequence[float]) -> str:
+    return f"{median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+
+
+def row(known: Known, rounds: int) -> Row:
+    """The halo along rows, global calls taken position by position, timed after a first call."""
+    model, x = known.make().eval(), torch.zeros(1, known.channels, 64, 64)
+    found, seconds = halo(model, (x,)), []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        found = halo(model, (x,))
+        seconds.append(time.perf_counter() - start)
+    side = found.inputs[0].rows
+    return Row(known.name, side.local_before, side.local_after, side.exact, known.padding,
+               known.tool, tuple(seconds))  # fmt: skip
+
+
+# --- the curve ----------------------------------------------------------------------------------
+
+
+class Given(nn.Module):
+    """A group norm with statistics given from elsewhere: those of the whole image."""
+
+    def __init__(self, norm: nn.GroupNorm, x: Tensor):
+        super().__init__()
+        groups = x.double().unflatten(1, (norm.num_groups, -1)).flatten(2)
+        spread = (groups.var(2, correction=0) + norm.eps).rsqrt()
+        each = x.shape[1] // norm.num_groups
+        scale = norm.weight * spread[0].repeat_interleave(each)
+        shift = norm.bias - scale * groups.mean(2)[0].repeat_interleave(each)
+        self.scale, self.shift = (v.float().view(1, -1, 1, 1) for v in (scale, shift))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.shift
+
+
+@torch.no_grad()
+def with_statistics(model: nn.Module, x: Tensor) -> nn.Module:
+    """The model with the statistics of each group norm as they are on the whole image `x`."""
+    norms = {n: m for n, m in model.named_modules() if isinstance(m, nn.GroupNorm)}
+    seen: dict[str, nn.Module] = {}
+    hooks = [
+        m.register_forward_pre_hook(lambda norm, args, n=n: seen.update({n: Given(norm, args[0])}))
+        for n, m in norms.items()
+    ]
+    model(x)
+    for hook in hooks:
+        hook.remove()
+    for name, norm in seen.items():
+        model.set_submodule(name, norm)
+    return model
+
+
+def curves(bar: Progress) -> dict[str, Halo]:
+    """Of TAEF2: with each tile's own statistics, and with those of the whole image."""
+    x = shared.latent(LATENT, LATENT)
+    models = {
+        "each tile's own statistics": shared.taef2(),
+        "statistics of the whole image": with_statistics(shared.taef2(), x),
+    }
+    found = {}
+    for name, model in models.items():
+        task = bar.add_task(name, total=1.0)
+        step = lambda title, share, task=task: bar.update(task, completed=share)  # noqa: E731
+        found[name] = halo(model, (x,), curve=True, progress=step)
+    return found
+
+
+def draw(found: dict[str, Halo], path: Path, words: str) -> None:
+    """The largest error and the 8-bit values that change, against the padding."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = "halo"  # the same picture for the same numbers
+    figure = Figure(figsize=(8.5, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2)
+    marks = zip((SLOWER, FASTER), ("s", "o"), found.items(), strict=True)
+    for colour, mark, (name, one) in marks:
+        places = [point.padding[0] for point in one.curve]
+        for axes, values in zip(panels, _values(one.curve), strict=True):
+            axes.plot(places, values, color=colour, marker=mark, markersize=4, label=name)
+    side = next(iter(found.values())).inputs[0].rows
+    panels[0].set_yscale("log")
+    panels[0].set_ylim(FLOOR / 2, 100)  # room for words above the lines
+    panels[0].set_yticks([10.0**k for k in range(-6, 1, 2)])
+    panels[1].set_ylim(-4, 145)
+    panels[1].set_yticks(range(0, 101, 20))
+    style = {"textcoords": "offset points", "ha": "right", "fontsize": 8, "color": WORDS}
+    for point in [p for one in found.values() for p in one.curve if p.max_abs < FLOOR]:
+        at = (point.padding[0], FLOOR)
+        panels[0].annotate(f"{point.max_abs:.0g}", at, xytext=(-6, -2), **style)
+    panels[0].set_title("largest error of a tile (values 0 to 1)", loc="left", fontsize=10)
+    panels[1].set_title("8-bit values that change, %", loc="left", fontsize=10)
+    for axes in panels:
+        _mark(axes, {**USED, side.local_before: "exact halo"})
+    panels[1].legend(fontsize=8, loc="center right", framealpha=1, edgecolor="none")
+    figure.suptitle("TAEF2 decoder: a tile against the untiled picture", fontsize=12)
+    figure.supxlabel(fill(words, 150), x=0.01, ha="left", fontsize=7, color=WORDS, parse_math=False)
+    dated = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
+    figure.savefig(path, dpi=110, **dated)
+
+
+def _values(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    return [max(p.max_abs, FLOOR) for p in points], [100 * p.changed for p in points]
+
+
+def _mark(axes, places: dict[int, str]) -> None:
+    """Where the exact halo is, and what tools give, as lines with words."""
+    for place, words in places.items():
+        axes.axvline(place, color=ORIGINAL_COLOR, linestyle=":", linewidth=1, zorder=0)
+        axes.annotate(f"{place}: {words}", (place, 1.0), xycoords=("data", "axes fraction"),
+                      xytext=(-3, -4), textcoords="offset points", rotation=90, ha="right",
+                      va="top", fontsize=7, color=WORDS)  # fmt: skip
+    axes.set_xlabel("padding on each side, latent positions", fontsize=9)
+    axes.set_xticks(range(0, 21, 5))
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def page(rows: Sequence[Row], found: dict[str, Halo], words: str) -> str:
+    lines = []
+    for first, *points in _beside(found):
+        cells = [c for p in points for c in (f"{p.max_abs:.1e}", f"{p.changed:.2%}")]
+        lines.append([str(first.padding[0]), *cells])
+    head = ["padding", *(f"{kind}: {name}" for name in found for kind in ("error", "8-bit"))]
+    return f"""# The exact halo
+
+Made by `python -m benchmarks run halo`. {words}
+
+How many input positions beyond a tile must be given so that the tile is exact (`before/after`
+where they differ), and what tools give. *Exact* "convolutions": the network also has global calls
+(norms, attention), whose statistics must come from the whole image; the halo is then that of the
+rest. Seconds: median (least–most) of {len(rows[0].seconds)} calls on a 64 x 64 example, reading the
+model included, after one call that is not counted.
+
+{markdown(HEAD, [one.cells() for one in rows])}
+
+TAEF2's decoder with trained weights on the latent of a photograph, {LATENT} x {LATENT}; a tile of a
+quarter of each side, in the middle, against the same network untiled. Error: largest absolute
+difference; 8-bit: share of the values that change. In latent positions.
+
+{markdown(head, lines)}
+"""
+
+
+def _beside(found: dict[str, Halo]):
+    """Each padding, with its point in every curve."""
+    curves = [one.curve for one in found.values()]
+    return [(points[0], *points) for points in zip(*curves, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=RESULTS / "halo.md")
+    parser.add_argument("--picture", type=Path, default=PICTURE)
+    asked = parser.parse_args()
+    before, console = load(), Console()
+    with Progress(console=console, transient=True) as bar:
+        rows = [row(known, asked.rounds) for known in bar.track(NETWORKS, description="halo")]
+        found = curves(bar)
+    today = datetime.date.today().isoformat()
+    words = f"{today}. {machine()}. Load before and after: {before}, {load()}."
+    asked.output.write_text(page(rows, found, words))
+    data = {"machine": words, "rows": [asdict(one) for one in rows],
+            "curves": {name: one.to_dict()["curve"] for name, one in found.items()}}  # fmt: skip
+    asked.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    draw(found, asked.picture, words)
+    console.print(asked.output.read_text(), markup=False)
+
+
+if __name__ == "__main__":
+    main()

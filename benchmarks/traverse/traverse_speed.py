@@ -1,0 +1,410 @@
+"""Networks run part by part and as a whole, timed in turns.
+
+Each contender is a process of its own, and they work one at a time, in rounds that alternate their
+order. One process for all would not do: `mallopt` turns glibc's own adjustment off for good, so the
+contender with the tuned allocator would change the others'; and a compilation that takes too long
+can be stopped only with its process. Writes benchmarks/results/traverse_speed.md and .json after
+each setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from resource import RLIMIT_DATA, setrlimit
+from statistics import median, quantiles
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from benchmarks.common import turns
+from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
+from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.traverse.traverse_memory import (
+    MIB,
+    Child,
+    Failed,
+    Setting,
+    caught,
+    engine_of,
+    mebibytes,
+    nbytes,
+    peaked,
+    ready,
+    resident,
+    trim,
+    work,
+)
+from demask.machine.allocator import fix_allocator
+from demask.machine.describe import thread_words
+from traverse_networks import named
+
+BENCHMARK = Benchmark(
+    "tiled networks and the untiled ones", "hours", ("traverse_speed.md", "traverse_speed.json"),
+    needs=(DEV, SHARED_DATA), quick=None,
+)  # fmt: skip
+
+SIZES = {
+    "TAEF2": (1024, 2048, 4096), "RRDB-23": (1024,), "U-Net": (1024,), "squeeze-excite": (1024,),
+    "dense": (1024,), "SD decoder": (512,), "ResNet-18": (2048,), "dw12": (1024, 2048),
+    "blur20": (2048, 4096), "pool20": (1024, 2048),
+}  # fmt: skip
+ROUNDS = 5
+LEAST = 0.3  # seconds of untimed calls in a turn, and of timed ones
+LONG = 3.0  # seconds of a call from which a turn is that call alone: nothing stays warm over it
+HEAVY = 4096 * MIB  # more than this no process keeps while others have their turns
+COMPILING = 300.0  # seconds that a compilation, with the first call, may take
+LEFT = 3  # GiB of the machine's memory that are left to everything but the contender
+MEMORY = "512MiB"
+
+NCHW, NHWC = "untiled, NCHW", "untiled, channels_last"
+TUNED, COMPILED = "channels_last, tuned allocator", "torch.compile, channels_last"
+WHOLE = (NHWC, NCHW, TUNED, COMPILED)  # the first is what the others are compared with
+
+
+# --- a contender, in its process ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The first call. peak: bytes beyond those before it, output included. error: largest
+    difference from the reference; flips: how many of its 8-bit values differ, None where it is no
+    picture."""
+
+    prepared: float
+    seconds: float
+    peak: int
+    output: int
+    error: float
+    equal: bool
+    flips: int | None
+    macs: int
+
+
+def serve(pipe: Connection, setting: Setting, who: str, reference: Path, limit: int) -> None:
+    """Prepares a contender, calls and checks it, says how that went; then a turn per question."""
+    setrlimit(RLIMIT_DATA, (limit, limit))  # an error here, and not the kernel's choice of a victim
+    call: list[Callable[[], Tensor]] = []
+    found = caught(started, setting, who, reference, call)
+    pipe.send(found)
+    while not isinstance(found, Failed):
+        try:
+            (least,) = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(caught(turn, call[0], least, found.seconds, who))
+
+
+@torch.no_grad()
+def started(
+    setting: Setting, who: str, reference: Path, call: list[Callable[[], Tensor]]
+) -> Checked:
+    """The contender's call is put into `call`; what it returns first is checked."""
+    start = perf_counter()
+    made, x = contender(setting, who)
+    if who == COMPILED:
+        made(x)  # which compiles
+    prepared = perf_counter() - start
+    y, peak, seconds = peaked(lambda: made(x))
+    macs = work(made, x) if who == NHWC else 0
+    if who == NHWC:
+        np.save(reference, y.numpy())
+    error, equal, flips = compared(y, np.load(reference, mmap_mode="r"))
+    call.append(lambda: quietly(made, x))
+    return Checked(prepared, seconds, peak, nbytes(y), error, equal, flips, macs)
+
+
+@torch.no_grad()
+def quietly(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def contender(setting: Setting, who: str) -> tuple[nn.Module, Tensor]:
+    """The network as this contender runs it, and its input in the layout it likes."""
+    if who == TUNED:
+        fix_allocator()
+    _, model, x = ready(setting)
+    if who != NCHW:
+        x = x.contiguous(memory_format=torch.channels_last)
+    if who not in WHOLE:
+        return engine_of(setting).tile(model, (x,), memory=who.partition(", ")[2]), x
+    if who != NCHW:
+        model = model.to(memory_format=torch.channels_last)
+    return (compiled(model) if who == COMPILED else model), x
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    import torch._inductor.config as settings
+
+    settings.freezing = True
+    settings.compile_threads = 1  # no processes that would outlive this one
+    return torch.compile(model)
+
+
+def compared(y: Tensor, expected: np.ndarray) -> tuple[float, bool, int | None]:
+    """Largest difference, whether all is equal, and the 8-bit values that differ; channel by
+    channel, since both may be large."""
+    error, flips, equal = 0.0, 0, True
+    for k in range(y.shape[1]):
+        ours, theirs = y[:, k], torch.from_numpy(np.array(expected[:, k]))
+        error = max(error, float((ours - theirs).abs().max()))
+        equal = equal and torch.equal(ours, theirs)
+        flips += int((eight_bit(ours) != eight_bit(theirs)).sum())
+    return error, equal, flips if y.ndim == 4 else None
+
+
+def eight_bit(y: Tensor) -> Tensor:
+    """Values of a picture, of which 0 is black and 1 white, as they are stored.
+
+    >>> eight_bit(torch.tensor([-1.0, 0.5, 2.0])).tolist()
+    [0, 128, 255]
+    """
+    return (y.clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def turn(call: Callable[[], object], least: float, last: float, who: str) -> float:
+    """Seconds of a call; of long ones one alone, else the median of a few after others untimed.
+    The tuned allocator's pool is filled by an untimed call however long it takes."""
+    turns.settle()
+    if last > LONG and who != TUNED:
+        found = median(turns.repeated(call, 0.0))
+    else:
+        found = turns.turn(call, least)
+    turns.settle()  # threads that spin would be in the next one's way
+    if resident() > HEAVY:
+        trim()
+    return found
+
+
+# --- rounds -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Row:
+    """One network, size and number of threads. checked: the contenders that ran, or why they did
+    not. samples: seconds of every turn, by contender and round. words: when and where."""
+
+    setting: Setting
+    checked: dict[str, Checked | Failed] = field(default_factory=dict)
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    words: str = ""
+
+    @property
+    def macs(self) -> int:
+        return max((c.macs for c in self.checked.values() if isinstance(c, Checked)), default=0)
+
+    def relative(self, who: str, other: str) -> list[float]:
+        """Seconds of one over those of the other, round by round."""
+        pairs = zip(self.samples.get(who, []), self.samples.get(other, []), strict=False)
+        return [ours / theirs for ours, theirs in pairs]
+
+
+def measured(setting: Setting, asked: argparse.Namespace, console: Console) -> Row:
+    """All contenders started one after another, then their turns."""
+    row, running = Row(setting), {}
+    names = [who for who in (*WHOLE, *map(ours, asked.memory)) if re.search(asked.contenders, who)]
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        for who in dict.fromkeys([NHWC, *names]):
+            child = Child(serve, setting, who, Path(folder, "reference.npy"), asked.limit * 2**30)
+            stack.callback(child.stop)
+            patience = asked.patience if who == COMPILED else float("inf")
+            row.checked[who] = found = child.answer(patience)
+            console.print(f"{setting.title}, {thread_words(setting.threads)}: {who}: {told(found)}")
+            if isinstance(found, Checked):
+                running[who] = child
+            elif who == NHWC:
+                break  # nothing to compare with
+        sampled(row, running, asked, console)
+    return row
+
+
+def sampled(
+    row: Row, running: dict[str, Child], asked: argparse.Namespace, console: Console
+) -> None:
+    """Adds the seconds of every turn. A contender that fails now is out, with its turns."""
+    row.samples.update({who: [] for who in running})
+    for k in range(asked.rounds):
+        for who in list(running)[:: -1 if k % 2 else 1]:
+            found = running[who].ask(asked.least)
+            if isinstance(found, Failed):
+                row.checked[who] = found
+                del running[who], row.samples[who]
+                continue
+            row.samples[who].append(found)
+        seconds = (f"{who} {taken[-1]:.3f}" for who, taken in row.samples.items())
+        console.print(f"  round {k + 1}: {'; '.join(seconds)}")
+
+
+def ours(memory: str) -> str:
+    return f"demask, {memory}"
+
+
+def told(found: Checked | Failed) -> str:
+    if isinstance(found, Failed):
+        return found.reason
+    return f"{found.seconds:.3f} s, {mebibytes(found.peak)} MiB, difference {found.error:.1e}"
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+HEAD = [
+    "network", "threads", "contender", "seconds", "of channels_last's", "GFLOP/s", "peak, MiB",
+    "largest difference", "8-bit values that differ", "first, s",
+]  # fmt: skip
+AGAINST = ["network", "threads", "contender", *(f"time over {who}" for who in WHOLE)]
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Median (quartiles).
+
+    >>> spread([1.0, 2.0, 3.0, 4.0, 5.0], 1), spread([1.0], 1), spread([], 1)
+    ('3.0 (2.0–4.0)', '1.0', '')
+    """
+    if len(values) < 2:
+        return "".join(f"{value:.{digits}f}" for value in values)
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return f"{middle:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
+
+
+def lines(row: Row) -> Iterator[list[str]]:
+    """A line of the table per contender."""
+    for who, found in row.checked.items():
+        first = [row.setting.title, str(row.setting.threads), who]
+        if isinstance(found, Failed):
+            yield first + [f"not run: {found.reason}"] + [""] * (len(HEAD) - len(first) - 1)
+            continue
+        taken = row.samples[who]
+        flops = f"{2e-9 * row.macs / median(taken):.0f}" if taken and row.macs else ""
+        flips = "" if found.flips is None else f"{found.flips:,}"
+        yield [
+            *first, spread(taken, 3), spread(row.relative(who, NHWC), 2), flops,
+            mebibytes(found.peak), "equal" if found.equal else f"{found.error:.1e}", flips,
+            f"{found.prepared:.1f}",
+        ]  # fmt: skip
+
+
+def against(row: Row) -> Iterator[list[str]]:
+    """A line per budget: its time over each untiled contender's."""
+    for who in row.samples:
+        if who not in WHOLE:
+            found = (spread(row.relative(who, other), 2) for other in WHOLE)
+            yield [row.setting.title, str(row.setting.threads), who, *found]
+
+
+def page(found: Sequence[Row], least: float) -> str:
+    words = "  \n".join(dict.fromkeys(row.words for row in found))
+    table = markdown(HEAD, [line for row in found for line in lines(row)])
+    ratios = markdown(AGAINST, [line for row in found for line in against(row)])
+    return f"""# Networks run part by part, and as a whole
+
+Made by `python -m benchmarks run traverse_speed`, which replaces the rows that it measures anew.
+{words}
+
+Size: the side of the larger of input and output, in pixels. Batch 1, float32. *Untiled*: the model
+as it is, NCHW being what torch does by default. *Tuned allocator*: glibc keeps what is freed
+(`M_MMAP_THRESHOLD` and `M_TRIM_THRESHOLD` of 2 GB), so that no activation is faulted in anew.
+*torch.compile*: with freezing, in channels_last. *demask*: `demask.traverse.tile` under the budget
+named. All but *NCHW* take their input in channels_last.
+
+Each contender is a process of its own; they take turns in rounds that alternate their order, with
+everybody else at rest. A turn is one call where calls take over {LONG:.0f} s, else the median of
+those of {least} s, after as many untimed ones. Seconds, and times over others' (round by round),
+are medians (quartiles) of {rounds(found)} rounds. *Peak*: of the first call, beyond what was there
+before, output included. *Difference*: from untiled channels_last. *First*: what comes before the
+first call: planning, compiling.
+
+{ratios}
+
+{table}
+"""
+
+
+def rounds(found: Sequence[Row]) -> str:
+    """How many there were: `5`, or `3–5` where they differ."""
+    counts = {len(taken) for row in found for taken in row.samples.values()} or {0}
+    return "–".join(map(str, sorted({min(counts), max(counts)})))
+
+
+def write(found: Sequence[Row], least: float, output: Path) -> None:
+    """The page, and the rows beside it as JSON."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page(found, least))
+    rows = [asdict(row) for row in found]
+    output.with_suffix(".json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+
+def stored(output: Path) -> dict[Setting, Row]:
+    """The rows that were measured before."""
+    beside, found = output.with_suffix(".json"), {}
+    for row in json.loads(beside.read_text())["rows"] if beside.exists() else ():
+        checked = {who: Failed(**one) if "reason" in one else Checked(**one)
+                   for who, one in row["checked"].items()}  # fmt: skip
+        setting = Setting(**row["setting"])
+        found[setting] = Row(setting, checked, row["samples"], row["words"])
+    return found
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", nargs="+", default=list(SIZES), metavar="NETWORK")
+    add("--sizes", type=int, nargs="+", help="pixels a side, instead of each network's own")
+    add("--threads", type=int, nargs="+", default=[2, 1])
+    add("--rounds", type=int, default=ROUNDS)
+    add("--memory", nargs="+", default=[MEMORY], metavar="BUDGET", help="of demask, e.g. 128MiB")
+    add("--contenders", default="", metavar="PATTERN", help="only those whose name has it")
+    add("--patience", type=float, default=COMPILING, help="seconds for torch.compile")
+    add("--least", type=float, default=LEAST, help="seconds of a turn of short calls")
+    add("--limit", type=int, default=max(in_all() // 2**30 - LEFT, 1),
+        help="GiB that a contender may take")  # fmt: skip
+    add("--engine", default="demask.traverse", metavar="MODULE")
+    add("--output", type=Path, default=RESULTS / "traverse_speed.md")
+    return parser.parse_args()
+
+
+def in_all() -> int:
+    """Bytes of memory of this machine."""
+    found = re.search(r"^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def main() -> None:
+    asked, console, before = arguments(), Console(markup=False), load()
+    named(asked.only)
+    found = stored(asked.output)
+    settings = [
+        Setting(name, size, threads, asked.engine)
+        for name in asked.only
+        for size in asked.sizes or SIZES.get(name, (1024,))
+        for threads in asked.threads
+    ]
+    for k, setting in zip(count(1), settings, strict=False):
+        console.print(f"{k} of {len(settings)}: {setting.title}")
+        found[setting] = row = measured(setting, asked, console)
+        row.words = (
+            f"{datetime.date.today().isoformat()}. {machine()}; allocator as found but where said. "
+            f"Load before and after: {before}, {load()}."
+        )
+        write(list(found.values()), asked.least, asked.output)
+
+
+if __name__ == "__main__":
+    main()

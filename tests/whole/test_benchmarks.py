@@ -1,0 +1,58 @@
+"""Every benchmark declares itself, and its committed results can be made again."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.common import catalog
+
+ALL = list(catalog.benchmarks())
+
+
+def test_the_list_names_every_script():
+    outcome = CliRunner().invoke(app, ["list"], env={"COLUMNS": "200"})
+    assert outcome.exit_code == 0
+    assert all(name in outcome.stdout for name in catalog.scripts())
+    scripts = [p for p in catalog.FOLDER.glob("*/*.py") if "def main() -> None" in p.read_text()]
+    libraries = {"deepsparse_server", "trained_networks"}
+    assert {path.stem for path in scripts} - libraries == set(catalog.scripts())
+
+
+def test_the_page_is_the_list():
+    assert catalog.markdown_list() in (catalog.FOLDER / "README.md").read_text(), (
+        "put the output of `python -m benchmarks list --markdown` into benchmarks/README.md"
+    )
+
+
+@pytest.mark.parametrize(("name", "engine", "benchmark"), ALL, ids=[name for name, _, _ in ALL])
+def test_results_name_their_commit_and_command(name, engine, benchmark):
+    assert benchmark.shows and benchmark.time and benchmark.needs
+    for result in map(catalog.result_path, benchmark.results):
+        assert result.exists(), f"{name} declares {result}"
+        if result.suffix == ".md" and result.parent.name == "results":
+            text = result.read_text()
+            assert "commit " in text and f"python -m benchmarks run {name}" in text
+
+
+def test_every_committed_result_is_declared():
+    declared = {catalog.result_path(r) for _, _, b in ALL for r in b.results}
+    undeclared = {*(catalog.FOLDER / "results").iterdir()} - declared
+    assert {path.name for path in undeclared} <= {"networks.json"}  # of docs/networks.md
+
+
+def test_a_wrong_name_is_answered_with_near_ones():
+    outcome = CliRunner().invoke(app, ["run", "residuals"])
+    assert outcome.exit_code == 2 and "residual" in outcome.output
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name, _, b in ALL if b.quick is not None
+                                  and not any("cache" in need or "extra" in need
+                                              for need in b.needs)])  # fmt: skip
+def test_a_quick_run_writes_its_page(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.__main__.QUICK", tmp_path)
+    outcome = CliRunner().invoke(app, ["run", name, "--quick"], catch_exceptions=False)
+    assert outcome.exit_code == 0
+    assert (tmp_path / f"{name}.md").exists()
