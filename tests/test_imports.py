@@ -254,9 +254,9 @@ for net in (demask.load(sys.argv[1]), torch.load(sys.argv[2], weights_only=False
 assert not {"demask.pilot", "demask.traverse"} & {*sys.modules}
 from demask.files.archive import archive
 assert archive._kind({"kind": "tiled"}).__name__ == "Tiled"
-from demask.graph.node_records import Overload, Row, graph_of
+from demask.graph.node_records import Overload, NodeRecord, graph_of
 assert "demask.pilot.chains.chain_op" not in sys.modules
-graph_of([Row("call_function", "chain", Overload("demask::chain", "default"), (), {})])
+graph_of([NodeRecord("call_function", "chain", Overload("demask::chain", "default"), (), {})])
 """
 
 
