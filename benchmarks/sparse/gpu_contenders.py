@@ -51,12 +51,12 @@ def made(problem: Problem, device: str, seed: int) -> Case:
     where = {"generator": generator, "device": device}
     mask = problem.make(generator)
     w = (torch.randn(problem.m, problem.k, **where) * mask).to(problem.dtype)
-    inner = problem.m if problem.task == "turned" else problem.k
+    inner = problem.m if problem.task == "transposed" else problem.k
     x = torch.randn(inner, problem.n, **where).to(problem.dtype)
     if problem.task == "sddmm":
         y = torch.randn(problem.m, problem.n, **where).to(problem.dtype)
         return Case(problem, w, x, y, (y.double() @ x.double().t())[mask & (w != 0)])
-    left = w.t() if problem.task == "turned" else w
+    left = w.t() if problem.task == "transposed" else w
     wanted = torch.cat([left.double() @ part.double() for part in x.split(256, 1)], 1)
     return Case(problem, w, x, None, wanted)
 
@@ -89,7 +89,7 @@ def ours(case: Case) -> Calls:
     if case.problem.task == "sddmm":
         assert case.y is not None
         return [partial(gpu.sddmm, m, case.y, case.x) for m in several]
-    call = gpu.spmm_turned if case.problem.task == "turned" else gpu.spmm
+    call = gpu.spmm_transposed if case.problem.task == "transposed" else gpu.spmm
     return [partial(call, m, lain(case.x)) for m in several]
 
 
@@ -115,8 +115,8 @@ def ours_poisoned(case: Case) -> tuple[Tensor, str]:
         x = lain(case.x)
         choice = gpu.chosen(task, m, x)
         out = like(x, len(case.wanted), x.shape[1]).fill_(torch.nan)
-        if task == "turned":
-            found = gpu.run_turned(m, form_of(m), x, choice, out)
+        if task == "transposed":
+            found = gpu.run_transposed(m, form_of(m), x, choice, out)
         else:
             found = gpu.run(m, form_of(m), x, None, None, choice, out)
     kind = choice.kind
@@ -132,7 +132,7 @@ def dense(case: Case) -> Calls:
         y, x = case.y, case.x
         assert y is not None
         return [lambda: (y @ x.t()).view(-1)[there]]
-    weights = [w.t() for w in weights] if case.problem.task == "turned" else weights
+    weights = [w.t() for w in weights] if case.problem.task == "transposed" else weights
     tokens = case.x.t().contiguous()
     return [partial(_linear, tokens, w) for w in weights]
 
@@ -157,7 +157,7 @@ def csr(case: Case) -> Calls:
         torch.sparse_csr_tensor(m.crow, m.col, m.values, m.size, check_invariants=False)
         for m in several
     ]
-    if case.problem.task == "turned":
+    if case.problem.task == "transposed":
         raise NotRun("has no transposed product")
     if case.problem.task == "sddmm":
         y, x = case.y, case.x

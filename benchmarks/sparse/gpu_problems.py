@@ -30,7 +30,7 @@ PIXELS = {"group1": 3136, "group2": 784, "group3": 196, "group4": 49}  # of ResN
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """task: "spmm" w [m, k] @ x [k, n]; "turned" w.T @ y [m, n]; "sddmm" a [m, n] @ b [k, n].T at
+    """task: "spmm" w [m, k] @ x [k, n]; "transposed" w.T @ y [m, n]; "sddmm" a [m, n] @ b [k, n].T at
     w. make: of a generator, the mask [m, k] on its device."""
 
     suite: str
@@ -83,7 +83,7 @@ def layers(
     middle = sizes[min(1, len(sizes) - 1)]
     for n in columns:  # what matters most comes first
         tasks = [("spmm", size) for size in sizes]
-        tasks += [("turned", middle), ("sddmm", middle)] if n in (columns[0], 256) else []
+        tasks += [("transposed", middle), ("sddmm", middle)] if n in (columns[0], 256) else []
         for sparsity in sparsities:
             for task, (m, k) in tasks:
                 mask = partial(made_up, m, k, sparsity)

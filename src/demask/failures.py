@@ -84,13 +84,13 @@ class Log:
     """Runs optional steps and collects descriptions of those that failed.
 
     gave_up: whether an essential step failed, without which little or nothing can be removed.
-    apart: whether the side network (values that no input determines) was separated, to be computed
-    once per call.
+    has_side_network: whether the side network (values that no input determines) was separated, to
+    be computed once per call.
     """
 
     failures: dict[str, str] = field(default_factory=dict)
     gave_up: bool = False
-    apart: bool = False
+    has_side_network: bool = False
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import folded
 from demask.graph.capture.functionalize import functionalized
-from demask.graph.normalize.canonical_calls import spelled
+from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.stride.accelerator.instructions import Instructions, listed
 from demask.stride.accelerator.machine import Machine
 from demask.tune.passes.fold_affine import absorbed
@@ -37,7 +37,9 @@ def images(*shape: int) -> torch.Tensor:
 
 def plain(model, args, machine=None, kwargs=None) -> Instructions:
     """The list of a network that has no strides."""
-    given = spelled(folded(functionalized(capture(model, args, kwargs, dynamic_shapes={}))))
+    given = canonicalize_calls(
+        folded(functionalized(capture(model, args, kwargs, dynamic_shapes={})))
+    )
     return listed(absorbed(given), machine or Machine())
 
 

@@ -400,7 +400,7 @@ def test_torch_checks_the_ops(name):
         opcheck(ops.convolved.default, (x.requires_grad_(), *weights[:3], bias, text))
     given = [t.detach() for t in (layer(x), x, *weights[:3])]
     for wanted in ((True, True), (True, False), (False, True)):
-        opcheck(ops.convolved_slopes.default, (*given, text, *wanted))
+        opcheck(ops.conv_gradients.default, (*given, text, *wanted))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -14,7 +14,7 @@ from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import folded
 from demask.graph.capture.functionalize import functionalized
 from demask.graph.editor import GraphEditor
-from demask.graph.normalize.canonical_calls import spelled
+from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.ops import TABLE
 from demask.stride.dilation import spaced_axes as grid
@@ -176,7 +176,7 @@ def test_a_planted_fault_is_found(monkeypatch, name):
 
 
 def read(model: nn.Module, *args: Tensor, shapes: Any = None) -> Program:
-    return spelled(folded(functionalized(capture(model.eval(), args, None, shapes))))
+    return canonicalize_calls(folded(functionalized(capture(model.eval(), args, None, shapes))))
 
 
 def pushed(model: nn.Module, x: Tensor, name: str) -> Program | str:

@@ -212,10 +212,10 @@ def test_constants_are_shared_and_the_model_is_not_changed() -> None:
 
 
 def test_a_program_can_be_lowered() -> None:
-    from demask.graph.normalize.canonical_calls import spelled
+    from demask.graph.normalize.canonical_calls import canonicalize_calls
     from demask.shrink.pipeline import given
 
-    program = spelled(given(stem(nn.ReLU()), (torch.ones(2, 3, 8, 8),), None, None))
+    program = canonicalize_calls(given(stem(nn.ReLU()), (torch.ones(2, 3, 8, 8),), None, None))
     after, (choice,) = lowered(program, "slice")
     assert (choice.node, choice.module, choice.form) == ("conv2d", "0", "slice")
     assert choice.cost is not None and choice.cost.macs == 2 * 4 * 64 * 27

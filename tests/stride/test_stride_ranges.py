@@ -18,7 +18,7 @@ from demask.facts.ranges import ANY, Range, of_dtype, of_tensor, ranges, rule_of
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import folded
 from demask.graph.capture.functionalize import functionalized
-from demask.graph.normalize.canonical_calls import spelled
+from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.ops import TABLE, Entry, Table, schema
 from demask.ops.entry import Shape
 from demask.ops.laws import target_of
@@ -40,7 +40,7 @@ class Net(nn.Module):
 def told(function: Function, *args: Tensor, table: Table = TABLE, **buffers: Tensor) -> Range:
     """The range of what a function of inputs makes."""
     net = Net(function, **buffers).eval()
-    program = spelled(folded(functionalized(capture(net, args))))
+    program = canonicalize_calls(folded(functionalized(capture(net, args))))
     found = ranges(program.graph, {k: c.tensor for k, c in program.constants.items()}, table)
     (made,) = program.graph.output_node().args[0]  # type: ignore[misc,union-attr]
     return found[made]  # type: ignore[index]

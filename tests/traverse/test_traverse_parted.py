@@ -15,7 +15,7 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import folded
-from demask.graph.normalize.canonical_calls import spelled
+from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.ops import TABLE
 from demask.ops.laws import check_scatter_law, law_cases
@@ -41,7 +41,7 @@ class Excited(nn.Module):
 
 
 class Spelled(nn.Module):
-    """A norm and a context spelled by the user."""
+    """A norm and a context canonicalize_calls by the user."""
 
     def forward(self, x: Tensor) -> Tensor:
         variance, mean = torch.var_mean(x, (2, 3), keepdim=True)
@@ -94,7 +94,7 @@ def program_of(network: str, dtype: torch.dtype = torch.float64) -> tuple[Progra
     net, x = NETWORKS[network]().to(dtype).eval(), torch.randn(1, 3, 13, 10, dtype=dtype)
     for value in net.parameters():
         nn.init.normal_(value, 0.5)
-    return folded(spelled(capture(net, (x,), dynamic_shapes={}))), x
+    return folded(canonicalize_calls(capture(net, (x,), dynamic_shapes={}))), x
 
 
 def run(program: Program, x: Tensor, seed: int | None = None) -> tuple[Tensor, ...]:
@@ -206,7 +206,9 @@ def test_a_norm_goes_into_the_weights_before_it(bias):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=bias), nn.GroupNorm(4, 8), nn.Conv2d(8, 2, 3))
     x = torch.randn(1, 3, 13, 10, dtype=torch.float64)
-    program = parted(folded(spelled(capture(net.double(), (x,), dynamic_shapes={}))), SPLIT)
+    program = parted(
+        folded(canonicalize_calls(capture(net.double(), (x,), dynamic_shapes={}))), SPLIT
+    )
     changed = folded_scale(program)
     counts = [sum(line.startswith("conv2d") for line in spelling(p)) for p in (program, changed)]
     assert counts == [2, 3]

@@ -93,7 +93,7 @@ def shapes_only() -> Iterator[None]:
 
 
 def _either(shaped: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Our kernel in threads that asked for it, torch's in others."""
+    """Our kernel in threads that switched it on, torch's in others."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return (shaped if _PATCH.is_on() else plain)(*args, **kwargs)
@@ -107,9 +107,9 @@ def _replace_kernels(op: Any, kernels: dict[Any, Callable[..., Any]]) -> None:
 
 
 def _shaped(op: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """What a call makes, empty. Raises RuntimeError where the sizes do not fit each other."""
+    """A kernel that returns empty outputs; RuntimeError where sizes do not fit each other."""
 
-    def made(x, hx, params, has_biases, layers, dropout, train, bidirectional, batch_first):
+    def outputs(x, hx, params, has_biases, layers, dropout, train, bidirectional, batch_first):
         states = list(hx) if op is aten.lstm.input else [hx]
         two = 2 if bidirectional else 1
         batch = x.shape[0 if batch_first else 1]
@@ -124,14 +124,14 @@ def _shaped(op: Any) -> Callable[..., tuple[Tensor, ...]]:
         out = x.new_empty([x.shape[0], x.shape[1], two * states[0].shape[2]])
         return (out, *(state.new_empty(state.shape) for state in states))
 
-    return made
+    return outputs
 
 
 # --- norms and activations ------------------------------------------------------------------------
 
 
 class _ShapeKernel:
-    """Our kernel in threads that asked for it and where it fits, torch's otherwise."""
+    """Our kernel in threads that switched it on and where it fits, torch's otherwise."""
 
     def __init__(self, op: Any, fits: Callable[..., bool]) -> None:
         self.op, self.fits = op, fits
@@ -142,27 +142,27 @@ class _ShapeKernel:
             if kwargs or not _PATCH.is_on() or not self.fits(*args):
                 return decomposition_table[self.op](*args, **kwargs)
             assert isinstance(x, Tensor)
-            made = x.new_empty_strided(x.shape, x.stride())
+            output = x.new_empty_strided(x.shape, x.stride())
             if self.op is _BATCH_NORM:
-                return made, x.new_empty((0,)), x.new_empty((0,))
-            return made
+                return output, x.new_empty((0,)), x.new_empty((0,))
+            return output
 
 
 def _is_plain(x: Any, *_: Any) -> bool:
-    """Is a value dense floating-point numbers, row-major or with channels last?"""
+    """Whether a value is dense and floating-point, row-major or channels last."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout is not torch.strided:
         return False
     return is_contiguous_or_false(x) or is_channels_last_contiguous_or_false(x)
 
 
 def _is_plain_norm(x: Any, *args: Any) -> bool:
-    """The same of a batch norm on the CPU whose statistics and parameters fit its input."""
-    given = [value for value in args[:4] if value is not None]
+    """Whether that holds for a batch norm on the CPU whose tensors fit its input."""
+    tensors = [value for value in args[:4] if value is not None]
     return (_is_plain(x) and x.ndim > 1 and x.device.type == "cpu"
             and all(value is not None for value in args[2:4])
             and all(value.dtype == x.dtype and value.ndim == 1 and value.device == x.device
                     and isinstance(value.shape[0], int) and isinstance(x.shape[1], int)
-                    and value.shape[0] == x.shape[1] for value in given))  # fmt: skip
+                    and value.shape[0] == x.shape[1] for value in tensors))  # fmt: skip
 
 
 _BATCH_NORM = aten._native_batch_norm_legit_no_training.default

@@ -66,7 +66,7 @@ def collect_guards(shape_env: Any, ranges: Mapping[Any, Any]) -> tuple[str, ...]
             conditions[f"{symbol} <= {high}"] = None
     for guard in shape_env.guards if shape_env is not None else ():
         if isinstance(guard.expr, sympy.Eq) or _is_of_model(guard):
-            text = spelled(guard.expr)
+            text = to_python(guard.expr)
             conditions |= dict.fromkeys(_pinned(guard.expr, shape_env) if text is None else [text])
     return tuple(conditions)
 
@@ -87,16 +87,16 @@ def _pinned(condition: Any, shape_env: Any) -> list[str]:
     return [f"{s} == {values[s]}" for s in sorted(condition.free_symbols, key=str) if s in values]
 
 
-def spelled(expr: Any) -> str | None:
+def to_python(expr: Any) -> str | None:
     """An expression as Python; None if a part of it cannot be expressed."""
     if expr.is_Symbol or expr.is_Integer:
         return f"({expr})"
     if expr.is_number and not expr.args:
         return repr(float(expr)) if expr.is_finite else None
     if expr.is_Mul and isinstance(expr.args[0], sympy.Rational) and expr.args[0].q > 1:
-        factor = spelled(sympy.Mul(*expr.args[1:]))  # exact for integers
+        factor = to_python(sympy.Mul(*expr.args[1:]))  # exact for integers
         return factor and f"({factor}*{expr.args[0].p}//{expr.args[0].q})"
-    parts = [spelled(argument) for argument in expr.args]
+    parts = [to_python(argument) for argument in expr.args]
     texts = [part for part in parts if part is not None]
     function = type(expr).__name__
     if not parts or len(texts) < len(parts):

@@ -18,14 +18,14 @@ class Own:
     """A custom op.
 
     run: the same function in ATen ops, which torch.export traces through.
-    spelled: a pass that replaces the op's calls by ATen calls, from a `graph.program.Program` to
+    lower: a pass that replaces the op's calls by ATen calls, from a `graph.program.Program` to
         one without them, for an op that no other library knows. None: its calls stay in graphs.
     check: raises BadInput for arguments that no call can have. Its argument maps names to values:
         constants as tensors, None for computed values.
     """
 
     run: Callable[..., Any]
-    spelled: Callable[[Any], Any] | None = None
+    lower: Callable[[Any], Any] | None = None
     check: Callable[[Mapping[str, Any]], None] | None = None
 
 

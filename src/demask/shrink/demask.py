@@ -273,7 +273,7 @@ def _candidates(
         target, record = reduced(program, table, log=log)
         reason = reason or "".join(log.notes[:1])
         if log.gave_up:
-            failed.append((program, target, record, log.apart))
+            failed.append((program, target, record, log.has_side_network))
             continue
-        yield program, target, record, log.apart
+        yield program, target, record, log.has_side_network
         reason = "the captured graph does not compute what the model does"

@@ -21,7 +21,7 @@ from demask.graph.capture.fold_constants import folded
 from demask.graph.capture.functionalize import functionalized
 from demask.graph.capture.shared_captures import shared_captures
 from demask.graph.guards import values_of
-from demask.graph.normalize.canonical_calls import spelled
+from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.normalize.select_before_view import hoisted
 from demask.graph.normalize.select_token_early import early
 from demask.graph.normalize.separate_heads import unmerged
@@ -116,7 +116,7 @@ def simplified(program: Program, table: Table, log: Log | None = None) -> Progra
     that fails is omitted, and `log` says so."""
     log = Log() if log is None else log
     passes: tuple[tuple[str, Callable[[Program], Program]], ...] = (
-        ("the canonical notation of calls", lambda p: spelled(p, log)),
+        ("the canonical notation of calls", lambda p: canonicalize_calls(p, log)),
         ("the separation of heads from a dynamic batch", lambda p: unmerged(p, table)),
         ("selection before views", hoisted),
         ("the early selection of single tokens", lambda p: early(p, table)),
@@ -245,7 +245,7 @@ def _shrink_once(
             and (measured.weight[1] <= step.weight[1] and measured.weight[2] <= step.weight[2])
         )
         if measured.weight[0] <= step.weight[0] and less:
-            log.apart |= attempt.has_side_network
+            log.has_side_network |= attempt.has_side_network
             cuts = {
                 name: composed
                 for name, cut in attempt.cuts.items()

@@ -74,7 +74,7 @@ def forms(
 
 def _both(maker: Maker, name: str, base: Program) -> Iterator[Candidate]:
     """A candidate, and the same with its convolutions in the arena."""
-    candidate = maker.made(name, base)
+    candidate = maker.build(name, base)
     yield candidate
     yield from maker.in_arena(candidate)
 
@@ -113,7 +113,7 @@ class Maker:
     table: Table
     decisions: list[TuneDecision] = field(default_factory=list)
 
-    def made(self, name: str, base: Program) -> Candidate:
+    def build(self, name: str, base: Program) -> Candidate:
         """The candidate for a program whose norms are folded into the weights."""
         program = rewrite_joins(base, self.join)
         program = remove_pads(program, self.worth, self.table)

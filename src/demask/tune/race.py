@@ -170,9 +170,9 @@ def _gap(expected: Any, output: Any, is_rounding: Callable[[Tensor, Tensor], boo
     return ""
 
 
-def speed_of(given: list[float], result: list[float]) -> Speed:
+def speed_of(baseline: list[float], result: list[float]) -> Speed:
     """Speed of a result relative to the original network, from seconds of alternating calls."""
-    timings = [Timing.of(seconds) for seconds in (given, result)]
+    timings = [Timing.of(seconds) for seconds in (baseline, result)]
     rows = [(t.median, t.low, t.high) for t in timings]
-    return Speed(rows[0], rows[1], rows[0][0] / rows[1][0], lower_bound(given, result),
-                 len(given), torch.get_num_threads(), machine())  # fmt: skip
+    return Speed(rows[0], rows[1], rows[0][0] / rows[1][0], lower_bound(baseline, result),
+                 len(baseline), torch.get_num_threads(), machine())  # fmt: skip

@@ -204,7 +204,7 @@ def test_calls_of_one_kind_share_a_choice():
     m = rows_of(random(50, 30, 0.1))
     same = {kind_of("spmm", m, torch.ones(30, n)) for n in (33, 50, 64)}
     assert len(same) == 1
-    others = {kind_of("turned", m, torch.ones(50, 64)), kind_of("spmm", m, torch.ones(30, 65)),
+    others = {kind_of("transposed", m, torch.ones(50, 64)), kind_of("spmm", m, torch.ones(30, 65)),
               kind_of("spmm", m, torch.ones(64, 30).t()), *same}  # fmt: skip
     assert len(others) == 4
 
@@ -219,7 +219,7 @@ def test_forms_are_copied_whole():
     assert other.tasks(m, 4).begins.data_ptr() != form.tasks(m, 4).begins.data_ptr()
 
 
-@pytest.mark.parametrize("task", ["spmm", "turned", "sddmm"])
+@pytest.mark.parametrize("task", ["spmm", "transposed", "sddmm"])
 @pytest.mark.parametrize("n", [1, 7, 64, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_dense_product_is_always_a_candidate(task, n, dtype):

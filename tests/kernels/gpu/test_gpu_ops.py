@@ -65,7 +65,7 @@ def test_ops_are_what_they_say():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_torch_checks_the_ops(dtype):
     crow, col, (values, a, b) = parts(dtype)
-    opcheck(torch.ops.demask.turned.default, (crow, col, values, None, [6, 5], a))
+    opcheck(torch.ops.demask.spmm_transposed.default, (crow, col, values, None, [6, 5], a))
     opcheck(torch.ops.demask.sampled.default, (crow, col, None, [6, 5], a, b))
 
 

@@ -203,7 +203,7 @@ def check_every_candidate(device, dtype, n):
     w = matrix(70, 130, 0.1).to(dtype)
     m, x = rows_of(w, device), torch.randn(130, n).to(dtype)
     wanted = w.double().numpy() @ x.double().numpy()
-    for task in ("spmm", "turned"):
+    for task in ("spmm", "transposed"):
         for choice in candidates(task, m, n, True, 4):
             found = gpu.spmm(m, x.to(device), choice=choice) if task == "spmm" else None
             if found is None:

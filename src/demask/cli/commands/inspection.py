@@ -17,7 +17,7 @@ from demask.cli.commands.coverage import Gap, gaps
 from demask.cli.progress import ProgressStep
 from demask.cli.read_network import NetworkFile
 from demask.compat.dispatch import OpOverload, schema_of
-from demask.graph.normalize.canonical_calls import SPELLED
+from demask.graph.normalize.canonical_calls import CANONICALIZED
 from demask.graph.provenance import Provenance
 from demask.graph.result.module_calls import in_calls
 from demask.ops import TABLE, Table
@@ -73,7 +73,7 @@ def inspect_network(network: NetworkFile, step: ProgressStep, table: Table = TAB
     slim = demask.demask(network.model, network.args, table=table, result="graph")
     report = demask.report(slim)
     model = network.model
-    known = {*table, *SPELLED}
+    known = {*table, *CANONICALIZED}
     ops = _ops(in_calls(model) if isinstance(model, fx.GraphModule) else model.graph)
     return Inspection(
         report,

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.symbolic_shapes import SYM_SQRT
 from demask.errors import RefusedFile
-from demask.graph.guards import NODES, collect_guards, hold, spelled
+from demask.graph.guards import NODES, collect_guards, hold, to_python
 from demask.graph.program import Program
 
 MAX_LENGTH = 20_000
@@ -80,7 +80,7 @@ def read_conditions(exported: ExportedProgram) -> Iterator[str]:
         if not isinstance(value, Tensor) or axis >= value.ndim:
             raise _Unknown(source)
         length: Any = value.shape[axis]
-        text = str(length) if isinstance(length, int) else spelled(length.node.expr)
+        text = str(length) if isinstance(length, int) else to_python(length.node.expr)
         if text is None:
             raise _Unknown(source)
         return f"({text})"
@@ -122,7 +122,7 @@ def _as_in_example(text: str, sources: dict[str, fx.Node]) -> Iterator[str]:
     for source, node in sources.items():
         for size in node.meta["val"].shape if source in text else ():
             if not isinstance(size, int) and size.node.hint is not None:
-                symbol = spelled(size.node.expr)
+                symbol = to_python(size.node.expr)
                 yield f"{symbol} == {size.node.hint}"
 
 

@@ -21,7 +21,7 @@ from demask.ops.traits import COPIES, TRANSPOSES, VIEW_OR_RESHAPE
 aten = torch.ops.aten
 
 
-def spelled(program: Program, log: Log | None = None) -> Program:
+def canonicalize_calls(program: Program, log: Log | None = None) -> Program:
     """The same program with canonical calls: `expand_as` as expand, `stack` as cat, `glu` as a
     product. Slices of whole axes (torch.export emits one per `:`) are removed. A call whose rule
     fails does not change, and is recorded in `log`."""
@@ -286,6 +286,6 @@ _RULES: dict[Any, Callable[[GraphEditor, fx.Node], fx.Node | None]] = {
     aten.index.Tensor: _indexed,
 }
 
-SPELLED = frozenset(
+CANONICALIZED = frozenset(
     str(target) for target in _RULES if target not in _VIEWS
 )  # ops that need no entry of their own

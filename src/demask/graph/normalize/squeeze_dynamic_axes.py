@@ -14,7 +14,7 @@ from torch import fx
 
 from demask.compat.symbolic_shapes import free_unbacked_symbols
 from demask.graph.editor import GraphEditor
-from demask.graph.guards import spelled
+from demask.graph.guards import to_python
 from demask.graph.program import Program
 from demask.ops import schema
 from demask.ops.traits import SQUEEZES
@@ -40,7 +40,7 @@ def squeeze_static_axes(program: Program) -> Program:
                 if free_unbacked_symbols(size):  # data-dependent: torch decides in each call
                     value = editor.call(aten.squeeze.dim, value, dim)
                     continue
-                is_one, text = schema.hint(size) == 1, spelled(size.node.expr)
+                is_one, text = schema.hint(size) == 1, to_python(size.node.expr)
                 if text is not None:
                     guards[f"{text} == 1" if is_one else f"{text} >= 2"] = None
                 value = editor.call(aten.select.int, value, dim, 0) if is_one else value

@@ -83,7 +83,7 @@ class Demasked(fx.GraphModule):
         """The network without custom ops (except quantization), sharing tensors; itself if it has
         none."""
         custom_ops = [own_of(node.target) for node in self.graph.nodes]
-        passes = dict.fromkeys(op.spelled for op in custom_ops if op and op.spelled)
+        passes = dict.fromkeys(op.lower for op in custom_ops if op and op.lower)
         return reduce(changed, passes, self)
 
     @classmethod
@@ -197,7 +197,7 @@ def build(
         _place(root, names if name in names else (name, *names), constant, shared)
     if kind.trains:
         joined(graph)
-        restore(graph, root, originals.kept if originals is not None else {}, kind)
+        restore(graph, root, originals.modules if originals is not None else {}, kind)
     if originals is not None and (lost := tuple(describe_lost_hooks(originals.model, root))):
         warnings.warn("; ".join(lost), stacklevel=4)
         provenance = replace(provenance, notes=(*provenance.notes, *lost))
@@ -213,7 +213,7 @@ def build(
 def _is_lowered(node: fx.Node) -> bool:
     """Whether `plain` replaces a call by ATen calls, which depend on its operands' types."""
     own = own_of(node.target)
-    return own is not None and own.spelled is not None
+    return own is not None and own.lower is not None
 
 
 def exportable(model: nn.Module) -> nn.Module:

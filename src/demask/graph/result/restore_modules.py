@@ -46,7 +46,7 @@ class Originals:
     """The modules of a model whose class and hooks the modules of a graph retain, by path."""
 
     model: nn.Module
-    kept: Mapping[str, nn.Module]
+    modules: Mapping[str, nn.Module]
 
 
 def originals_of(model: Any, program: Program) -> Originals | None:

@@ -101,7 +101,7 @@ class ChainPlanBuilder:
 
     def held(self, array: np.ndarray) -> int:
         """The address of an array that lives as long as the plan."""
-        self.tape.held.append(array)
+        self.tape.arrays.append(array)
         return array.ctypes.data
 
     def call(self, thread: int, kernel: Any, kind: np.dtype, /, **fields: int) -> None:
@@ -187,7 +187,7 @@ class ChainPlanBuilder:
                           left=left + t)  # fmt: skip
             self.tape.phase()
         self.seen[-1][2].extend(range(left, left + self.threads))
-        self.tape.held.append(layer.weight)
+        self.tape.arrays.append(layer.weight)
         held = self.held(packing.biases(bias, rows))
         for t, (cols, values, listed) in enumerate(lists):
             self.call(t, gemv.RowKernel(layer.relu), gemv.ROWS, lists=open_, counts=left,

@@ -73,7 +73,7 @@ def _originals_inside(originals: Originals | None, path: str) -> Originals | Non
     module = copy.copy(originals.model.get_submodule(path))
     for name in HOOKS:
         vars(module)[name] = {}
-    layers = {name.removeprefix(prefix): layer for name, layer in originals.kept.items()
+    layers = {name.removeprefix(prefix): layer for name, layer in originals.modules.items()
             if name.startswith(prefix)}  # fmt: skip
     return Originals(module, layers)
 

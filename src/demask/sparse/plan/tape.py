@@ -60,7 +60,7 @@ class Tape:
     threads: int
     thread_bytes: int = THREAD_BYTES  # from the arena of a thread to the next
     phases: list[list[list[KernelCall]]] = field(default_factory=list)
-    held: list[Any] = field(default_factory=list)  # arrays that machine code reads
+    arrays: list[Any] = field(default_factory=list)  # arrays that machine code reads
 
     @property
     def now(self) -> int:
@@ -92,11 +92,11 @@ class Tape:
         entries = np.zeros(max(len(flat), 1), ENTRY)
         for k, call in enumerate(flat):
             fields = self._fields(call, offsets)
-            self.held.append(fields)
+            self.arrays.append(fields)
             entries[k] = (code[call.kernel], fields.ctypes.data)
         counts = [len(calls) for phase in self.phases for calls in phase]
         ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
-        return EncodedTape(entries, ends, self.threads, size, self.held)
+        return EncodedTape(entries, ends, self.threads, size, self.arrays)
 
     def _assigned(self, buffers: Mapping[int, Buffer]) -> tuple[dict[int, int], int]:
         """Offsets of buffers, and bytes of the arena.
@@ -129,7 +129,7 @@ class Tape:
         fields = np.zeros(1, call.kind)
         for key, value in call.fields.items():
             if isinstance(value, np.ndarray):
-                self.held.append(value)
+                self.arrays.append(value)
                 value = value.ctypes.data
             fields[key] = value
         for key, (location, offset) in call.buffers.items():

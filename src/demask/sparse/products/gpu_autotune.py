@@ -19,7 +19,7 @@ from demask.machine.cost import Costs, Question
 from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.gpu_formats import TILE, MatrixFormats, processors_of
 
-TRANSPOSED = "turned"  # name of the transposed product in cost files
+TRANSPOSED = "transposed"  # name of the transposed product in cost files
 CALLS = 12  # per measurement
 COPIES = 8  # most copies of a matrix, so that it is read from memory and not from the cache
 WIDEST = 128  # columns of a tile

@@ -1,6 +1,6 @@
-"""The ops of gradients, `demask::turned` (transposed product) and `demask::sampled` (SDDMM).
+"""The ops of gradients, `demask::spmm_transposed` (transposed product) and `demask::sampled` (SDDMM).
 
-    torch.ops.demask.turned(Tensor crow, Tensor col, Tensor values, Tensor? rows, int[] size,
+    torch.ops.demask.spmm_transposed(Tensor crow, Tensor col, Tensor values, Tensor? rows, int[] size,
                             Tensor y) -> Tensor
     torch.ops.demask.sampled(Tensor crow, Tensor col, Tensor? rows, int[] size, Tensor a,
                              Tensor b) -> Tensor
@@ -29,7 +29,8 @@ AT_ONCE = 1 << 22  # elements that ATen ops gather at once
 
 _LIBRARY = Library("demask", "FRAGMENT")
 for _line in (
-    "turned(Tensor crow, Tensor col, Tensor values, Tensor? rows, int[] size, Tensor y) -> Tensor",
+    "spmm_transposed(Tensor crow, Tensor col, Tensor values, Tensor? rows, int[] size, Tensor y)"
+    " -> Tensor",
     "sampled(Tensor crow, Tensor col, Tensor? rows, int[] size, Tensor a, Tensor b) -> Tensor",
 ):
     _LIBRARY.define(_line, tags=(torch.Tag.pt2_compliant_tag,))
@@ -51,7 +52,7 @@ def _loaded() -> ModuleType | None:
 
 def transposed_product(m: CsrMatrix, y: Tensor) -> Tensor:
     """The transpose of m times y: [columns, n] with y [rows, n]."""
-    return torch.ops.demask.turned.default(m.crow, m.col, m.values, m.names, m.size, y)
+    return torch.ops.demask.spmm_transposed.default(m.crow, m.col, m.values, m.names, m.size, y)
 
 
 def sampled(m: CsrMatrix, a: Tensor, b: Tensor) -> Tensor:
@@ -142,12 +143,12 @@ def _product(m: CsrMatrix, x: Tensor) -> Tensor:
     return torch.ops.demask.spmm.default(m.crow, m.col, m.values, m.names, m.size, x, None, "", [])
 
 
-_LIBRARY.impl("turned", _transposed_product, "CompositeExplicitAutograd")
+_LIBRARY.impl("spmm_transposed", _transposed_product, "CompositeExplicitAutograd")
 _LIBRARY.impl("sampled", _sampled, "CompositeExplicitAutograd")
-torch.library.register_fake("demask::turned", _fake_transposed_product, lib=_LIBRARY)
+torch.library.register_fake("demask::spmm_transposed", _fake_transposed_product, lib=_LIBRARY)
 torch.library.register_fake("demask::sampled", _fake_sampled, lib=_LIBRARY)
 torch.library.register_autograd(
-    "demask::turned", _transposed_gradients, setup_context=_save, lib=_LIBRARY
+    "demask::spmm_transposed", _transposed_gradients, setup_context=_save, lib=_LIBRARY
 )
 torch.library.register_autograd(
     "demask::sampled", _sampled_gradients, setup_context=_save_sampled, lib=_LIBRARY

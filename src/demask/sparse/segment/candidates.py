@@ -98,7 +98,7 @@ class Sparse:
         sizes = by_size(program, self.asker)
         last = {size for size, costs in sizes.items() if costs[True] < GAIN * costs[False]}
         maker = Maker(self.asker, lambda node: self.asker.shape(node)[2:] in last, self.table)
-        return maker.made(name, program)
+        return maker.build(name, program)
 
 
 def _bases(reduced: Whole, original: Whole | None, table: Table) -> Iterator[tuple[str, Whole]]:

@@ -2,7 +2,7 @@
 
 torch.ops.demask.convolved(Tensor x, Tensor values, Tensor crow, Tensor col, Tensor? bias,
                            str program) -> Tensor
-torch.ops.demask.convolved_slopes(Tensor slope, Tensor x, Tensor values, Tensor crow, Tensor col,
+torch.ops.demask.conv_gradients(Tensor gradient, Tensor x, Tensor values, Tensor crow, Tensor col,
                                   str program, bool of_x, bool of_values) -> (Tensor, Tensor)
 
 float32 on the CPU. A program is one convolution without activation, with the weights (values, row
@@ -28,7 +28,7 @@ _LIBRARY = Library("demask", "FRAGMENT")
 for _line in (
     "convolved(Tensor x, Tensor values, Tensor crow, Tensor col, Tensor? bias, str program)"
     " -> Tensor",
-    "convolved_slopes(Tensor slope, Tensor x, Tensor values, Tensor crow, Tensor col, str program,"
+    "conv_gradients(Tensor gradient, Tensor x, Tensor values, Tensor crow, Tensor col, str program,"
     " bool of_x, bool of_values) -> (Tensor, Tensor)",
 ):
     _LIBRARY.define(_line, tags=(torch.Tag.pt2_compliant_tag,))
@@ -122,7 +122,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (*gradients, *[None] * (6 - len(tensors)))
     of_x = of_values = of_bias = None
     if needed[0] or needed[1]:
-        of_x, of_values = torch.ops.demask.convolved_slopes.default(
+        of_x, of_values = torch.ops.demask.conv_gradients.default(
             grad, x, values, crow, col, ctx.text, needed[0], needed[1]
         )
     if bias is not None and needed[4]:
@@ -133,7 +133,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _LIBRARY.impl("convolved", _convolved, "CPU")
-_LIBRARY.impl("convolved_slopes", _gradients, "CPU")
+_LIBRARY.impl("conv_gradients", _gradients, "CPU")
 torch.library.register_fake("demask::convolved", _fake, lib=_LIBRARY)
-torch.library.register_fake("demask::convolved_slopes", _fake_gradients, lib=_LIBRARY)
+torch.library.register_fake("demask::conv_gradients", _fake_gradients, lib=_LIBRARY)
 torch.library.register_autograd("demask::convolved", _backward, setup_context=_save, lib=_LIBRARY)

@@ -20,7 +20,7 @@ from demask.failures import public
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import folded
 from demask.graph.capture.functionalize import functionalized
-from demask.graph.normalize.canonical_calls import spelled
+from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.machine.byte_sizes import human
 from demask.ops import TABLE, Table
@@ -80,7 +80,9 @@ def instructions(
         >>> torch.equal(listing.run(torch.ones(1, 4)), net(torch.ones(1, 4)))
         True
     """
-    captured = spelled(folded(functionalized(capture(model, args, kwargs, dynamic_shapes={}))))
+    captured = canonicalize_calls(
+        folded(functionalized(capture(model, args, kwargs, dynamic_shapes={})))
+    )
     program, choices = lowered(absorbed(captured), target, table)
     return listed(program, machine or Machine(), tuple(map(str, choices)))
 

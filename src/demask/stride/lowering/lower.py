@@ -21,7 +21,7 @@ from demask.facts.analysis import Analysis
 from demask.facts.ranges import ANY, Ranges, ranges
 from demask.failures import public
 from demask.graph.editor import GraphEditor, reshape_views
-from demask.graph.normalize.canonical_calls import spelled
+from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Table, op_name
@@ -118,7 +118,7 @@ def lower(
     rest = {"target": wanted, "dynamic_shapes": dynamic_shapes, "table": table}
     if (elsewhere := through_cpu(lower, model, args, kwargs, **rest)) is not None:
         return elsewhere
-    before = spelled(given(model, args, kwargs, dynamic_shapes))
+    before = canonicalize_calls(given(model, args, kwargs, dynamic_shapes))
     program, choices = lowered(before, wanted, table)
     return finished(Analysis(before, table), program, map(str, choices))
 

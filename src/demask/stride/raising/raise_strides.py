@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.capture.fold_constants import folded
-from demask.graph.normalize.canonical_calls import spelled
+from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Relation, Table, schema
@@ -78,10 +78,10 @@ def raise_strides(
 @public
 def raised(program: Program, table: Table = TABLE) -> tuple[Program, tuple[str, ...]]:
     """The program with raised strides, and a description of each strided convolution."""
-    best = folded(spelled(program))
+    best = folded(canonicalize_calls(program))
     start, weight = rewrite_as_slices(best, table), _weight(best, table)
     for _ in range(PASSES):
-        pulled = _absorbed(folded(spelled(start)), table)
+        pulled = _absorbed(folded(canonicalize_calls(start)), table)
         start = rewrite_as_slices(
             pulled, table
         )  # may compute more until its slices are pulled back in turn

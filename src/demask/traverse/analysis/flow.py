@@ -19,7 +19,7 @@ from demask.facts.analysis import Analysis
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import folded
 from demask.graph.capture.functionalize import functionalized
-from demask.graph.normalize.canonical_calls import spelled
+from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.ops import Table
 from demask.ops.entry import Declined
@@ -119,7 +119,9 @@ def read(
     model: nn.Module | Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Program:
     """A model captured at the sizes of the example: functional, constants folded, canonical."""
-    return spelled(folded(functionalized(capture(model, args, kwargs, dynamic_shapes={}))))
+    return canonicalize_calls(
+        folded(functionalized(capture(model, args, kwargs, dynamic_shapes={})))
+    )
 
 
 def flow_of(program: Program, table: Table) -> Flow:

@@ -29,7 +29,7 @@ from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import folded
 from demask.graph.capture.functionalize import functionalized
 from demask.graph.module_copy import structural_copy
-from demask.graph.normalize.canonical_calls import spelled
+from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.result.demasked_module import exportable
 from demask.ops import Table
 from demask.ops.entry import op_name
@@ -81,7 +81,9 @@ def _is_known(node: fx.Node, table: Table) -> bool:
 
 def _exported(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> HaloRecording:
     """The recording by torch.export, functional and canonical."""
-    program = spelled(folded(functionalized(capture(model, args, kwargs, dynamic_shapes={}))))
+    program = canonicalize_calls(
+        folded(functionalized(capture(model, args, kwargs, dynamic_shapes={})))
+    )
     inputs = [n if isinstance(n.meta.get("val"), Tensor) else None
               for n in program.graph.find_nodes(op="placeholder")]  # fmt: skip
     for node in program.graph.nodes:
