@@ -220,7 +220,7 @@ def test_texts():
     ):  # fmt: skip
         with pytest.raises(BadInput, match=words):
             condition_of(wrong)
-    with pytest.raises(BadInput, match="found int"):
+    with pytest.raises(BadInput, match="got int"):
         condition_of(5)  # type: ignore[arg-type]
 
 

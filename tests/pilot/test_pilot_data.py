@@ -205,7 +205,7 @@ def test_values_between_slices_go_to_disk(residual, monkeypatch):
     module = sys.modules["demask.pilot.data.collect"]
     monkeypatch.setattr(module, "walk", lambda *a, **k: runs.append(plain(*a, **k)) or runs[-1])
     found = collect(model, calls(args), memory=BUDGET)
-    assert runs[0].spilled == 2 and runs[0].kept <= BUDGET
+    assert runs[0].spilled == 2 and runs[0].boundary_bytes <= BUDGET
     same(found, collect(model, calls(args)))
     assert runs[1].spilled == 0
 

@@ -18,7 +18,7 @@ from demask.machine.cost import Costs
 from demask.ops import TABLE
 from demask.pilot.chains import chain_cost as cost
 from demask.pilot.chains import exact_conditions as chain
-from demask.pilot.chains.chain_cost import NOMINAL, Uses, held, measured, reads
+from demask.pilot.chains.chain_cost import NOMINAL, Uses, cached_shares, measured, reads
 from demask.pilot.chains.chain_plan import LayerCounts
 from demask.pilot.chains.exact_conditions import Columns
 from demask.pilot.explain import explain
@@ -64,10 +64,10 @@ def test_caches_hold_what_is_read_most():
     """One of two calls reads each half, all of them the rest: least recently used goes first."""
     always, halves = torch.tensor([1.0]), torch.full((2,), 0.5)
     layers = [[Uses(torch.tensor([100.0]), always)], [Uses(torch.full((2,), 100.0), halves)]]
-    assert held(layers, 300.0) == [1.0, 1.0]
-    often, seldom = held(layers, 200.0)
+    assert cached_shares(layers, 300.0) == [1.0, 1.0]
+    often, seldom = cached_shares(layers, 200.0)
     assert 0.7 < often <= 1 and 0.2 < seldom < often
-    assert sum(held([[Uses(torch.tensor([400.0]), always)]], 100.0)) == pytest.approx(
+    assert sum(cached_shares([[Uses(torch.tensor([400.0]), always)]], 100.0)) == pytest.approx(
         0.25, abs=0.01
     )
 

@@ -1,4 +1,4 @@
-"""compare(): what each simplifier keeps of a network, and what it costs, on the same inputs."""
+"""compare(): what each simplifier preserves of a network, and what it costs, on the same inputs."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ WIDTH = 112
 class ComparisonRow:
     """One simplifier on all inputs.
 
-    agreement: share of outputs (rows of the first one) whose largest entry is at the same place.
+    agreement: share of outputs (rows of the first one) whose largest entry has the same index.
     error: ‖pilot − full‖ / ‖full‖ over all outputs. correlation: of the pilot's magnitudes per
-    channel with the full run's, the mean over layers. precision, recall: of "zero behind ReLU",
-    element by element, the pilot's zeros against the full run's; None where maps have no like.
+    channel with the full run's, the mean over layers. precision, recall: of "zero after ReLU", the
+    pilot's zeros against the full run's, element by element; None where maps do not correspond.
     weight_bytes: as stored. macs: of one call. speed: the full network's time over the pilot's;
     timing: of a call, seconds. refused: why there are no numbers.
     """
@@ -60,10 +60,15 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The rows of simplifiers, beside the full network's numbers.
+    """The rows of simplifiers, and the full network's numbers.
 
-    inputs: how many. zeros: share of elements behind ReLU that are zero in the full run, None
-    without a ReLU. same: of each simplifier, per output, whether it agrees (for intervals).
+    inputs: how many. weight_bytes, macs, timing: of the full network. zeros: share of elements
+    after ReLU that are zero in the full run, None without a ReLU. same: for each simplifier, per
+    output, whether it agrees.
+
+    >>> row = ComparisonRow("bits:8", agreement=1.0, error=0.01, weight_bytes=256)
+    >>> Comparison((row,), 10, 1024, 512, None, None, {"bits:8": (True,) * 10}).to_dict()["inputs"]
+    10
     """
 
     rows: tuple[ComparisonRow, ...]
@@ -76,9 +81,9 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers as plain dictionaries, ready for JSON; times in seconds."""
-        found = asdict(self)
-        del found["same"]
-        return found
+        numbers = asdict(self)
+        del numbers["same"]
+        return numbers
 
     def __str__(self) -> str:
         heads = ("same class", "error", "correlation", "zeros: precision", "recall", "weights",
@@ -91,7 +96,7 @@ class Comparison:
         for row in self.rows:
             table.add_row(row.by, *([] if row.refused else _cells(row)))
         lines = as_lines(table, width=WIDTH)
-        zeros = "" if self.zeros is None else f"; {_percent(self.zeros)} zeros behind ReLU"
+        zeros = "" if self.zeros is None else f"; {_percent(self.zeros)} zeros after ReLU"
         lines.append(f"{self.inputs} inputs{zeros}")
         return "\n".join(
             [*lines, *(f"{r.by}: refused: {r.refused}" for r in self.rows if r.refused)]
@@ -109,37 +114,43 @@ def compare(
     progress: Callable[[str], None] | None = None,
     table: Table = TABLE,
 ) -> Comparison:
-    """What each simplifier keeps of a network, measured on inputs.
+    """What each simplifier preserves of a network, measured on inputs.
 
-    inputs: the arguments of one call, or an iterable of such tuples. by: simplifiers or their
-    texts; one that the network refuses has a row that says why. pairs: calls timed in turns, of the
-    first input; 0: none. seconds: of timing, at most, per simplifier. table: the op table, as
-    `demask.demask` takes it. Raises BadInput.
+    Args:
+        inputs: the arguments of one call, or an iterable of such tuples.
+        by: simplifiers or their texts; one that the network refuses has a row that says why.
+        pairs: calls of the first input that are timed alternately; 0: none.
+        seconds: of timing per simplifier, at most.
+        progress: called with a line of text before each step.
+        table: the op table, as `demask.demask` takes it.
+
+    Raises:
+        BadInput: there are no inputs, or a text is no simplifier.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-    >>> found = compare(net, (torch.randn(32, 8),), by=["bits:8", "bits:2"], pairs=0)
-    >>> found.rows[0].error < found.rows[1].error
+    >>> comparison = compare(net, (torch.randn(32, 8),), by=["bits:8", "bits:2"], pairs=0)
+    >>> comparison.rows[0].error < comparison.rows[1].error
     True
     """
-    tell = progress or (lambda words: None)
+    report = progress or (lambda words: None)
     chosen = [simplifier(one) for one in by]
     calls = list(each(inputs))
     if not calls:
         raise BadInput("expected one input or more, got none")
-    tell("running the full network")
+    report("running the full network")
     program = given(model, calls[0] if isinstance(calls[0], tuple) else (calls[0],), {}, None)
     analysis = Analysis(program, table)
     full = _Observed.of(analysis, {}, calls)
     runnable = finished(analysis, program, ())  # run as the pilots are, so that times compare
-    found = []
+    measured = []
     for one in chosen:
-        tell(one.text())
-        found.append(_row(one, analysis, full, calls, runnable, (pairs, seconds)))
-    rows = tuple(row for row, _, _ in found)
-    first = next((timing for _, _, timing in found if timing is not None), None)
+        report(one.text())
+        measured.append(_row(one, analysis, full, calls, runnable, (pairs, seconds)))
+    rows = tuple(row for row, _, _ in measured)
+    first = next((timing for _, _, timing in measured if timing is not None), None)
     here = given(runnable, calls[0], {}, None)  # of these inputs' sizes, as the pilots are
     sizes = sizes_of(here, Analysis(here, table).relations)
-    same = {row.by: agreed for row, agreed, _ in found}
+    same = {row.by: agreed for row, agreed, _ in measured}
     return Comparison(rows, full.count, sizes.bytes, sizes.macs, full.zero_share(), first, same)
 
 
@@ -154,7 +165,7 @@ def _row(
     pilot = Analysis(given(slim, calls[0], {}, None), analysis.table)
     seen = _Observed.of(pilot, slim.demasked.cuts, calls)
     same = full.agreed(seen)
-    precision, recall = full.zeros_found(seen)
+    precision, recall = full.zero_rates(seen)
     timings: dict[str, Timing] = {}
     if limits[0]:
         timings = _timed({"full": runnable, "pilot": slim}, calls[0], *limits)
@@ -197,7 +208,7 @@ def _weight_bytes(one: Simplifier, pilot: Analysis) -> int:
 
 
 class _Observed:
-    """What a network made on all inputs: outputs, magnitudes per channel, zeros behind ReLU."""
+    """The outputs of a network on all inputs, magnitudes per channel, and zeros after ReLU."""
 
     def __init__(self, sites: Sequence[MeasuredValue]):
         self.sites: dict[fx.Node, list[MeasuredValue]] = {}
@@ -227,15 +238,15 @@ class _Observed:
                 self.zeros.setdefault(site.name, []).append(_whole(value == 0, site))
 
     def agreed(self, other: _Observed) -> tuple[bool, ...]:
-        """Per row of the first output, whether the largest entry is at the same place; nothing
-        where there are no classes."""
-        found: list[bool] = []
+        """Per row of the first output, whether the largest entry has the same index; () where there
+        are no classes."""
+        same: list[bool] = []
         for mine, theirs in zip(self.outputs, other.outputs, strict=True):
             a, b = (_tensors(out)[0] for out in (mine, theirs))
             if a.ndim < 2 or a.shape[-1] < 2:
                 return ()
-            found += (a.argmax(-1) == b.argmax(-1)).flatten().tolist()
-        return tuple(found)
+            same += (a.argmax(-1) == b.argmax(-1)).flatten().tolist()
+        return tuple(same)
 
     def error(self, other: _Observed) -> float | None:
         """The relative error of all outputs, in the Euclidean norm, in float64."""
@@ -248,31 +259,35 @@ class _Observed:
 
     def correlation(self, other: _Observed) -> float | None:
         """Pearson's, of magnitudes over inputs and channels, the mean over layers that vary."""
-        found = []
+        coefficients = []
         for name, mine in self.magnitudes.items():
             a, b = (
                 torch.cat(mine).double(),
                 torch.cat(other.magnitudes.get(name) or [torch.empty(0)]),
             )
             if a.shape == b.shape and float(a.std()) > 0 and float(b.std()) > 0:
-                found.append(
+                coefficients.append(
                     float(torch.corrcoef(torch.stack([a.flatten(), b.double().flatten()]))[0, 1])
                 )
-        return sum(found) / len(found) if found else None
+        return sum(coefficients) / len(coefficients) if coefficients else None
 
-    def zeros_found(self, other: _Observed) -> tuple[float | None, float | None]:
+    def zero_rates(self, other: _Observed) -> tuple[float | None, float | None]:
         """Precision and recall of the other's zeros."""
-        hit = said = true = 0
+        hit = claimed = actual = 0
         for name, mine in self.zeros.items():
             for a, b in zip(mine, other.zeros.get(name, ()), strict=False):
                 b = _like(b, a)
                 if b is None:
                     return None, None
-                hit, said, true = hit + int((a & b).sum()), said + int(b.sum()), true + int(a.sum())
-        return (hit / said if said else None), (hit / true if true else None)
+                hit, claimed, actual = (
+                    hit + int((a & b).sum()),
+                    claimed + int(b.sum()),
+                    actual + int(a.sum()),
+                )
+        return (hit / claimed if claimed else None), (hit / actual if actual else None)
 
     def zero_share(self) -> float | None:
-        """The share of elements behind ReLU that are zero."""
+        """The share of elements after ReLU that are zero."""
         every = [m for maps in self.zeros.values() for m in maps]
         count = sum(m.numel() for m in every)
         return sum(int(m.sum()) for m in every) / count if count else None
@@ -280,11 +295,11 @@ class _Observed:
 
 def _whole(zeros: Tensor, site: MeasuredValue) -> Tensor:
     """Zeros of all channels of the full network: those that were cut are zero."""
-    if site.kept is None or site.axis is None:
+    if site.remaining is None or site.axis is None:
         return zeros
     shape = [site.size if k == site.axis else n for k, n in enumerate(zeros.shape)]
     full = torch.ones([n or 0 for n in shape], dtype=torch.bool)
-    return full.index_copy(site.axis, torch.tensor(site.kept, dtype=torch.int64), zeros)
+    return full.index_copy(site.axis, torch.tensor(site.remaining, dtype=torch.int64), zeros)
 
 
 def _like(zeros: Tensor, full: Tensor) -> Tensor | None:

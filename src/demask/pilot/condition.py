@@ -1,8 +1,8 @@
-"""condition(): the same call with less work, by what a cheap run says; or the model, and why.
+"""condition(): the same call with less work, chosen by a cheap run; or the model, and why.
 
-The front door of the engines: each condition is a frozen dataclass in the file of its engine, and
-is called by its text ("columns", "skip:0.5"). What comes back has `conditioned`, which says what
-was done to each layer. It was timed beside the model, in turns, and is never the slower one.
+Each condition is a frozen dataclass in the file of its engine, and has a text ("columns",
+"skip:0.5"). The module that is returned has `conditioned`, which says what was done to each layer.
+It was timed alternately with the model, and is never the slower of the two.
 """
 
 from __future__ import annotations
@@ -33,8 +33,24 @@ from demask.pilot.simplifiers.simplify import Simplifier
 from demask.tune.race import speed_of
 
 KINDS = (Columns, Certified, Skip, ConstantChannels, Value, Precision, Order, Route, Regions)
-CHOSEN = (Skip, ConstantChannels, Value, Precision, Route)  # whose knob a guarantee chooses
-KNOBS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # shares kept, the most careful first
+CHOSEN = (
+    Skip,
+    ConstantChannels,
+    Value,
+    Precision,
+    Route,
+)  # whose first parameter a guarantee chooses
+KNOBS = (
+    0.95,
+    0.9,
+    0.8,
+    0.7,
+    0.6,
+    0.5,
+    0.4,
+    0.3,
+    0.2,
+)  # shares that are computed, the most careful first
 WHOLE = "the network, whole"
 WARMUP = 3
 
@@ -56,22 +72,37 @@ def condition(
     clock: Callable[[], float] = perf_counter,
     table: Table = TABLE,
 ) -> nn.Module:
-    """A module of the same call that does only what the condition asks for.
+    """A module of the same call that does only the work that the condition selects.
 
-    args, kwargs: example inputs, which it is also timed on. pilot: a simplifier or its text
-    ("bits:4"), a module of the same call, execution data of an earlier frame or a calibration set,
-    or None. condition: a dataclass or its text: "columns", "certified", "skip:0.5", "constant:0.5",
-    "value:0.5", "precision:0.5:bits=4", "order:deadline=0.001", "route:0.8", "regions:…".
-    check: time it beside the model, in 30 rounds; where it may be slower (the lower 95 % bound of
-    the ratio of medians is below 0.97) a copy of the model comes back, and `conditioned.decisions`
-    says so. Conditions with a deadline are not timed: their time is what the caller says.
-    calibration: batches (a tensor or an args tuple each), for a condition that is named without its
-    knob ("skip"): the boldest of `knobs` whose loss, in accuracy given `labels`, else in answers
-    that differ, is at most `loss` with probability `level` on new examples (`guarantee`); where
-    there is none, the model. Positions are chosen for a batch together, so give batches of as many
-    examples as will come, of one where they come one by one. clock: in seconds, for `check`.
-    table: the op table, as `demask.demask` takes it.
-    Raises BadInput, NotExportable. The model is not changed. Feature rows 001-b to 001-e.
+    The model is not changed.
+
+    Args:
+        args, kwargs: example inputs; the module is also timed on them.
+        pilot: a simplifier or its text ("bits:4"), a module of the same call, execution data of an
+            earlier frame or a calibration set, or None.
+        condition: a dataclass or its text: "columns", "certified", "skip:0.5", "constant:0.5",
+            "value:0.5", "precision:0.5:bits=4", "order:deadline=0.001", "route:0.8", "regions:…".
+        check: time the module against the model, in 30 rounds. Where it may be slower (the lower 95
+        %
+            bound of the ratio of medians is below 0.97) a copy of the model is returned, and
+            `conditioned.decisions` says so. Conditions with a deadline are not timed.
+        calibration: batches (a tensor or an args tuple each), for a condition that is named without
+        its
+            first parameter ("skip"): the boldest of `knobs` that `guarantee` accepts is taken;
+            where
+            there is none, the model. Positions are chosen for a batch together, so give batches of
+            as
+            many examples as later calls have.
+        labels: classes, int64 [examples]; with them the loss is in accuracy, else in answers that
+            differ.
+        loss, level: the loss is at most `loss` with probability `level` on new examples.
+        knobs: values of the condition's first parameter, the most careful first.
+        clock: returns seconds, for `check`.
+        table: the op table, as `demask.demask` takes it.
+
+    Raises:
+        BadInput: the condition, the pilot or the inputs do not fit the model.
+        NotExportable: torch.export cannot capture the model.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
@@ -82,23 +113,23 @@ def condition(
     """
     example = tuple(args), dict(kwargs or {})
     if calibration is not None:
-        made, kind = _calibrated(model, example, (pilot, table), condition, list(calibration),
+        module, chosen = _calibrated(model, example, (pilot, table), condition, list(calibration),
                                  labels, (loss, level), knobs)  # fmt: skip
     else:
-        kind = condition_of(condition)
-        made = kind.applied(model, *example, pilot, table)
-    about: Any = made.conditioned
-    if not check or isinstance(kind, Order) or about.decisions[:1] == _DENSE:
-        return made
-    why = slower(model, made, example, clock)
-    return dense(model, about, why) if why else made
+        chosen = condition_of(condition)
+        module = chosen.applied(model, *example, pilot, table)
+    about: Any = module.conditioned
+    if not check or isinstance(chosen, Order) or about.decisions[:1] == _DENSE:
+        return module
+    why = slower(model, module, example, clock)
+    return dense(model, about, why) if why else module
 
 
-_DENSE = (Decision(WHOLE, "dense", "no value of the knob can be guaranteed"),)
+_DENSE = (Decision(WHOLE, "dense", "no value of its parameter can be guaranteed"),)
 
 
 def condition_of(text: str | Condition) -> Condition:
-    """The condition of a text; BadInput, which names those there are, for any other.
+    """The condition of a text; raises BadInput, which lists the conditions, for any other text.
 
     >>> condition_of("skip:0.5"), condition_of("columns")
     (Skip(keep=0.5, threshold=None, layers='*'), Columns())
@@ -106,31 +137,34 @@ def condition_of(text: str | Condition) -> Condition:
     if isinstance(text, str):
         try:
             return parsed(text, KINDS)
-        except TypeError as error:  # a knob that has no default
+        except TypeError as error:  # a parameter that has no default
             raise BadInput(f"the condition {text!r} is not complete: say its threshold, as in "
                            f"'{text}:0.8'") from error  # fmt: skip
     if isinstance(text, Condition):
         return text
     names = ", ".join(kind.name for kind in KINDS)
-    raise BadInput(f"expected a condition or its text ({names}), found {type(text).__name__}")
+    raise BadInput(f"expected a condition or its text ({names}), got {type(text).__name__}")
 
 
 def slower(
     model: nn.Module,
-    made: nn.Module,
+    module: nn.Module,
     example: tuple[tuple[Any, ...], Mapping[str, Any]],
     clock: Callable[[], float] = perf_counter,
 ) -> str:
-    """Why a conditioned module may be slower than the model, in turns; "" where it is not."""
+    """Why a conditioned module may be slower than the model, by alternate timing; "" otherwise."""
     args, kwargs = example
-    given = _eval(model)
-    calls = {"given": partial(given, *args, **kwargs), "result": partial(made, *args, **kwargs)}
+    original = _eval(model)
+    calls = {
+        "given": partial(original, *args, **kwargs),
+        "result": partial(module, *args, **kwargs),
+    }
     with torch.no_grad():
         speed = speed_of(**sampled(calls, PAIRS, WARMUP, clock=clock))
     if speed.least >= ALLOWED:
         return ""
     return (f"conditioned it may be slower (ratio {speed.ratio:.2f}, at least {speed.least:.2f}); "
-            "check=False (--unchecked) gives it all the same")  # fmt: skip
+            "check=False (--unchecked) returns it all the same")  # fmt: skip
 
 
 def dense(model: nn.Module, wanted: Conditioned, why: str) -> nn.Module:
@@ -155,26 +189,26 @@ def _calibrated(
     wanted: str | Condition, batches: list[Any], labels: Tensor | None,
     bounds: tuple[float, float], knobs: Sequence[float],
 ) -> tuple[Any, Condition]:  # fmt: skip
-    """The conditioned module of the boldest knob that is guaranteed, or the model. by: the pilot
-    and the table; bounds: loss and level."""
+    """The conditioned module of the boldest parameter that is guaranteed, or the model. by: the
+    pilot and the table; bounds: loss and level."""
     if not isinstance(wanted, str) or ":" in wanted:
-        raise BadInput(f"calibration chooses the knob of a condition that is named without it, "
-                       f"such as 'skip'; found {wanted!r}")  # fmt: skip
+        raise BadInput(f"calibration chooses the parameter of a condition that is named without "
+                       f"it, such as 'skip'; got {wanted!r}")  # fmt: skip
     if wanted not in (names := [kind.name for kind in CHOSEN]):
-        raise BadInput(f"calibration chooses the knob of {', '.join(names)}; {wanted!r} has none "
-                       "to choose: leave calibration out")  # fmt: skip
-    kinds = {knob: condition_of(f"{wanted}:{knob}") for knob in knobs}
-    made = {knob: kind.applied(model, *example, *by) for knob, kind in kinds.items()}
-    outcomes = observed(_eval(model), made.__getitem__, knobs, batches, labels)
-    found = guarantee(outcomes, *bounds)
-    boldest = found.threshold
-    chosen: Any = made[knobs[0] if boldest is None else boldest]
+        raise BadInput(f"calibration chooses the parameter of {', '.join(names)}; {wanted!r} has "
+                       "none to choose: leave calibration out")  # fmt: skip
+    conditions = {knob: condition_of(f"{wanted}:{knob}") for knob in knobs}
+    modules = {knob: kind.applied(model, *example, *by) for knob, kind in conditions.items()}
+    outcomes = observed(_eval(model), modules.__getitem__, knobs, batches, labels)
+    bound = guarantee(outcomes, *bounds)
+    boldest = bound.threshold
+    chosen: Any = modules[knobs[0] if boldest is None else boldest]
     if boldest is None:
         lost = dense(model, chosen.conditioned, _DENSE[0].why)
-        return _with(lost, found), kinds[knobs[0]]
-    return _with(chosen, found), kinds[boldest]
+        return _with(lost, bound), conditions[knobs[0]]
+    return _with(chosen, bound), conditions[boldest]
 
 
-def _with(module: Any, found: Guarantee) -> nn.Module:
-    module.guarantee = found
+def _with(module: Any, bound: Guarantee) -> nn.Module:
+    module.guarantee = bound
     return module

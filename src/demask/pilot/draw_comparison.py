@@ -1,4 +1,4 @@
-"""The picture of a comparison: agreement, zeros found and weights of each simplifier, as bars."""
+"""The picture of a comparison: agreement, recall of zeros and weights per simplifier, as bars."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 WIDTH, BAR = 10.0, 0.34  # inches
 
 
-def draw(found: Comparison, path: Path) -> None:
-    """Write the picture to `path`, whole or not at all; its suffix says the format. Refused
-    simplifiers have no bars, but the word."""
+def draw(comparison: Comparison, path: Path) -> None:
+    """Write the picture to `path`, completely or not at all; its suffix is the format.
+    Refused simplifiers have the word instead of bars."""
     if path.suffix not in SUFFIXES:
         raise BadInput(f"expected a picture that ends in {', '.join(SUFFIXES)}, got {path}")
     check_installed()
     from matplotlib.figure import Figure
 
-    rows = found.rows
+    rows = comparison.rows
     figure = Figure(figsize=(WIDTH, BAR * len(rows) + 1.1), layout="constrained")
     panels = figure.subplots(1, 4, sharey=True, squeeze=False)[0]
     columns = (
         ("same class, %", [_percent(row.agreement) for row in rows]),
         ("correlation", [row.correlation for row in rows]),
-        ("zeros found, %", [_percent(row.recall) for row in rows]),
-        ("weights, % of full", [100 * row.weight_bytes / found.weight_bytes for row in rows]),
+        ("recall of zeros, %", [_percent(row.recall) for row in rows]),
+        ("weights, % of full", [100 * row.weight_bytes / comparison.weight_bytes for row in rows]),
     )
     for axes, (title, values) in zip(panels, columns, strict=True):
         _panel(axes, title, values, rows)
     panels[0].set_yticks(range(len(rows)), [row.by for row in rows], fontsize=8)
     panels[0].set_ylim(len(rows) - 0.4, -0.6)
-    figure.suptitle(f"{found.inputs} inputs", fontsize=10)
+    figure.suptitle(f"{comparison.inputs} inputs", fontsize=10)
     with atomic.write(path) as file:
         figure.savefig(file, format=path.suffix[1:], dpi=DOTS)
 

@@ -1,10 +1,10 @@
 """explain(): what each pilot and condition would gain and lose on this machine, before it is used.
 
-Of exact conditions, the seconds follow from bytes: what the inputs leave zero says which columns
-and rows a chain reads, and `pilot.cost` what that takes. Of the others they are timed beside the
-network: these have to run on the inputs anyway, for the answers that they change. Operations are
-counted, too: a pilot that is the network with other weights costs as much as the network itself,
-whatever it saves. What does not pay is said not to.
+For exact conditions the seconds follow from bytes: the zeros of the inputs say which columns and
+rows a chain reads, and `pilot.chains.chain_cost` predicts the time. Other conditions are timed
+alternately with the network, since they have to run on the inputs anyway, for the answers that they
+change. Operations are counted, too: a pilot that is the network with other weights costs as much as
+the network itself, whatever it saves. The verdict says what is not faster.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import cycle
+from itertools import cycle, islice
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -34,7 +34,7 @@ from demask.machine.describe import machine as described
 from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import sampled
 from demask.ops import TABLE, Table
-from demask.pilot.chains.chain_cost import NOMINAL, ChainRates, Reads, Uses, held, measured
+from demask.pilot.chains.chain_cost import NOMINAL, ChainRates, Reads, Uses, cached_shares, measured
 from demask.pilot.chains.chain_op import ROWS
 from demask.pilot.chains.chain_plan import ChainLayer
 from demask.pilot.chains.exact_conditions import (
@@ -45,7 +45,7 @@ from demask.pilot.chains.exact_conditions import (
     layers_of,
     values_of,
 )
-from demask.pilot.chains.find import LinearChain, found, without_dropout
+from demask.pilot.chains.find import LinearChain, find_chains, remove_dropout
 from demask.pilot.chains.ordered_graph import Order
 from demask.pilot.condition import condition_of
 from demask.pilot.conditions.base import text
@@ -62,7 +62,7 @@ CANDIDATES: tuple[Pair, ...] = (
 EXACT = {"columns": ("dense", "columns"), "certified": ("dense", "columns", "certified"),
          "certified:levels=2": ("dense", "columns", "two")}  # fmt: skip
 BETTER = 1.05  # times that a pilot must be faster than columns alone
-MOST = 64  # inputs that are looked at
+MOST = 64  # inputs that are used
 LOSS = 0.01  # share of answers that may differ, of conditions that are not exact
 CALLS, WARMUP = 24, 4
 
@@ -73,7 +73,7 @@ class ExplainedPair:
 
     seconds: predicted, of a call. gain: the network's seconds over these. loss: share of inputs
     whose answer (the largest entry of the output) differs: 0 for exact ones, measured on the inputs
-    for others, None where it could not be applied. use: whether it pays; why: in words.
+    for others, None where it could not be applied. use: whether it should be used; why: in words.
     """
 
     pilot: str
@@ -90,8 +90,13 @@ class ExplainedPair:
 class Explanation:
     """Predictions for one network on one machine.
 
-    seconds: of the network as it is, the median of calls on the inputs. inputs: how many were
-    looked at. summary: what to do, in a line.
+    seconds: of the network as it is, the median of calls on the inputs. inputs: how many were used.
+    summary: what to do, in a line.
+
+    >>> pair = ExplainedPair("", "columns", 1e-3, 2.0, 0.0, True, True, "columns")
+    >>> result = Explanation((pair,), 2e-3, 8, 2, "a CPU", "columns only, no pilot")
+    >>> result.to_dict()["lines"][0]["gain"]
+    2.0
     """
 
     lines: tuple[ExplainedPair, ...]
@@ -135,31 +140,40 @@ def explain(
 ) -> Explanation:
     """Predicted gain and loss of each pair of pilot and condition, and whether to use it.
 
-    inputs: tensors, or tuples of arguments, like those that will come; 64 are looked at. threads:
-    of torch (None: as many as it has). loss: the share of answers that may differ, of conditions
-    that are not exact; more is not to be used, whatever it gains. candidates: pairs of texts, as
-    `simplify` and `condition` take them. costs: what this machine's bandwidths are asked of (None:
-    those kept in the user's cache folder, measured at the first time; from then on they decide
-    conditions, too). machine: its numbers, instead. clock: returns seconds. table: the op
-    table, as `demask.demask` takes it. BadInput without inputs. The model is not changed. Feature
-    row 001-e.
+    The model is not changed.
+
+    Args:
+        inputs: tensors, or tuples of arguments, like those of later calls; 64 are used.
+        threads: of torch (None: as many as it has).
+        loss: the share of answers that may differ, for conditions that are not exact; pairs that
+        exceed
+            it are not to be used, whatever they gain.
+        candidates: pairs of texts, as `simplify` and `condition` take them.
+        costs: the measurements of this machine's bandwidths (None: those stored in the user's cache
+            folder, measured at the first time; later conditions use them, too).
+        machine: bandwidths, instead of `costs`.
+        clock: returns seconds.
+        table: the op table, as `demask.demask` takes it.
+
+    Raises:
+        BadInput: there are no inputs.
 
     >>> from demask.pilot.chains.chain_cost import NOMINAL
     >>> net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
-    >>> found = explain(net, [torch.randn(1, 8)], candidates=[("", "columns")], machine=NOMINAL)
-    >>> found.lines[0].use
+    >>> result = explain(net, [torch.randn(1, 8)], candidates=[("", "columns")], machine=NOMINAL)
+    >>> result.lines[0].use
     False
     """
-    several = [one if isinstance(one, tuple) else (one,) for _, one in zip(range(MOST), inputs)]  # noqa: B905
+    several = [one if isinstance(one, tuple) else (one,) for one in islice(inputs, MOST)]
     if not several:
         raise BadInput("expected inputs, one tensor or tuple of arguments for each call, got none")
     count = checked_threads(threads)
     with ExitStack() as stack, torch.no_grad():
         stack.enter_context(set_threads(count))
         if machine is None:
-            asked = costs or Costs.open(threads=count)
-            machine = measured(asked)
-            asked.save()
+            measurements = costs or Costs.open(threads=count)
+            machine = measured(measurements)
+            measurements.save()
         network = _ExplainedNetwork.of(model, several, clock, table)
         lines = [_line(network, pilot, condition, machine, loss) for pilot, condition in candidates]
     lines = _compared(lines)
@@ -180,15 +194,15 @@ def _summary(lines: Sequence[ExplainedPair]) -> str:
 def _compared(lines: Sequence[ExplainedPair]) -> list[ExplainedPair]:
     """Pilots of exact conditions must be faster than columns alone, which need none."""
     columns = next((line for line in lines if line.condition == "columns"), None)
-    found = []
+    revised = []
     for line in lines:
         if line.exact and line.use and line is not columns and columns is not None:
             ratio = (columns.seconds or 0.0) / (line.seconds or 1.0)
             if ratio < BETTER and columns.use:
                 why = f"columns only, no pilot: {ratio:.2f} times as fast as those"
                 line = replace(line, use=False, why=why)
-        found.append(line)
-    return found
+        revised.append(line)
+    return revised
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,15 +229,15 @@ class _ExplainedNetwork:
     flops: float
     clock: Callable[[], float]
     table: Table
-    why: str = ""  # layers are in no chain
+    why: str = ""  # why layers are in no chain
 
     @classmethod
     def of(
         cls, model: nn.Module, inputs: list[tuple[Any, ...]], clock: Any, table: Table
     ) -> _ExplainedNetwork:
         editor = GraphEditor(given(model, inputs[0], None, None))
-        without_dropout(editor)
-        where, left = found(editor)
+        remove_dropout(editor)
+        where, left = find_chains(editor)
         came: list[list[Tensor]] = [[] for _ in where]
         for args in inputs:
             for k, x in enumerate(inputs_of_chains(editor, where, args, None)):
@@ -234,8 +248,8 @@ class _ExplainedNetwork:
             layers = tuple(layers_of(editor, chain))
             many = bool(rows) and len(rows[0]) > ROWS
             why = f"{len(rows[0])} rows in a call: chains are for {ROWS} at most" if many else ""
-            held = torch.cat(rows) if rows else torch.empty(0, layers[0].weight.shape[1])
-            chains.append(_ExplainedChain(layers, held[:MOST].contiguous(), rows, why))
+            all_rows = torch.cat(rows) if rows else torch.empty(0, layers[0].weight.shape[1])
+            chains.append(_ExplainedChain(layers, all_rows[:MOST].contiguous(), rows, why))
         other = _rest(editor, where, inputs[0], table)
         seconds, each, rest = _timed(model, other, inputs, chains, clock)
         chains = [replace(chain, seconds=one) for chain, one in zip(chains, each, strict=True)]
@@ -261,9 +275,9 @@ def _rest(
                             strict=True):  # fmt: skip
         if value is not None:
             editor.replace(chain.last, editor.add_constant("chain", value, chain.last))
-    made = finished(Analysis(before, table), editor.finish(), ["chains as constants"])
-    calls = [node for node in made.graph.nodes if node.op not in ("placeholder", "get_attr")]
-    return made if len(calls) > 1 else None
+    network = finished(Analysis(before, table), editor.finish(), ["chains as constants"])
+    calls = [node for node in network.graph.nodes if node.op not in ("placeholder", "get_attr")]
+    return network if len(calls) > 1 else None
 
 
 def _timed(
@@ -307,8 +321,8 @@ def _line(
             exact = _exact(network, pilot, text(kind), machine)
             return replace(exact, condition=condition)
         if isinstance(kind, Order):
-            raise BadInput("an order takes the time or the bytes that it is given; nothing is to "
-                           "be predicted of those")  # fmt: skip
+            raise BadInput("an order takes the time or the bytes of its limit; there is nothing to "
+                           "predict")  # fmt: skip
         return _tried(network, pilot, condition, loss)
     except (DemaskError, NotImplementedError) as error:
         return ExplainedPair(
@@ -319,8 +333,9 @@ def _line(
 def _exact(
     network: _ExplainedNetwork, pilot: str, condition: str, machine: ChainRates
 ) -> ExplainedPair:
-    """By bytes. Chains that gain nothing stay with torch."""
-    seconds, said, kept = network.rest, [], 0
+    """The pair of an exact condition, predicted from bytes. Chains that gain nothing stay with
+    torch."""
+    seconds, said, unchanged = network.rest, [], 0
     for chain in network.chains:
         reason, picked = chain.why, None
         if not reason and len(chain.rows):
@@ -330,7 +345,7 @@ def _exact(
                 reason = str(error)
         gains = picked is not None and picked.dense >= GAIN * picked.seconds
         seconds += picked.seconds if picked is not None and gains else chain.seconds
-        kept += not gains
+        unchanged += not gains
         if picked is None:
             said.append(reason or "a chain of which no input was seen")
         elif not gains:
@@ -340,7 +355,7 @@ def _exact(
             said.append(", ".join(picked.modes))
     if not network.chains:
         said.append(network.why or "it has no linear layers")
-    if kept == len(network.chains):
+    if unchanged == len(network.chains):
         seconds = network.seconds
     gain = network.seconds / seconds
     use = gain >= GAIN
@@ -351,14 +366,14 @@ def _exact(
 def picked_here(
     layers: Sequence[ChainLayer], rows: Tensor, allowed: Sequence[str], machine: ChainRates
 ) -> Picked:
-    """Modes by these rows, with the seconds that their footprint makes of them."""
+    """Modes by these rows, with predicted seconds for the cached share of their weights."""
     picked = choose(layers, rows, allowed, machine)
     used, x = [], rows
     for layer, mode, moved in zip(layers, picked.modes, picked.reads, strict=True):
         y = _plain([layer], x)
         used.append(_uses(layer, mode, moved, x, y))
         x = y
-    seconds = machine.seconds(picked.reads, held(used, machine.cache))
+    seconds = machine.seconds(picked.reads, cached_shares(used, machine.cache))
     extra = machine.layer * sum(mode in ("certified", "two") for mode in picked.modes)
     return replace(picked, seconds=seconds + extra)
 
@@ -382,9 +397,11 @@ def _tried(network: _ExplainedNetwork, pilot: str, condition: str, allowed: floa
     """Timed and compared on the inputs, pilot included; `allowed`: share of answers that may
     differ."""
     kind = condition_of(condition)
-    made: Any = kind.applied(network.model, network.inputs[0], None, pilot or None, network.table)
-    share = _flops(made, network.inputs) / max(network.flops, 1.0)
-    ratio, changed = _beside(made, network)
+    conditioned: Any = kind.applied(
+        network.model, network.inputs[0], None, pilot or None, network.table
+    )
+    share = _flops(conditioned, network.inputs) / max(network.flops, 1.0)
+    ratio, changed = _run_alternately(conditioned, network)
     seconds, loss = network.seconds * ratio, changed / len(network.inputs)
     gain = 1 / ratio
     why = f"{share:.0%} of the operations, the pilot's included"
@@ -396,15 +413,15 @@ def _tried(network: _ExplainedNetwork, pilot: str, condition: str, allowed: floa
     return ExplainedPair(pilot, condition, seconds, gain, loss, False, use, why)
 
 
-def _beside(made: nn.Module, network: _ExplainedNetwork) -> tuple[float, int]:
-    """The median seconds of a call over the network's, in turns on the inputs (twice, if they are
-    few), and how many answers differ."""
+def _run_alternately(conditioned: nn.Module, network: _ExplainedNetwork) -> tuple[float, int]:
+    """The median seconds of a call over the network's, alternately on the inputs (twice, if they
+    are few), and how many answers differ."""
     mine, whole, changed, clock = [], [], 0, network.clock
     for _ in range(1 if len(network.inputs) > CALLS else 2):
         changed = 0
         for args in network.inputs:
             looks = [clock()]
-            got = made(*args)
+            got = conditioned(*args)
             looks.append(clock())
             expected = network.model(*args)
             looks.append(clock())

@@ -1,11 +1,9 @@
 """Training in which only the units of the highest priority are updated.
 
 Within `with gate:` the weight gradients of linear layers and convolutions are computed for the
-chosen rows (output units, filters) alone; `gate.step(optimizer)` then shows the optimizer those
+chosen rows (output units, filters) alone. `gate.step(optimizer)` then shows the optimizer those
 rows alone, so that neither the other weights nor their state in the optimizer change. The model
-itself is not touched: torch's own calls are answered on the way (`TorchFunctionMode`).
-
-Feature row 001-f: markers condition weight updates.
+itself is not changed: torch's functions are intercepted (`TorchFunctionMode`).
 """
 
 from __future__ import annotations
@@ -45,18 +43,27 @@ class Gated:
 
 
 class Gate(TorchFunctionMode):
-    """Updates the `fraction` of units with the highest priority in each linear layer and
-    convolution (of one or two spatial axes) that trains.
-
-    by: what a priority is. "pilot": what `priorities` says; "magnitude": the L2 norm of the unit's
-    weights; "random": a new draw. priorities: an ExecutionData, a mapping from layer names to one
-    number per unit, or a function that returns one of them, for "pilot" alone. every: steps after
-    which units are chosen anew; None: once. rest: whether parameters of other layers (norms,
-    embeddings) train as ever; else they are not updated. seed: of "random".
+    """A context in which training updates only the units of the highest priority, of each linear
+    layer and convolution (of one or two spatial axes) with gradients.
 
     Convolutions in groups and calls under autocast compute all gradients, of which the chosen rows
-    are used. rows: by layer, the chosen units, rising. updated: numbers that were updated so far,
-    counted again at each step.
+    are used. rows: by layer, the chosen units, rising. updated: how many numbers were updated so
+    far, over all steps.
+
+    Args:
+        priorities: for by="pilot" alone: an ExecutionData, a mapping from layer names to one number
+        per
+            unit, or a function that returns one of them.
+        fraction: of units that are updated in each layer.
+        by: "pilot" for `priorities`, "magnitude" for the L2 norm of the unit's weights, "random"
+        for
+            random numbers.
+        every: steps after which units are chosen again; None: never.
+        rest: whether parameters of other layers (norms, embeddings) are updated.
+        seed: of "random".
+
+    Raises:
+        BadInput: a value out of range, priorities that do not fit, or a model without such layers.
 
     >>> layer = nn.Linear(3, 4)
     >>> gate = Gate(layer, {"": torch.tensor([0.0, 2.0, 1.0, 3.0])}, fraction=0.5)
@@ -94,48 +101,50 @@ class Gate(TorchFunctionMode):
         if not self.layers:
             raise BadInput("the model has no linear layer or convolution that trains")
         self.steps = self.updated = 0
-        self._told: Callable[[], Any] = priorities if callable(priorities) else lambda: priorities
+        self._read_priorities: Callable[[], Any] = (
+            priorities if callable(priorities) else lambda: priorities
+        )
         self._draw = torch.Generator().manual_seed(seed)
         self.rows: dict[str, Tensor] = {}
         self._by_weight: dict[int, Tensor] = {}
         self.choose()
 
     def choose(self) -> None:
-        """Choose units anew, by what priorities are now."""
-        told = self._told() if self.by == "pilot" else None
+        """Choose units again, by the current priorities."""
+        current = self._read_priorities() if self.by == "pilot" else None
         for layer in self.layers:
-            priorities = self._priorities(layer, told)
+            priorities = self._priorities(layer, current)
             count = math.ceil(self.fraction * layer.units)
             chosen = priorities.argsort(descending=True, stable=True)[:count].sort().values
             self.rows[layer.name] = chosen
             self._by_weight[id(layer.weight)] = chosen.to(layer.weight.device)
 
-    def _priorities(self, layer: Gated, told: Any) -> Tensor:
+    def _priorities(self, layer: Gated, current: Any) -> Tensor:
         if self.by == "random":
             return torch.rand(layer.units, generator=self._draw)
         if self.by == "magnitude":
             return torch.linalg.vector_norm(layer.weight.detach().flatten(1), dim=1).cpu()
-        named = told.mean().magnitudes if hasattr(told, "magnitudes") else told
+        named = current.mean().magnitudes if hasattr(current, "magnitudes") else current
         if not isinstance(named, Mapping) or layer.name not in named:
             raise BadInput(f"there are no priorities of layer {layer.name!r}; collect them from "
                            "a network with the same layers")  # fmt: skip
-        found = torch.as_tensor(named[layer.name]).detach().cpu().float()
-        if found.shape != (layer.units,) or not bool(found.isfinite().all()):
+        numbers = torch.as_tensor(named[layer.name]).detach().cpu().float()
+        if numbers.shape != (layer.units,) or not bool(numbers.isfinite().all()):
             raise BadInput(f"priorities of {layer.name!r}: expected {layer.units} finite numbers, "
-                           f"got shape {tuple(found.shape)}")  # fmt: skip
-        return found
+                           f"got shape {tuple(numbers.shape)}")  # fmt: skip
+        return numbers
 
     # ----------------------------------------------------------------------------------- gradients
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        given = dict(kwargs or {})
+        keywords = dict(kwargs or {})
         if func in _CALLS and torch.is_grad_enabled():
-            made = self._gated(func, args, given)
-            if made is not None:
-                return made
-        return func(*args, **given)
+            output = self._gated(func, args, keywords)
+            if output is not None:
+                return output
+        return func(*args, **keywords)
 
     def _gated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """The call with gradients of the chosen rows alone; None where it stays as it is."""
@@ -200,12 +209,12 @@ class Gate(TorchFunctionMode):
 
 
 class _NarrowParameter:
-    """A parameter cut to some rows, with its gradient and what the optimizer keeps of it."""
+    """A parameter cut to some rows, with its gradient and its state in the optimizer."""
 
     def __init__(self, parameter: nn.Parameter, rows: Tensor, state: Any):
         self.parameter, self.rows, self.state = parameter, rows, state
         self.data, self.grad = parameter.data, parameter.grad
-        self.kept = {
+        self.full_state = {
             name: value for name, value in state.get(parameter, {}).items()
             if isinstance(value, Tensor) and value.shape == parameter.shape
         }  # fmt: skip
@@ -214,25 +223,25 @@ class _NarrowParameter:
         parameter.grad = None
         parameter.data = self.data[rows]
         parameter.grad = grad
-        for name, value in self.kept.items():
+        for name, value in self.full_state.items():
             state[parameter][name] = value[rows]
 
     def widen(self) -> None:
-        """Put the rows back where they came from; new state is zero elsewhere."""
+        """Write the rows back into the full parameter; new state is zero elsewhere."""
         small = self.parameter.data
         self.parameter.grad = None
         self.parameter.data = self.data
         self.parameter.grad = self.grad
-        with torch.no_grad():  # counted by torch as a write, so that plans of weights see it
+        with torch.no_grad():  # counted by torch as a write, so that plans of weights notice it
             self.parameter.index_copy_(0, self.rows, small)
-        found = self.state.get(self.parameter, {})
-        for name, value in list(found.items()):
+        entries = self.state.get(self.parameter, {})
+        for name, value in list(entries.items()):
             if not isinstance(value, Tensor) or value.shape != small.shape:
                 continue
-            whole = self.kept.get(name)
+            whole = self.full_state.get(name)
             if whole is None:
                 whole = value.new_zeros(self.data.shape)
-            found[name] = whole.index_copy_(0, self.rows, value)
+            entries[name] = whole.index_copy_(0, self.rows, value)
 
 
 def _layers(model: nn.Module) -> Iterator[Gated]:
@@ -265,8 +274,8 @@ class _GatedLinear(torch.autograd.Function):
         some = grad.index_select(-1, rows).reshape(-1, len(rows))
         for_weight = for_bias = None
         if ctx.needs_input_grad[1]:
-            made = some.t() @ x.reshape(-1, x.shape[-1])
-            for_weight = torch.zeros_like(weight).index_copy_(0, rows, made)
+            rows_of_weight = some.t() @ x.reshape(-1, x.shape[-1])
+            for_weight = torch.zeros_like(weight).index_copy_(0, rows, rows_of_weight)
         if ctx.needs_input_grad[2]:
             for_bias = grad.new_zeros(len(weight)).index_copy_(0, rows, some.sum(0))
         return for_x, for_weight, for_bias, None
@@ -277,26 +286,26 @@ class _GatedConv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, knobs: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, geometry: Any
     ) -> Tensor:
         ctx.save_for_backward(x, weight, rows)
-        ctx.knobs = knobs
-        stride, padding, dilation = knobs
+        ctx.geometry = geometry
+        stride, padding, dilation = geometry
         zeros = [0] * len(stride)
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, zeros, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,), (x, weight, rows) = grads, ctx.saved_tensors
-        rest = (*ctx.knobs, False, [0] * len(ctx.knobs[0]), 1)
+        rest = (*ctx.geometry, False, [0] * len(ctx.geometry[0]), 1)
         backward = torch.ops.aten.convolution_backward
         for_x = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
             for_x = backward(grad, x, weight, None, *rest, [True, False, False])[0]
         some = grad.index_select(1, rows)
         if ctx.needs_input_grad[1]:
-            made = backward(some, x, weight[rows], None, *rest, [False, True, False])[1]
-            for_weight = torch.zeros_like(weight).index_copy_(0, rows, made)
+            rows_of_weight = backward(some, x, weight[rows], None, *rest, [False, True, False])[1]
+            for_weight = torch.zeros_like(weight).index_copy_(0, rows, rows_of_weight)
         if ctx.needs_input_grad[2]:
             summed = some.sum([0, *range(2, some.ndim)])
             for_bias = grad.new_zeros(len(weight)).index_copy_(0, rows, summed)
@@ -304,7 +313,8 @@ class _GatedConv(torch.autograd.Function):
 
 
 def _linear(bound: Mapping[str, Any], rows: Tensor) -> Tensor:
-    return _GatedLinear.apply(bound["input"], bound["weight"], bound["bias"], rows)  # type: ignore[return-value]
+    apply: Any = _GatedLinear.apply
+    return apply(bound["input"], bound["weight"], bound["bias"], rows)
 
 
 def _conv(bound: Mapping[str, Any], rows: Tensor) -> Tensor | None:
@@ -313,13 +323,14 @@ def _conv(bound: Mapping[str, Any], rows: Tensor) -> Tensor | None:
         return None
     if bound["input"].ndim != axes + 2:
         return None  # one image without a batch
-    knobs = tuple(_each(bound[name], axes) for name in ("stride", "padding", "dilation"))
-    return _GatedConv.apply(bound["input"], bound["weight"], bound["bias"], rows, knobs)  # type: ignore[return-value]
+    geometry = tuple(_each(bound[name], axes) for name in ("stride", "padding", "dilation"))
+    apply: Any = _GatedConv.apply
+    return apply(bound["input"], bound["weight"], bound["bias"], rows, geometry)
 
 
 def _each(value: Any, axes: int) -> list[int]:
-    given = [value] if isinstance(value, int) else list(value)
-    return given * axes if len(given) == 1 else given
+    values = [value] if isinstance(value, int) else list(value)
+    return values * axes if len(values) == 1 else values
 
 
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")

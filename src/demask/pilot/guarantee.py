@@ -1,11 +1,11 @@
-"""A knob set by data, with a guarantee about data not seen.
+"""A parameter chosen from data, with a guarantee for new data.
 
-Choosing a threshold and judging it on the same examples flatters it: by half a point of accuracy on
-some thousand images. So examples are split in three. On the first it is chosen where to begin, on
-the second thresholds are tested one after the other, from careful to bold, until one fails, and on
-the third the last that passed is measured. Each test may err with probability 1 - level, and yet
-all of them together do: the order is fixed before the second split is looked at, and who is wrong
-at all must first have been wrong at the first wrong threshold (Bauer 1991; Angelopoulos et al.
+A threshold that is chosen and evaluated on the same examples looks better than it is: by half a
+point of accuracy on some thousand images. So examples are split in three. The first split chooses
+where to begin; on the second thresholds are tested one after the other, from careful to bold, until
+one fails; on the third the last that passed is measured. Each test errs with probability 1 - level
+at most, and so do all of them together: the order is fixed before the second split is used, and
+for any error there must have been one at the first wrong threshold (Bauer 1991; Angelopoulos et al.
 2021, "Learn then Test").
 """
 
@@ -24,7 +24,7 @@ from demask.failures import public
 from demask.pilot.rate_bounds import paired_bound, paired_p_value, rate_p_value, upper_bound
 
 LOSS, LEVEL = 0.002, 0.95
-MOST = 2**24  # examples of one split, beyond which no number is named
+MOST = 2**24  # examples of one split, beyond which no number is searched
 
 
 class Splits(NamedTuple):
@@ -37,9 +37,13 @@ class Splits(NamedTuple):
 
 
 def splits(n: int, seed: int = 0, parts: Sequence[float] = (1, 1, 1)) -> Splits:
-    """`n` examples dealt into three at random, in the given proportions.
+    """`n` examples divided into three sets at random: to choose, to bound and to report.
 
-    Raises BadInput where a part would be empty.
+    Args:
+        parts: proportions of the three.
+
+    Raises:
+        BadInput: a part would be empty.
 
     >>> [len(part) for part in splits(10, seed=0, parts=(1, 4, 5))]
     [1, 4, 5]
@@ -55,11 +59,13 @@ def splits(n: int, seed: int = 0, parts: Sequence[float] = (1, 1, 1)) -> Splits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcomes:
-    """What each example came to under each value of a knob, beside the full network.
+    """What happened to each example under each value of a parameter, compared with the full
+    network.
 
-    knobs: values, the most careful first. lost: the full network was right and the conditioned one
-    is wrong. won: the other way round. differs: their answers differ. bool [knobs, examples] each.
-    labelled: whether there were labels; without them an answer that differs counts as lost.
+    knobs: values of the parameter, the most careful first. lost: the full network was right and the
+    conditioned one is wrong. won: the reverse. differs: their answers differ. bool [knobs,
+    examples] each. labelled: whether there were labels; without them an answer that differs counts
+    as lost.
     """
 
     knobs: tuple[float, ...]
@@ -75,7 +81,7 @@ class Outcomes:
                            f"got {sorted(shapes)}")  # fmt: skip
 
     def at(self, examples: Tensor) -> Outcomes:
-        """Those of some examples, int64 [examples]."""
+        """The outcomes of some examples, int64 [examples]."""
         lost, won, differs = (part[:, examples] for part in (self.lost, self.won, self.differs))
         return Outcomes(self.knobs, lost, won, differs, self.labelled)
 
@@ -108,17 +114,17 @@ class Measured:
         return self.differs / self.examples
 
     def loss_bound(self, level: float = LEVEL) -> float:
-        """What the loss does not exceed, with probability `level` at least."""
+        """A bound that the loss does not exceed, with probability `level` at least."""
         if not self.labelled:
             return self.disagreement_bound(level)
         return paired_bound(self.lost, self.won, self.examples, level)
 
     def disagreement_bound(self, level: float = LEVEL) -> float:
-        """What the disagreement does not exceed, with probability `level` at least."""
+        """A bound that the disagreement does not exceed, with probability `level` at least."""
         return upper_bound(self.differs, self.examples, level)
 
     def p_value(self, loss: float, level: float = LEVEL, examples: int | None = None) -> float:
-        """Of "the loss is `loss` or more". examples: as if these rates came of so many."""
+        """The p-value of "the loss is `loss` or more", as if the rates were of `examples`."""
         n = examples or self.examples
         lost, won = (round(k * n / self.examples) for k in (self.lost, self.won))
         if not self.labelled:
@@ -128,15 +134,20 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Guarantee:
-    """A knob's value and what holds of it.
+    """The value of a parameter and what is guaranteed of it.
 
-    threshold: the value; None where no value can be guaranteed, and the full network is to be run.
-    The loss (accuracy lost, or without labels the disagreement) is at most `loss`, in a new example
-    of the same kind, unless the drawing of the second split was one of the unlucky 1 - level.
-    p_value: of the last test passed. passed, tested: how many values. reported: on the third split,
-    which had no part in the choice; its bounds hold each by itself at `level`. enough: where the
-    threshold is None, how many examples in all would do at the rates of the value tested; None
-    where no number would.
+    threshold: the value; None where no value can be guaranteed and the full network must be run.
+    The loss (accuracy lost, or without labels the disagreement) is at most `loss` on new examples
+    of the same kind, with probability `level` over the draw of the second split. p_value: of the
+    last test passed. passed, tested: how many values. reported: measured on the third split, which
+    had no part in the choice; each of its bounds is at `level` alone. enough: where the threshold
+    is None, how many examples would be enough at the rates of the value tested; None where no
+    number is.
+
+    >>> differs = torch.zeros(1, 3000, dtype=torch.bool)
+    >>> bound = guarantee(Outcomes((0.5,), differs, differs, differs), loss=0.01)
+    >>> isinstance(bound, Guarantee), bound.threshold, bound.passed
+    (True, 0.5, 1)
     """
 
     threshold: float | None
@@ -161,7 +172,7 @@ class Guarantee:
 
     def __str__(self) -> str:
         kind = "accuracy lost" if self.reported.labelled else "answers that differ"
-        found, level = self.reported, f"{self.level:.0%}"
+        measured, level = self.reported, f"{self.level:.0%}"
         sizes = " + ".join(f"{size:,}" for size in self.sizes)
         lines = [("examples (choose + bound + report)", sizes), ("values tested, passed",
                  f"{self.tested}, {self.passed}")]  # fmt: skip
@@ -173,16 +184,16 @@ class Guarantee:
         lines += [
             ("threshold", value),
             (f"{kind}, guaranteed at {level}", f"at most {100 * self.loss:.2f} points"),
-            (f"{kind}, third split", f"{100 * found.loss:+.2f} points, at most "
+            (f"{kind}, third split", f"{100 * measured.loss:+.2f} points, at most "
              f"{100 * self.loss_bound:.2f} at {level}"),
-            ("disagreement, third split", f"{found.disagreement:.2%}, at most "
+            ("disagreement, third split", f"{measured.disagreement:.2%}, at most "
              f"{self.disagreement_bound:.2%} at {level}"),
         ]  # fmt: skip
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:{width}}  {value}" for name, value in lines)
 
     def _missing(self) -> str:
-        """How many examples a threshold would take."""
+        """How many examples a threshold needs, in words."""
         if self.enough is None:
             return "it loses too much for any number of examples"
         return (
@@ -193,7 +204,7 @@ class Guarantee:
 def compared(
     knobs: Sequence[float], full: Tensor, conditioned: Tensor, labels: Tensor | None = None
 ) -> Outcomes:
-    """What classes come to: full [examples], conditioned [knobs, examples], labels [examples] or
+    """The outcomes of classes: full [examples], conditioned [knobs, examples], labels [examples] or
     None, integers. knobs: the most careful first.
 
     >>> full, labels = torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1])
@@ -216,13 +227,14 @@ def observed(
     labels: Tensor | None = None,
     answer: Callable[[Any], Tensor] | None = None,
 ) -> Outcomes:
-    """What a conditioned network answers beside the full one, for each value of its knob.
+    """The outcomes of a conditioned network against the full one, for each value of its parameter.
 
-    factory: makes the conditioned network of a value. knobs: the most careful first. batches: a
+    factory: returns the conditioned network of a value. knobs: the most careful first. batches: a
     tensor or an args tuple each. labels: classes, int64 [examples] in the order of the batches.
-    answer: classes from outputs; by default the largest of the first output's last axis.
+    answer:
+    classes from outputs; by default the largest of the first output's last axis.
     """
-    read = answer or (lambda made: pytree.tree_leaves(made)[0].argmax(-1))
+    read = answer or (lambda outputs: pytree.tree_leaves(outputs)[0].argmax(-1))
     calls = [one if isinstance(one, tuple) else (one,) for one in batches]
     if not calls:
         raise BadInput("expected batches of examples to learn from, got none")
@@ -238,13 +250,17 @@ def observed(
 
 
 def by_mean(outcomes: Outcomes, loss: float = LOSS) -> float | None:
-    """The boldest value of the knob whose loss is at most `loss` on these examples, or None.
+    """The boldest value of a parameter whose loss is at most `loss` on these examples, or None.
 
-    It promises nothing: of new examples half lose more.
+    It guarantees nothing: on half of all new samples the loss is larger.
+
+    >>> lost = torch.tensor([[False] * 10, [True] * 5 + [False] * 5])
+    >>> by_mean(Outcomes((0.9, 0.5), lost, torch.zeros_like(lost), lost), loss=0.1)
+    0.9
     """
-    found = [knob for knob, one in zip(outcomes.knobs, outcomes.measured(), strict=True)
+    accepted = [knob for knob, one in zip(outcomes.knobs, outcomes.measured(), strict=True)
              if one.loss <= loss]  # fmt: skip
-    return found[-1] if found else None
+    return accepted[-1] if accepted else None
 
 
 @public
@@ -256,20 +272,29 @@ def guarantee(
     split: Splits | None = None,
     seed: int = 0,
 ) -> Guarantee:
-    """The boldest value of a knob whose loss is at most `loss`, of examples like these, with
-    probability `level` at least; and what it loses on examples of its own.
+    """The boldest value of a parameter whose loss is at most `loss` with probability `level`, and
+    what it loses on examples of its own.
 
-    Begins at the value that the first split finds most certain, and goes on to bolder ones on the
-    second while each passes its test. The loss is the share of examples that only the full network
+    Tests begin at the value that the first split rates most certain, and continue to bolder ones on
+    the second split while each passes. The loss is the share of examples that only the full network
     gets right, less the share that only the conditioned one does (`paired_p_value`); without labels
     the share of answers that differ (Clopper and Pearson's test). Examples must be independent
-    draws of what the network will meet. split: as `splits` makes it; None for thirds by `seed`.
+    draws of the inputs of later calls.
+
+    Args:
+        outcomes: of all values on all examples.
+        loss: 0 to 1, as a share of examples.
+        level: between 0 and 1.
+        split: as `splits` returns it; None for thirds by `seed`.
+
+    Raises:
+        BadInput: `loss` or `level` out of range, or too few examples.
 
     >>> chance = torch.Generator().manual_seed(0)
     >>> noise = torch.rand(3000, generator=chance)
     >>> differs = torch.stack([noise < 0.0002, noise < 0.05])
-    >>> made = Outcomes((0.9, 0.5), differs, torch.zeros_like(differs), differs, labelled=False)
-    >>> guarantee(made, loss=0.01).threshold
+    >>> outcomes = Outcomes((0.9, 0.5), differs, torch.zeros_like(differs), differs, labelled=False)
+    >>> guarantee(outcomes, loss=0.01).threshold
     0.9
     """
     if not 0 <= loss < 1:
@@ -281,12 +306,12 @@ def guarantee(
     start = _most_certain(outcomes.at(split.choose).measured(), loss, level, len(split.bound))
     last, passed, tested, p = None, 0, 0, 1.0
     for k in range(start, len(tests)):
-        found = tests[k].p_value(loss, level)
+        p_value = tests[k].p_value(loss, level)
         tested += 1
-        if not found <= 1 - level:
-            p = found if last is None else p
+        if not p_value <= 1 - level:
+            p = p_value if last is None else p
             break
-        last, passed, p = k, passed + 1, found
+        last, passed, p = k, passed + 1, p_value
     report = outcomes.at(split.report)
     sizes = (len(split.choose), len(split.bound), len(split.report))
     if last is None:
@@ -298,12 +323,12 @@ def guarantee(
                      report.measured()[last])  # fmt: skip
 
 
-def _enough(found: Measured, loss: float, level: float) -> int | None:
+def _enough(measured: Measured, loss: float, level: float) -> int | None:
     """Of how many examples with these rates the test is passed; None: of none up to `MOST`."""
-    if found.loss >= loss:
+    if measured.loss >= loss:
         return None  # it is what the test is to exclude
-    high = found.examples
-    while found.p_value(loss, level, high) > 1 - level:
+    high = measured.examples
+    while measured.p_value(loss, level, high) > 1 - level:
         high *= 2
         if high > MOST:
             return None
@@ -311,14 +336,16 @@ def _enough(found: Measured, loss: float, level: float) -> int | None:
     while high - low > max(1, low // 100):
         middle = (low + high) // 2
         low, high = (
-            (middle, high) if found.p_value(loss, level, middle) > 1 - level else (low, middle)
+            (middle, high) if measured.p_value(loss, level, middle) > 1 - level else (low, middle)
         )
     return high
 
 
-def _most_certain(found: Sequence[Measured], loss: float, level: float, n: int) -> int:
+def _most_certain(measured: Sequence[Measured], loss: float, level: float, n: int) -> int:
     """The value that passes most surely on `n` examples of these rates; of several the first."""
-    return min(range(len(found)), key=lambda k: (found[k].p_value(loss, level, n), found[k].loss))
+    return min(
+        range(len(measured)), key=lambda k: (measured[k].p_value(loss, level, n), measured[k].loss)
+    )
 
 
 __all__ = ["Guarantee", "Measured", "Outcomes", "Splits", "by_mean", "compared", "guarantee",

@@ -18,13 +18,15 @@ from demask.errors import BadInput
 
 NUISANCE = 0.1  # of the error allowed: what bounding the unknown rate of changes may cost
 STEPS = 40  # of bisection: a bound is at most 1e-12 above the exact one
-KEPT = 2**14  # bounds: thresholds beside each other, and split after split, ask for the same
+KEPT = 2**14  # cached bounds: neighboring thresholds and later splits need the same ones
 SPAN = 12  # standard deviations beyond which a sum is cut off; what is left there is added
 
 
 def clopper_pearson(k: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """The interval that holds the rate of an event seen `k` times in `n` draws, with probability
-    `level` at least, half of the rest on either side (Clopper and Pearson 1934).
+    """The interval (low, high) of the rate of an event that occurred `k` times in `n` draws, with
+    probability `level` at least, half of the rest on either side (Clopper and Pearson 1934).
+
+    Raises BadInput for counts or a level out of range.
 
     >>> low, high = clopper_pearson(0, 10)
     >>> low, round(high, 4)
@@ -59,7 +61,7 @@ def rate_p_value(k: int, n: int, rate: float) -> float:
 
 @lru_cache(KEPT)
 def paired_p_value(lost: int, won: int, n: int, loss: float, level: float = 0.95) -> float:
-    """A p-value for "lost less won is a rate of `loss` or more", on the same `n` examples.
+    """The p-value of "lost less won is a rate of `loss` or more", on the same `n` examples.
 
     lost, won: how many examples changed for the worse and for the better. Below 1 - level, the
     statement is rejected with an error of 1 - level at most, whatever the rate of changes.

@@ -1,7 +1,7 @@
-"""The layers of a program: calls that sum products with a constant weight, and what it is called.
+"""The layers of a program: calls that sum products with a constant weight, and their names.
 
-Which axes of a weight are rows (they become the layer's outputs) and which are columns (they are
-summed over) is read off the table's line, so every contraction that has an entry is a layer.
+The entry of a call says which axes of its weight are rows (they become the layer's outputs) and
+which are columns (they are summed over), so every contraction with an entry is a layer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from demask.ops import Relation, schema
 class WeightLayer:
     """A call that sums products with a constant weight.
 
-    name: the fully qualified name of the module that holds the weight; a second call that reads it
-    is `name#2`. operand: the weight's place among the relation's operands. weight: its key in the
+    name: the fully qualified name of the module with the weight; a second call that reads it
+    is `name#2`. operand: the weight's index among the relation's operands. weight: its key in the
     program's constants. rows, columns: its axes. axis: of the call's output, where the rows run;
-    None where the weight's rows are no axis of it (recurrent calls).
+    None where no axis of the output is the weight's rows (recurrent calls).
     """
 
     name: str
@@ -80,19 +80,19 @@ def _axes(relation: Relation, operand: int) -> tuple[tuple[int, ...], tuple[int,
     axes = relation.ins[operand]
     if relation.back:
         return (0,), tuple(range(1, len(axes)))
-    made = relation.letters(relation.outs[0])
-    rows = [k for k, axis in enumerate(axes) if axis and set(axis) <= made]
+    output_letters = relation.letters(relation.outs[0])
+    rows = [k for k, axis in enumerate(axes) if axis and set(axis) <= output_letters]
     return tuple(rows), tuple(k for k in range(len(axes)) if k not in rows)
 
 
 def _output_axis(relation: Relation, operand: int, rows: tuple[int, ...]) -> int | None:
     letters = [set(relation.ins[operand][k]) for k in rows]
-    found = [k for k, axis in enumerate(relation.outs[0]) if set(axis) in letters]
-    return found[0] if len(found) == 1 else None
+    matches = [k for k, axis in enumerate(relation.outs[0]) if set(axis) in letters]
+    return matches[0] if len(matches) == 1 else None
 
 
 def module_of(constant: Constant) -> str:
-    """The module that holds a constant; its own name where it is the model's."""
+    """The module of a constant; its own name where it belongs to the model itself."""
     return constant.name.rpartition(".")[0] or constant.name
 
 
@@ -122,6 +122,6 @@ def _order(rank: int, rows: tuple[int, ...]) -> list[int]:
 
 
 def check_finite(weight: Tensor, name: str) -> None:
-    """Raise BadInput for a weight that holds Inf or NaN."""
+    """Raise BadInput for a weight with Inf or NaN."""
     if not bool(torch.isfinite(weight).all()):
         raise BadInput(f"{name} holds Inf or NaN, which cannot be rounded; repair the weight")

@@ -13,7 +13,11 @@ NOTHING = "nothing left to remove"
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """Slices not removed for one reason: their number, and the modules or nodes."""
+    """Slices that were not removed for one reason: how many, and the modules or nodes.
+
+    >>> Decline("read by a graph output", 2, ("head",)).slices
+    2
+    """
 
     text: str
     slices: int

@@ -111,7 +111,7 @@ def test_activations_without_zeros_are_named():
         Block(nn.GELU()).eval(), (torch.randn(1, 1, 256),), None, None, TABLE
     )
     why = {d.layer: d.why for d in made.conditioned.decisions}
-    assert "gelu behind it makes no zeros to skip" in why["ffn.0"]
+    assert "gelu after it produces no zeros to skip" in why["ffn.0"]
     assert chains_in(made) == []
 
 

@@ -134,7 +134,7 @@ def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch):
             array[0, 3, 5, 1] ^= 1
         else:
             array[0, 0, 5] = 0
-        return replace(few, **{fault: packing.held(array)})
+        return replace(few, **{fault: packing.in_huge_pages(array)})
 
     weight, bias, x = drawn(37, 130)
     assert not off(weight, bias, x, Bits(4, 64))

@@ -1,11 +1,11 @@
-"""What a chain costs on this machine, before it runs: bytes by the way they are read.
+"""Predicted seconds of a chain on this machine, from the bytes that it reads.
 
-A chain of one vector reads each weight once, so its seconds are bytes over bandwidth, and something
-per call and per layer. Bandwidth depends on where the bytes come from and how they lie: all columns
-one after the other, some columns of each tile (pieces of 1 KB), whole numbers of few bits, single
-rows. Each is measured with the kernels themselves, once per machine and number of threads, and kept
-with the other answers of `machine.cost`. What many inputs read comes from the last cache, the rest
-from memory (`held`).
+A chain of one vector reads each weight once, so its seconds are bytes over bandwidth, plus a
+constant per call and per layer. Bandwidth depends on whether the bytes come from the last-level
+cache or from memory (`cached_shares`), and on the access pattern: all columns in order, some
+columns of each tile (pieces of 1 KB), weights of few bits as whole numbers, single rows. Each is
+measured with the kernels themselves, once per machine and number of threads, and stored with the
+other measurements of `machine.cost`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from demask.pilot.chains.chain_plan import ChainLayer, ChainPlan, LayerCounts
 
 KINDS = ("dense", "columns", "whole", "rows")
 SHARE = 16  # one of so many columns is read, where some are
-#: bytes of what is read in turns: to time the last cache, to see how much of it is ours, memory
+#: bytes of weights read in turn: to time the last-level cache, to see how much of it this process
+#: has, and to time memory
 NEAR, MIDDLE, FAR = 12 * 2**20, 24 * 2**20, 128 * 2**20
 WITHIN = 30.0  # times that a machine may be slower or faster than `NOMINAL`
-CACHE = 16 * 2**20  # of the last cache, where the system does not say
+CACHE = 16 * 2**20  # bytes of the last-level cache, where the system does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Reads:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Bytes of all kinds."""
         return self.dense + self.columns + self.whole + self.rows
 
     def __add__(self, other: Reads) -> Reads:
@@ -49,12 +50,13 @@ class Reads:
 
 
 def reads(rows: int, columns: int, mode: str, seen: LayerCounts) -> Reads:
-    """What a layer reads, from what was seen of it: live columns, rows that were not proved zero.
+    """What a layer reads in one call, from the counts of an earlier one.
 
-    Listed rows are read over live columns, in lines of 64 bytes: all lines with a live column.
+    Rows that are not proved zero are read over live columns, in lines of 64 bytes: all lines with a
+    live column.
 
-    >>> reads(4096, 784, "columns", Seen(392, 4096, 4096)).total / reads(
-    ...     4096, 784, "dense", Seen(784, 4096, 4096)).total
+    >>> half, all_ = LayerCounts(392, 4096, 4096), LayerCounts(784, 4096, 4096)
+    >>> reads(4096, 784, "columns", half).total / reads(4096, 784, "dense", all_).total
     0.5
     """
     if mode == "dense":
@@ -75,8 +77,11 @@ def reads(rows: int, columns: int, mode: str, seen: LayerCounts) -> Reads:
 
 @dataclass(frozen=True, slots=True)
 class ChainRates:
-    """Seconds per byte by kind, from the last cache and from memory; seconds of a call and of a
-    layer; bytes that the last cache holds."""
+    """What a machine takes to run chains.
+
+    near, far: seconds per byte by kind, from the last-level cache and from memory. call, layer:
+    seconds per call and per layer. cache: bytes that the last-level cache can keep of the weights.
+    """
 
     near: dict[str, float]
     far: dict[str, float]
@@ -85,15 +90,15 @@ class ChainRates:
     cache: float
     threads: int
 
-    def seconds(self, layers: Sequence[Reads], held: Sequence[float]) -> float:
-        """Predicted seconds of a call. held: of each layer's bytes, the share that the last cache
-        has (0 for all: a call after something else took the cache)."""
-        moved = 0.0
-        for reads_, share in zip(layers, held, strict=True):
+    def seconds(self, layers: Sequence[Reads], cached: Sequence[float]) -> float:
+        """Predicted seconds of a call. cached: for each layer the share of its bytes that is in the
+        last-level cache (0 for all: other work has evicted the weights)."""
+        seconds = 0.0
+        for reads_, share in zip(layers, cached, strict=True):
             for k in KINDS:
                 per = share * self.near[k] + (1 - share) * self.far[k]
-                moved += getattr(reads_, k) * per
-        return self.call + self.layer * len(layers) + moved
+                seconds += getattr(reads_, k) * per
+        return self.call + self.layer * len(layers) + seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,117 +109,119 @@ class Uses:
     share: Tensor
 
 
-def held(layers: Sequence[Sequence[Uses]], cache: float) -> list[float]:
-    """Of what calls on different inputs read, layer by layer, the share that a cache of so many
-    bytes has.
+def cached_shares(layers: Sequence[Sequence[Uses]], cache: float) -> list[float]:
+    """For each layer the share of the bytes it reads that is in a cache of `cache` bytes, over
+    calls on different inputs.
 
-    A part that a share f of the calls reads is there if one of the last T calls read it,
-    1 - (1 - f)^T; T is such that what is there fills the cache (Che, Tung and Wang, "Hierarchical
-    Web Caching Systems", 2002). Of what every call reads, a share T is there where T < 1: caches do
-    not throw out the oldest line exactly.
+    A part that a share f of the calls reads is cached if one of the last T calls read it, with
+    probability 1 - (1 - f)^T; T is such that the cached parts fill the cache (Che, Tung and Wang,
+    "Hierarchical Web Caching Systems", 2002). Of what every call reads, a share T is cached where T
+    < 1: caches do not evict the oldest line exactly.
 
     >>> half = [Uses(torch.tensor([100.0]), torch.tensor([1.0]))]
-    >>> held([half], 200.0), round(held([half, half], 100.0)[0], 2)
+    >>> cached_shares([half], 200.0), round(cached_shares([half, half], 100.0)[0], 2)
     ([1.0], 0.5)
     """
     parts = [use for layer in layers for use in layer]
     if sum(float(use.bytes[use.share > 0].sum()) for use in parts) <= cache:
         return [1.0] * len(layers)
 
-    def there(use: Uses, calls: float) -> Tensor:
+    def cached(use: Uses, calls: float) -> Tensor:
         every = torch.full_like(use.share, min(calls, 1.0))
         return torch.where(use.share >= 1, every, 1 - (1 - use.share) ** calls)
 
     least, most = 0.0, 1e6
     for _ in range(60):
         calls = (least + most) / 2
-        full = sum(float((use.bytes * there(use, calls)).sum()) for use in parts) > cache
+        full = sum(float((use.bytes * cached(use, calls)).sum()) for use in parts) > cache
         least, most = (least, calls) if full else (calls, most)
     shares = []
     for layer in layers:
-        moved = sum(float((use.bytes * use.share).sum()) for use in layer)
-        found = sum(float((use.bytes * use.share * there(use, least)).sum()) for use in layer)
-        shares.append(found / moved if moved else 1.0)
+        bytes_read = sum(float((use.bytes * use.share).sum()) for use in layer)
+        bytes_cached = sum(
+            float((use.bytes * use.share * cached(use, least)).sum()) for use in layer
+        )
+        shares.append(bytes_cached / bytes_read if bytes_read else 1.0)
     return shares
 
 
 def last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> float:
-    """Bytes of the largest cache, as Linux says."""
-    found = [CACHE]
+    """Bytes of the largest cache, as Linux reports it."""
+    sizes = [CACHE]
     for path in folder.glob("index*/size"):
         word = path.read_text().strip()
         unit = {"K": 2**10, "M": 2**20}.get(word[-1:], 1)
-        found.append(int(word.rstrip("KM")) * unit)
-    return float(max(found[1:], default=found[0]))
+        sizes.append(int(word.rstrip("KM")) * unit)
+    return float(max(sizes[1:], default=sizes[0]))
 
 
 def here(threads: int | None = None) -> ChainRates:
-    """What conditions are decided by: this machine's numbers where they were measured and kept (as
-    `explain` does), else `NOMINAL`; for so many threads (None: as many as torch has now)."""
+    """The rates that decide conditions: this machine's, where they were measured and stored (as
+    `explain` does), else `NOMINAL`. threads: None for as many as torch has now."""
     costs = Costs.open(threads=threads, measure=False)
-    found = _asked(costs) if all(map(costs.measured, _names(costs))) else NOMINAL
-    return found if plausible(found) else NOMINAL
+    rates = _rates(costs) if all(map(costs.measured, _names(costs))) else NOMINAL
+    return rates if plausible(rates) else NOMINAL
 
 
 def measured(costs: Costs) -> ChainRates:
-    """This machine's numbers, asked of `costs`: measured, kept, or estimated from its bandwidth.
+    """This machine's rates from `costs`: measured now or earlier, or estimated from its bandwidth.
 
-    Numbers that no machine has (`plausible`) come of a busy one: they are measured once more, and
-    forgotten for `NOMINAL` where that does not help. From memory, whole numbers and rows take what
-    they take from the cache, or what all or some columns take from memory, whichever is longer.
+    Rates that no machine has (`plausible`) come from a busy machine: they are measured once more,
+    and replaced by `NOMINAL` where that does not help. From memory, whole numbers and rows take as
+    long as from the cache, or as long as all or some columns from memory, whichever is longer.
     """
     for _ in range(2):
-        if plausible(found := _asked(costs)):
-            return found
+        if plausible(rates := _rates(costs)):
+            return rates
         costs.forget(_names(costs))
     return NOMINAL
 
 
 def plausible(machine: ChainRates) -> bool:
-    """Whether its numbers are within `WITHIN` times of `NOMINAL`, either way; calls may be faster.
+    """Whether the rates are within a factor `WITHIN` of `NOMINAL`; calls may be faster.
 
     Two threads that wait for each other on one core take a thousand times as long.
     """
-    pairs = [(getattr(machine, at)[kind], getattr(NOMINAL, at)[kind])
-             for at in ("near", "far") for kind in KINDS]  # fmt: skip
+    pairs = [(getattr(machine, level)[kind], getattr(NOMINAL, level)[kind])
+             for level in ("near", "far") for kind in KINDS]  # fmt: skip
     calls = machine.call <= WITHIN * NOMINAL.call and machine.layer <= WITHIN * NOMINAL.layer
     return calls and all(usual / WITHIN <= mine <= WITHIN * usual for mine, usual in pairs)
 
 
 def _names(costs: Costs) -> list[str]:
-    """The questions that a machine's numbers come of."""
+    """The names of the measurements that the rates come from."""
     large = [_large(costs, kind, NEAR) for kind in KINDS]
     large += [_large(costs, kind, FAR) for kind in ("dense", "columns")]
     large.append(_large(costs, "dense", MIDDLE))
     return [q.name for q in (_small(costs, 1), _small(costs, 8), *large)]
 
 
-def _asked(costs: Costs) -> ChainRates:
+def _rates(costs: Costs) -> ChainRates:
     one, eight = (costs.seconds(_small(costs, layers)) for layers in (1, 8))
     layer = max((eight - one) / 7, 0.0)
     call = max(one - layer, 0.0)
 
-    def speed(kind: str, room: int) -> float:
-        question = _large(costs, kind, room)
+    def speed(kind: str, nbytes: int) -> float:
+        question = _large(costs, kind, nbytes)
         taken = costs.seconds(question) - call - layer
         return max(taken, 1e-9) / question.bytes
 
     near = {kind: speed(kind, NEAR) for kind in ("dense", "columns", "whole")}
-    both = _large(costs, "rows", NEAR)
-    rest = costs.seconds(both) - call - layer - both.bytes / 3 * near["whole"]
-    near["rows"] = max(rest, 1e-9) / (both.bytes * 2 / 3)
+    rows_question = _large(costs, "rows", NEAR)
+    rest = costs.seconds(rows_question) - call - layer - rows_question.bytes / 3 * near["whole"]
+    near["rows"] = max(rest, 1e-9) / (rows_question.bytes * 2 / 3)
     far = {kind: max(speed(kind, FAR), near[kind]) for kind in ("dense", "columns")}
     far |= {"whole": max(near["whole"], far["dense"]), "rows": max(near["rows"], far["columns"])}
-    # of a cache that others use, too, less is ours than the system says
+    # other processes use the cache, too: less is available than the system says
     span, middle = far["dense"] - near["dense"], speed("dense", MIDDLE)
-    ours = max(NEAR, min(1.0, (far["dense"] - middle) / span) * MIDDLE) if span > 0 else MIDDLE
+    available = max(NEAR, min(1.0, (far["dense"] - middle) / span) * MIDDLE) if span > 0 else MIDDLE
     whole = 0.8 * last_cache()
-    cache = min(whole, ours) if ours < 0.95 * MIDDLE else whole
+    cache = min(whole, available) if available < 0.95 * MIDDLE else whole
     return ChainRates(near, far, call, layer, cache, costs.threads)
 
 
 def _small(costs: Costs, layers: int) -> Question:
-    """A call with next to nothing to read."""
+    """A measurement of a call that reads next to nothing."""
 
     def make() -> Callable[[], object]:
         one = ChainLayer(torch.zeros(16, 16), None, True)
@@ -226,12 +233,15 @@ def _small(costs: Costs, layers: int) -> Question:
 
 
 def _large(costs: Costs, kind: str, room: int) -> Question:
-    """A layer that reads so many bytes in turns: all columns, one of SHARE, scattered (others in
-    the next call), whole numbers, or those and then half of the rows (1 to 2 of the bytes)."""
+    """A measurement of a layer that reads `room` bytes of weights in turn: all columns ("dense"),
+    one of SHARE, scattered, others in each call ("columns"), whole numbers ("whole"), or whole
+    numbers and then half of the rows ("rows": 1 to 2 of the bytes)."""
     rows = 4096
     columns = room // rows if kind == "whole" else room // (4 * rows)
     columns = columns // 3 * 4 if kind == "rows" else columns
-    moved = {"dense": 4.0, "columns": 4.0 / SHARE, "whole": 1.0, "rows": 3.0}[kind] * rows * columns
+    bytes_read = (
+        {"dense": 4.0, "columns": 4.0 / SHARE, "whole": 1.0, "rows": 3.0}[kind] * rows * columns
+    )
 
     def make() -> Callable[[], object]:
         draw = torch.Generator().manual_seed(0)
@@ -244,15 +254,15 @@ def _large(costs: Costs, kind: str, room: int) -> Question:
             bias[::2] = 1e3
         mode = kind if kind in ("dense", "columns") else "certified"
         plan = ChainPlan([ChainLayer(weight, bias, True)], [mode], torch.get_num_threads())
-        turns = cycle(inputs)
-        return lambda: plan(next(turns))
+        input_cycle = cycle(inputs)
+        return lambda: plan(next(input_cycle))
 
     what = "scattered columns" if kind == "columns" else kind
     name = f"chain reading {what}, {room / 2**20:.0f} MiB in turns, {costs.threads} threads"
-    return Question(name, moved / 2, moved, make)
+    return Question(name, bytes_read / 2, bytes_read, make)
 
 
-#: what choices are made by where nothing was measured: a server's two threads, in round numbers
+#: rates where nothing was measured: a server with two threads, in round numbers
 NOMINAL = ChainRates(
     near={"dense": 1.2e-11, "columns": 1.4e-11, "whole": 1.6e-11, "rows": 2.2e-11},
     far={"dense": 2.0e-11, "columns": 2.6e-11, "whole": 2.2e-11, "rows": 2.8e-11},

@@ -2,10 +2,10 @@
 
     torch.ops.demask.chain(Tensor x, Tensor[] weights, str program) -> Tensor
 
-Up to 4 rows of float32 on the CPU are run by plans (`pilot.chain_plan`), made at the first call and
-kept as long as the weights live; everything else by torch's own linear and relu, as are gradients,
-transforms, and weights with NaN or infinities. The bits of the two differ: torch sums in an order
-of its own.
+Up to 4 rows of float32 on the CPU are run by plans (`pilot.chains.chain_plan`), which are built at
+the first call and live as long as the weights. Everything else is run by torch's own linear and
+relu: gradients, transforms, and weights with NaN or infinities. The bits of the two differ, since
+torch sums in another order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from demask.pilot.chains.chain_plan import MODES, ChainLayer, ChainPlan
 from demask.registry import CUSTOM_OPS
 from demask.sparse.segment.segment_op import PLAIN
 
-ROWS = 4  # of x, at most, for plans: more share what they need, and torch multiplies matrices
+ROWS = 4  # of x, at most, for plans: with more rows, torch's matrix products are faster
 
 _LIBRARY = Library("demask", "FRAGMENT")
 _LIBRARY.define(
@@ -58,34 +58,36 @@ class ChainStep:
 
 @functools.lru_cache(maxsize=256)
 def steps(text: str) -> tuple[ChainStep, ...]:
-    """The layers of a text, BadInput for what is none.
+    """The layers of a text; raises BadInput for a text that is no chain.
 
-    >>> steps("certified+bias+relu,dense")
-    (Step(mode='certified', bias=True, relu=True), Step(mode='dense', bias=False, relu=False))
+    >>> steps("certified+bias+relu,dense")[0]
+    ChainStep(mode='certified', bias=True, relu=True)
     """
-    found = []
+    layers = []
     for part in text.split(","):
         mode, *more = part.split("+")
         if mode not in MODES or more not in ([], ["bias"], ["relu"], ["bias", "relu"]):
             raise BadInput(f"expected layers such as 'columns+bias+relu', got {part!r:.80}")
-        found.append(ChainStep(mode, "bias" in more, "relu" in more))
-    return tuple(found)
+        layers.append(ChainStep(mode, "bias" in more, "relu" in more))
+    return tuple(layers)
 
 
 def pairs(weights: Sequence[Any], text: str) -> list[tuple[Any, Any]]:
-    """(weight, bias or None) of each layer; BadInput where their number does not fit."""
-    left, found = list(weights), []
+    """(weight, bias or None) of each layer; raises BadInput where their number does not fit."""
+    tensors, layers = list(weights), []
     expected = sum(1 + step.bias for step in steps(text))
-    if len(left) != expected:
-        raise BadInput(f"expected {expected} weights and biases for {text!r:.80}, got {len(left)}")
+    if len(tensors) != expected:
+        raise BadInput(
+            f"expected {expected} weights and biases for {text!r:.80}, got {len(tensors)}"
+        )
     for step in steps(text):
-        weight = left.pop(0)
-        found.append((weight, left.pop(0) if step.bias else None))
-    return found
+        weight = tensors.pop(0)
+        layers.append((weight, tensors.pop(0) if step.bias else None))
+    return layers
 
 
 def plain(x: Tensor, weights: Sequence[Tensor], layers: str) -> Tensor:
-    """The chain by torch's own ops."""
+    """The output of the chain by torch's own ops."""
     for (weight, bias), step in zip(pairs(weights, layers), steps(layers), strict=True):
         x = F.linear(x, weight, bias)
         x = torch.relu(x) if step.relu else x
@@ -96,8 +98,9 @@ def chain(x: Tensor, weights: Sequence[Tensor], layers: str) -> Tensor:
     """linear, ReLU, … of x [..., columns], floating point -> [..., rows of the last layer].
 
     weights: of each layer its matrix [rows, columns] and, where it has one, its bias. layers: per
-    layer mode, "+bias", "+relu". BadInput where these do not fit. Writes into a weight are seen; of
-    those through `.data` or NumPy, which torch does not count, ones that change most of it.
+    layer its mode, "+bias", "+relu". Raises BadInput where these do not fit. In-place writes to a
+    weight are noticed; of writes through `.data` or NumPy, which torch does not count, those that
+    change most of it.
 
     >>> w = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
     >>> chain(torch.tensor([[1.0, 1.0]]), [w], "columns+relu")
@@ -112,7 +115,7 @@ class ChainPlans(PlanCache):
     parse = staticmethod(steps)
 
     def run(self, x: Tensor, weights: list[Tensor]) -> Tensor:
-        """The output, by a plan or without."""
+        """The output, by a plan or by torch."""
         key = self.versions_of(weights), torch.get_num_threads()
         plan, _ = self.plan(key, [x], weights)
         if plan is None:
@@ -133,8 +136,8 @@ class ChainPlans(PlanCache):
         modes = [step.mode for step in self.program]
         layers = []
         for (weight, bias), step in zip(pairs(weights, self.text), self.program, strict=True):
-            held = None if bias is None else borrowed(bias)
-            layers.append(ChainLayer(borrowed(weight), held, step.relu))
+            borrowed_bias = None if bias is None else borrowed(bias)
+            layers.append(ChainLayer(borrowed(weight), borrowed_bias, step.relu))
         try:
             return ChainPlan(layers, modes, torch.get_num_threads()), ()
         except NoPlan:
@@ -142,8 +145,9 @@ class ChainPlans(PlanCache):
 
 
 def borrowed(t: Tensor) -> Tensor:
-    """The same memory, which this tensor does not keep alive: what a cache holds until a weight is
-    gone must not hold the weight. A contiguous copy where memory is not contiguous."""
+    """A tensor of the same memory that does not keep it alive, since a cache that lives until a
+    weight is freed must not reference the weight. A contiguous copy where the memory is not
+    contiguous."""
     if not t.is_contiguous() or not t.numel():
         return t.detach().contiguous()
     memory = (ctypes.c_char * (t.numel() * t.element_size())).from_address(t.data_ptr())
@@ -171,7 +175,7 @@ def fake(x: Tensor, weights: Sequence[Tensor], layers: str) -> Tensor:
 
 
 def with_gradients(x: Tensor, weights: list[Tensor], layers: str) -> Tensor:
-    """The op's kernel above those of devices: torch's own ops record what gradients need."""
+    """The op's autograd kernel: torch's own ops record what gradients need."""
     if has_functorch_transforms():
         return plain(x, weights, layers)
     if torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights)):
@@ -190,11 +194,11 @@ def mapped(info: Any, dims: Any, x: Any, weights: Any, text: str) -> tuple[Tenso
     def part(tensor: Tensor, axis: int | None, k: int) -> Tensor:
         return tensor if axis is None else tensor.select(axis, k)
 
-    made = []
+    outputs = []
     for k in range(info.batch_size):
         own = [part(w, axis, k) for w, axis in zip(weights, weight_dims, strict=True)]
-        made.append(chain(part(x, x_dim, k), own, text))
-    return torch.stack(made), 0
+        outputs.append(chain(part(x, x_dim, k), own, text))
+    return torch.stack(outputs), 0
 
 
 _LIBRARY.impl("chain", on_cpu, "CPU")
@@ -205,22 +209,23 @@ torch.library.register_vmap("demask::chain", mapped, lib=_LIBRARY)
 CHAIN = torch.ops.demask.chain.default
 
 
-def spelled(program: Program) -> Program:
+def expand_chains(program: Program) -> Program:
     """The program with torch's linear and relu in place of chains."""
     editor, aten = GraphEditor(program), torch.ops.aten
     for node in editor.calls(CHAIN):
         x, weights, text = node.args
-        for (weight, bias), step in zip(pairs(weights, text), steps(text), strict=True):  # type: ignore[arg-type]
+        layers: Any = pairs(weights, text), steps(text)  # type: ignore[arg-type]
+        for (weight, bias), step in zip(*layers, strict=True):
             x = editor.insert(node, node, aten.linear.default, x, weight, bias)
             x = editor.insert(node, node, aten.relu.default, x) if step.relu else x
         editor.replace(node, x)
     return editor.finish()
 
 
-def check(found: Mapping[str, Any]) -> None:
-    """BadInput for a call of the op that no input could make good."""
+def check(arguments: Mapping[str, Any]) -> None:
+    """Raise BadInput for a call of the op that no input makes valid."""
     width = None
-    for weight, bias in pairs(found["weights"], found["program"]):
+    for weight, bias in pairs(arguments["weights"], arguments["program"]):
         if weight is None:
             continue
         if weight.ndim != 2 or (width is not None and weight.shape[1] != width):
@@ -230,4 +235,4 @@ def check(found: Mapping[str, Any]) -> None:
         width = weight.shape[0]
 
 
-CUSTOM_OPS.register("chain", Own(plain, spelled, check))
+CUSTOM_OPS.register("chain", Own(plain, expand_chains, check))

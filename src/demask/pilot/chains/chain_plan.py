@@ -1,8 +1,14 @@
-"""A chain linear, ReLU, linear, … ready to run on one vector: one call into machine code.
+"""The plan of a chain linear, ReLU, linear, …: machine code that runs one vector per call.
 
-Each layer has a mode. "dense": all columns. "columns": those whose input is not zero. "certified":
-8-bit weights prove rows zero, the others are computed over the columns whose input is not zero.
-"two": the same, 4 bits first. All four give the same bits (`kernels.gemv`).
+Each layer has a mode:
+
+- "dense": all columns of the weight are read.
+- "columns": the columns whose input is not zero are read.
+- "certified": 8-bit weights prove rows zero; the other rows are computed from the columns whose
+  input is not zero.
+- "two": as "certified", with 4-bit weights before the 8-bit ones.
+
+All four return the same bits (`kernels.cpu.gemv`).
 """
 
 from __future__ import annotations
@@ -24,14 +30,16 @@ from demask.pilot.chains import packing
 from demask.sparse.plan.tape import HEADER, KernelCall, NoPlan, Tape, TapeArena
 
 MODES = ("dense", "columns", "certified", "two")
-SPARE = 4  # sets of memory that are kept: calls that run at the same time
+SPARE = 4  # sets of memory that are reused: calls that run at the same time
 INPUT, OUTPUT = 1, 2  # slots
 COLUMNS_MOST = 16  # vectors of a tile of float32
 
 
 @dataclass(frozen=True, slots=True)
 class ChainLayer:
-    """weight float32 [rows, columns], contiguous; bias [rows] or None; whether ReLU follows."""
+    """A linear layer: weight float32 [rows, columns], contiguous; bias float32 [rows] or None;
+    relu:
+    whether ReLU follows."""
 
     weight: Tensor
     bias: Tensor | None
@@ -40,8 +48,11 @@ class ChainLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerCounts:
-    """What one layer's last call did: columns whose input was not zero, rows that were not proved
-    zero by the first and by the last level; all rows where nothing was to be proved."""
+    """What one layer read in its last call.
+
+    columns: columns whose input was not zero. first, rows: rows that the first and the last level
+    did not prove zero; all rows where nothing is proved.
+    """
 
     columns: int
     first: int
@@ -50,7 +61,7 @@ class LayerCounts:
 
 @dataclass(slots=True)
 class Slots:
-    """The table of addresses that calls bring: what is in which place."""
+    """The table of addresses of a call: which slot is which memory."""
 
     size: int = HEADER
     offsets: dict[int, int] = field(default_factory=dict)
@@ -58,29 +69,33 @@ class Slots:
     last: int = OUTPUT
 
     def new(self, size: int) -> int:
-        """A slot for memory of the call."""
+        """The number of a new slot for memory of the call, of `size` bytes."""
         self.last += 1
         self.offsets[self.last] = self.size
-        self.size += -(-size // 128) * 128 + 128  # apart: threads write their own
+        self.size += -(-size // 128) * 128 + 128  # no shared cache line: each thread writes its own
         return self.last
 
     def address(self, address: int) -> int:
-        """A slot for what never moves."""
+        """The number of a new slot for memory that never moves."""
         self.last += 1
         self.fixed[self.last] = address
         return self.last
 
     def several(self, count: int, size: int) -> int:
-        """Slots in a row, one for each thread; the first of them."""
+        """The first of `count` consecutive new slots of `size` bytes, one for each thread."""
         first = self.last + 1
         for _ in range(count):
             self.new(size)
         return first
 
+    def lists(self, threads: int, size: int) -> tuple[int, int]:
+        """The first slots of a list of `size` bytes and its length, one of each per thread."""
+        return self.several(threads, size), self.several(threads, 8)
+
 
 @dataclass(frozen=True, slots=True)
 class ChainMemory:
-    """What a call needs for itself."""
+    """Memory of one call."""
 
     job: Job
     arena: TapeArena
@@ -88,7 +103,11 @@ class ChainMemory:
 
 @dataclass(slots=True)
 class ChainPlanBuilder:
-    """Writes the phases of a plan."""
+    """Writes the phases of a plan.
+
+    seen: of each layer the slots of three counts: live columns, open rows of the first and of the
+    last level.
+    """
 
     threads: int
     isa: Isa
@@ -99,16 +118,17 @@ class ChainPlanBuilder:
     def __post_init__(self) -> None:
         self.tape = Tape(self.threads)
 
-    def held(self, array: np.ndarray) -> int:
-        """The address of an array that lives as long as the plan."""
+    def keep_alive(self, array: np.ndarray) -> int:
+        """The address of an array, which lives as long as the plan."""
         self.tape.arrays.append(array)
         return array.ctypes.data
 
     def call(self, thread: int, kernel: Any, kind: np.dtype, /, **fields: int) -> None:
+        """Append a call of a kernel to a thread of the current phase."""
         self.tape.add(thread, KernelCall(kernel, kind, {}, fields))
 
     def layer(self, layer: ChainLayer, mode: str, x: int, out: int) -> None:
-        """One layer, from slot to slot."""
+        """Write the phases of one layer, which reads slot `x` and writes slot `out`."""
         columns = layer.weight.shape[1]
         self.tape.phase()
         lists = [self.listed(t, mode, x, columns) for t in range(self.threads)]
@@ -121,11 +141,12 @@ class ChainPlanBuilder:
             self._certified(layer, mode, x, lists, out)
 
     def listed(self, thread: int, mode: str, x: int, columns: int) -> tuple[int, int, int]:
-        """Slots of the columns to go through: (numbers, values, count)."""
+        """Slots of the columns that are read: (column numbers, values, count)."""
         if mode == "dense":
             every = np.minimum(np.arange(columns + gemv.SLACK), columns - 1).astype(np.int32)
             count = np.array([columns], np.int64)
-            return self.slots.address(self.held(every)), x, self.slots.address(self.held(count))
+            columns_slot = self.slots.address(self.keep_alive(every))
+            return columns_slot, x, self.slots.address(self.keep_alive(count))
         size = 4 * (columns + gemv.SLACK)
         cols, values, count = self.slots.new(size), self.slots.new(size), self.slots.new(8)
         self.call(thread, gemv.Compact(), gemv.COMPACT, x=x, n=columns, cols=cols, values=values,
@@ -134,70 +155,83 @@ class ChainPlanBuilder:
 
     def _columns(self, layer: ChainLayer, lists: Sequence[tuple[int, int, int]], out: int,
                  ahead: int) -> None:  # fmt: skip
-        """ahead: columns that are asked for early; processors see by themselves that all come."""
+        """Write a layer that reads listed columns. ahead: how many columns are prefetched; 0 for
+        dense layers, whose order the processor predicts."""
         rows, columns = layer.weight.shape
         vectors = gemv.vectors_of(rows, self.isa, min(COLUMNS_MOST, self.isa.registers // 2))
         weights = packing.tiled(layer.weight.numpy(), vectors, self.isa)
         size = vectors * self.isa.lanes
         bias = None if layer.bias is None else layer.bias.numpy()
-        held = packing.biases(bias, len(weights) * size)
+        biases = packing.biases(bias, len(weights) * size)
         for t, (cols, values, count) in enumerate(lists):
             self.call(t, gemv.ColumnKernel(vectors, layer.relu, ahead), gemv.COLUMNS,
-                      weights=self.held(weights), bias=self.held(held), begin=t,
+                      weights=self.keep_alive(weights), bias=self.keep_alive(biases), begin=t,
                       end=len(weights), step=self.threads, pitch=4 * size * columns,
                       cols=cols, values=values, count=count, out=out)  # fmt: skip
 
-    def _certified(self, layer: ChainLayer, mode: str, x: int, lists: Sequence[tuple[int, int, int]],
-                   out: int) -> None:  # fmt: skip
+    def _certified(self, layer: ChainLayer, mode: str, x: int,
+                   column_lists: Sequence[tuple[int, int, int]], out: int) -> None:  # fmt: skip
+        """Write a layer whose first level, and second where there is one, proves rows zero."""
         rows, columns = layer.weight.shape
         bits, slots, isa = 4 if mode == "two" else 8, self.slots, self.isa
-        how, vectors = certify.dots(isa), gemv.vectors_of(rows, isa, certify.tile_vectors(isa))
-        weight = layer.weight.numpy()
-        bias = None if layer.bias is None else layer.bias.numpy()
-        kept: packing.Whole | None = None
-        if bits == 8:
-            first = packing.eight(weight, bias, vectors, isa)
-        else:
-            first, kept = packing.four_and_four(weight, bias, vectors, isa)
+        dot, vectors = certify.dots(isa), gemv.vectors_of(rows, isa, certify.tile_vectors(isa))
+        weight, bias = layer.weight.numpy(), None if layer.bias is None else layer.bias.numpy()
+        first, second = packing.planes(weight, bias, bits, vectors, isa)
         width, count = 32 // bits, packing.tiles(rows, vectors, isa)
-        room = 4 * (rows + vectors * isa.lanes + gemv.SLACK)
-        open_, left = slots.several(self.threads, room), slots.several(self.threads, 8)
-        sums = [slots.several(self.threads, room) for _ in range(2)] if kept else [0, 0]
+        list_bytes = 4 * (rows + vectors * isa.lanes + gemv.SLACK)
+        open_lists, open_counts = (
+            slots.several(self.threads, list_bytes),
+            slots.several(self.threads, 8),
+        )
+        sums = [slots.several(self.threads, list_bytes) for _ in range(2)] if second else [0, 0]
         inputs = []
         for t in range(self.threads):
             inputs.append(self.quantised(t, x, columns, width, np.abs(weight).max(initial=0)))
             u0, u1, groups, listed, numbers, _ = inputs[t]
-            self.call(t, certify.Pilot(bits, vectors, how, kept is not None), certify.PILOT,
-                      weights=self.held(first.weights), constants=self.held(first.constants),
+            self.call(t, certify.Pilot(bits, vectors, dot, second is not None), certify.PILOT,
+                      weights=self.keep_alive(first.weights),
+                      constants=self.keep_alive(first.constants),
                       begin=t, end=count, step=self.threads, rows=rows,
                       pitch=first.weights[0].nbytes, u0=u0, u1=u1, groups=groups, count=listed,
-                      numbers=numbers, out=out, list=open_ + t, left=left + t,
+                      numbers=numbers, out=out, list=open_lists + t, left=open_counts + t,
                       first=sums[0] + t, second=sums[1] + t)  # fmt: skip
         self.tape.phase()
-        self.seen[-1][1].extend(range(left, left + self.threads))
-        if kept is not None:
-            lists_, counts = open_, left
-            open_, left = slots.several(self.threads, room), slots.several(self.threads, 8)
+        self.seen[-1][1].extend(range(open_counts, open_counts + self.threads))
+        if second is not None:
+            first_lists, first_counts = open_lists, open_counts
+            open_lists, open_counts = (
+                slots.several(self.threads, list_bytes),
+                slots.several(self.threads, 8),
+            )
             for t, (u0, u1, _, _, numbers, whole) in enumerate(inputs):
-                self.call(t, certify.Second(how), certify.SECOND, lists=lists_, counts=counts,
-                          first=sums[0], second=sums[1], threads=self.threads, thread=t,
-                          weights=self.held(kept.weights), constants=self.held(kept.constants),
-                          pitch=kept.weights.shape[1], blocks=kept.weights.shape[1] // 64, u0=u0,
-                          u1=u1, numbers=numbers, sums=whole, list=open_ + t,
-                          left=left + t)  # fmt: skip
+                self.call(t, certify.Second(dot), certify.SECOND, lists=first_lists,
+                          counts=first_counts, first=sums[0], second=sums[1],
+                          threads=self.threads, thread=t, weights=self.keep_alive(second.weights),
+                          constants=self.keep_alive(second.constants),
+                          pitch=second.weights.shape[1], blocks=second.weights.shape[1] // 64,
+                          u0=u0, u1=u1, numbers=numbers, sums=whole, list=open_lists + t,
+                          left=open_counts + t)  # fmt: skip
             self.tape.phase()
-        self.seen[-1][2].extend(range(left, left + self.threads))
-        self.tape.arrays.append(layer.weight)
-        held = self.held(packing.biases(bias, rows))
-        for t, (cols, values, listed) in enumerate(lists):
-            self.call(t, gemv.RowKernel(layer.relu), gemv.ROWS, lists=open_, counts=left,
-                      threads=self.threads, thread=t, weights=layer.weight.data_ptr(), bias=held,
-                      pitch=4 * columns, cols=cols, values=values, count=listed,
-                      out=out)  # fmt: skip
+        self.seen[-1][2].extend(range(open_counts, open_counts + self.threads))
+        self._rows(layer, column_lists, (open_lists, open_counts), out)
+
+    def _rows(self, layer: ChainLayer, column_lists: Sequence[tuple[int, int, int]],
+              open_rows: tuple[int, int], out: int) -> None:  # fmt: skip
+        """Write the exact rows that are not proved zero. open_rows: slots (lists, counts)."""
+        rows, columns = layer.weight.shape
+        bias = None if layer.bias is None else layer.bias.numpy()
+        (open_lists, open_counts), weight = open_rows, layer.weight
+        self.tape.arrays.append(weight)
+        biases = self.keep_alive(packing.biases(bias, rows))
+        for t, (cols, values, listed) in enumerate(column_lists):
+            self.call(t, gemv.RowKernel(layer.relu), gemv.ROWS, lists=open_lists,
+                      counts=open_counts, threads=self.threads, thread=t,
+                      weights=weight.data_ptr(), bias=biases, pitch=4 * columns, cols=cols,
+                      values=values, count=listed, out=out)  # fmt: skip
 
     def quantised(self, thread: int, x: int, columns: int, width: int,
                    largest: float) -> tuple[int, ...]:  # fmt: skip
-        """Slots of an input as whole numbers: (u0, u1, groups, their count, numbers, sums)."""
+        """Slots of an input as whole numbers: (u0, u1, groups, group count, constants, sums)."""
         slots, room = self.slots, -(-columns // 128) * 128 + 256
         u0, u1 = slots.new(room), slots.new(room)
         groups = slots.new(4 * (-(-columns // width) + gemv.SLACK))
@@ -210,7 +244,7 @@ class ChainPlanBuilder:
 
 
 def padded(layer: ChainLayer, mode: str, isa: Isa) -> int:
-    """Numbers that a layer writes: its rows and what fills its last tile."""
+    """How many numbers a layer writes: its rows, and what fills its last tile."""
     rows = layer.weight.shape[0]
     most = (min(COLUMNS_MOST, isa.registers // 2) if mode in ("dense", "columns")
             else certify.tile_vectors(isa))  # fmt: skip
@@ -219,15 +253,15 @@ def padded(layer: ChainLayer, mode: str, isa: Isa) -> int:
 
 
 class Runs:
-    """What a builder wrote, ready to run; several threads may run it at once."""
+    """The compiled phases of a builder; several threads may run them at once."""
 
     def __init__(self, builder: ChainPlanBuilder):
         self.threads, self.slots, self.seen = builder.threads, builder.slots, builder.seen
         self.ready = builder.tape.done(builder.isa)
         self.spare: list[ChainMemory] = []
 
-    def taken(self) -> ChainMemory:
-        """Memory for one call, which `given_back` takes."""
+    def take_memory(self) -> ChainMemory:
+        """Memory for one call, to be returned with `return_memory`."""
         try:
             return self.spare.pop()
         except IndexError:
@@ -236,20 +270,20 @@ class Runs:
                 arena.slots[slot] = arena.address + offset
             for slot, address in self.slots.fixed.items():
                 arena.slots[slot] = address
-            ready, places = self.ready, np.array([arena.address], np.int64)
-            return ChainMemory(Job(ready.entries, ready.ends, ready.threads, places), arena)
+            ready, tables = self.ready, np.array([arena.address], np.int64)
+            return ChainMemory(Job(ready.entries, ready.ends, ready.threads, tables), arena)
 
-    def given_back(self, memory: ChainMemory) -> None:
-        """Keep it for another call."""
+    def return_memory(self, memory: ChainMemory) -> None:
+        """Reuse the memory for another call."""
         if len(self.spare) < SPARE:
             self.spare.append(memory)
 
 
 class ChainPlan(Runs):
     """plan(x float32 [n, columns], contiguous) -> float32 [n, rows]: the chain, row by row of x.
-    Several threads may call it at once.
 
-    NoPlan where the kernels cannot do it: infinite or NaN weights, certified rows without ReLU.
+    Several threads may call it at once. Raises NoPlan where the kernels cannot run the chain:
+    weights with NaN or infinities, certified rows without ReLU.
     """
 
     def __init__(self, layers: Sequence[ChainLayer], modes: Sequence[str], threads: int,
@@ -260,13 +294,13 @@ class ChainPlan(Runs):
         x = INPUT
         for k, (layer, mode) in enumerate(zip(layers, modes, strict=True)):
             if mode not in MODES or (mode in ("certified", "two") and not layer.relu):
-                raise NoPlan(f"expected one of {MODES}, certified ones in front of ReLU: {mode}")
+                raise NoPlan(f"expected one of {MODES}, certified ones before a ReLU, got {mode}")
             if not all(bool(t.isfinite().all()) for t in (layer.weight, layer.bias)
                        if t is not None):  # fmt: skip
-                raise NoPlan("weights with NaN or infinities: 0 times one of them is not 0")
+                raise NoPlan("the weights have NaN or infinities: 0 times one of them is not 0")
             last = k == len(layers) - 1
-            room = 4 * (padded(layer, mode, isa) + gemv.SLACK)
-            out = OUTPUT if last else builder.slots.new(room)
+            bytes_written = 4 * (padded(layer, mode, isa) + gemv.SLACK)
+            out = OUTPUT if last else builder.slots.new(bytes_written)
             builder.layer(layer, mode, x, out)
             x = out
         self.width = padded(layers[-1], modes[-1], isa)
@@ -274,38 +308,39 @@ class ChainPlan(Runs):
         self.rows = layers[-1].weight.shape[0]
 
     def __call__(self, x: Tensor, seen: list[list[LayerCounts]] | None = None) -> Tensor:
-        """The outputs. seen: gets what each row's call did, layer by layer."""
+        """The outputs float32 [n, rows]. seen: a list that gets, for each row of x, the counts of
+        all layers."""
         count = x.shape[0]
         out = torch.empty((count, self.width))
-        memory = self.taken()
-        places = memory.arena.slots
-        address, to = x.data_ptr(), out.data_ptr()
+        memory = self.take_memory()
+        slots = memory.arena.slots
+        address, out_address = x.data_ptr(), out.data_ptr()
         for row in range(count):
-            places[INPUT] = address + 4 * row * x.shape[1]
-            places[OUTPUT] = to + 4 * row * self.width
+            slots[INPUT] = address + 4 * row * x.shape[1]
+            slots[OUTPUT] = out_address + 4 * row * self.width
             memory.job.run(self.threads)
             if seen is not None:
-                seen.append(self._looked(memory))
-        self.given_back(memory)
+                seen.append(self._read_counts(memory))
+        self.return_memory(memory)
         if self.width == self.rows:
             return out
         return out[:, : self.rows] if count == 1 else out[:, : self.rows].contiguous()
 
-    def _looked(self, memory: ChainMemory) -> list[LayerCounts]:
-        """What the last call of this memory did."""
+    def _read_counts(self, memory: ChainMemory) -> list[LayerCounts]:
+        """The counts of the last call that used this memory."""
         base = memory.arena.memory
 
         def number(slot: int) -> int:
             if slot in self.slots.offsets:
-                place = self.slots.offsets[slot]
-                return struct.unpack("<q", base[place : place + 8])[0]
+                offset = self.slots.offsets[slot]
+                return struct.unpack("<q", base[offset : offset + 8])[0]
             return -1
 
-        found = []
+        counts = []
         for layer, (columns, first, last) in zip(self.layers, self.seen, strict=True):
-            rows, all_ = layer.weight.shape
+            rows, width = layer.weight.shape
             live = number(columns[0])
-            found.append(LayerCounts(all_ if live < 0 else live,
-                              sum(map(number, first)) if first else rows,
-                              sum(map(number, last)) if last else rows))  # fmt: skip
-        return found
+            open_first = sum(map(number, first)) if first else rows
+            open_last = sum(map(number, last)) if last else rows
+            counts.append(LayerCounts(width if live < 0 else live, open_first, open_last))
+        return counts

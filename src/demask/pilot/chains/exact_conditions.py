@@ -1,9 +1,10 @@
-"""Conditions that change no output: columns of zero inputs are skipped, rows proved zero are.
+"""Conditions that change no output: columns of zero inputs and rows that are proved zero are
+skipped.
 
-A chain linear, ReLU, linear, … is found in the graph and becomes one call (`pilot.chain_op`) in
-which each layer has the mode that is predicted to be the fastest, given what the example inputs do
-to it. A chain that nothing makes faster stays as it was, and the module says why. Skipping columns
-needs no pilot: its own baseline, and most of the gain wherever hidden values are mostly zero.
+Each chain linear, ReLU, linear, … of the graph becomes one call (`pilot.chains.chain_op`), in
+which each layer has the mode that is predicted to be the fastest for the example inputs. A chain
+that no mode makes faster stays as it was, and the module says why. Skipping columns needs no pilot;
+it is most of the gain wherever hidden values are mostly zero.
 """
 
 from __future__ import annotations
@@ -26,15 +27,21 @@ from demask.ops import TABLE, Table, schema
 from demask.pilot.chains.chain_cost import ChainRates, Reads, here, reads
 from demask.pilot.chains.chain_op import ROWS
 from demask.pilot.chains.chain_plan import ChainLayer, ChainPlan, LayerCounts
-from demask.pilot.chains.fast_call import called, only_chain
-from demask.pilot.chains.find import LinearChain, behind, found, replaced, without_dropout
+from demask.pilot.chains.fast_call import call_directly, only_chain
+from demask.pilot.chains.find import (
+    LinearChain,
+    find_chains,
+    reader_names,
+    remove_dropout,
+    replace_chain,
+)
 from demask.pilot.conditions.base import Condition, Conditioned, Decision
 from demask.shrink.build_uncut import finished
 from demask.shrink.pipeline import given
 from demask.sparse.plan.tape import NoPlan
 
-SAMPLES = 16  # rows of the example inputs that modes are chosen by
-GAIN = 1.05  # times that a chain must be predicted to be faster
+SAMPLES = 16  # rows of the example inputs from which modes are chosen
+GAIN = 1.05  # a chain must be predicted to be so many times as fast
 SMOOTH = ("gelu", "silu", "mish", "softplus", "sigmoid", "tanh", "elu", "selu", "celu")
 
 
@@ -45,10 +52,11 @@ class Chained(Demasked):
     conditioned: Conditioned
 
     def recompile(self) -> Any:
-        """As torch.fx does; calls go to the plan directly where the graph is a chain alone."""
+        """The code, as torch.fx returns it; calls run the plan directly where the graph is only a
+        chain."""
         code, kind = super().recompile(), type(self)
         if only_chain(self) is not None:
-            kind.__call__ = called(kind.__call__)
+            kind.__call__ = call_directly(kind.__call__)
         return code
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -59,13 +67,13 @@ class Chained(Demasked):
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Skip the columns of the weights whose input is zero, without a pilot; exact.
+    """A condition that skips the columns of weights whose input is zero; exact, without a pilot.
 
     >>> from demask.ops import TABLE
-    >>> layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)]
+    >>> net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).eval()
     >>> x = torch.randn(1, 64).relu()
-    >>> fast = Columns().applied(nn.Sequential(*layers).eval(), (x,), None, None, TABLE)
-    >>> fast.conditioned.exact, torch.allclose(fast(x), nn.Sequential(*layers)(x), atol=1e-5)
+    >>> fast = Columns().applied(net, (x,), None, None, TABLE)
+    >>> fast.conditioned.exact, torch.allclose(fast(x), net(x), atol=1e-5)
     (True, True)
     """
 
@@ -75,10 +83,11 @@ class Columns:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
         table: Table = TABLE,
     ) -> Chained:  # fmt: skip
-        """The module with its chains. pilot: None; BadInput for one, which would not be used."""
+        """The module with its chains. Raises BadInput for a pilot other than None, which would not
+        be used."""
         if pilot is not None:
             raise BadInput(
-                "columns needs no pilot: zeros of the live input are seen as it runs; "
+                "columns needs no pilot: zeros of the live input are detected as it runs; "
                 f"leave it out, or take the condition 'certified'; got {pilot!r:.80}"
             )
         return chained(model, args, kwargs, self, ("dense", "columns"), table)
@@ -86,10 +95,25 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Certified:
-    """Skip the rows in front of ReLU that few bits prove to be zero; exact (`kernels.certify`).
+    """A condition that skips the rows before a ReLU that weights of few bits prove to be zero;
+    exact.
 
-    bits: of the weights that prove it: 8. levels: 2 to read 4 of them first, the others for what
-    these leave open. Columns of zero inputs are skipped, too, where that is predicted to be faster.
+    Columns of zero inputs are skipped, too, where that is predicted to be faster. The bound is in
+    `kernels.cpu.zero_proof`.
+
+    Args:
+        bits: of the weights that prove it; 8 is the only value.
+        levels: 1, or 2 to read 4 of the bits first and the others for the rows that are still open.
+
+    Raises:
+        BadInput: other values of `bits` or `levels`.
+
+    >>> from demask.ops import TABLE
+    >>> net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).eval()
+    >>> x = torch.randn(1, 64)
+    >>> proved = Certified().applied(net, (x,), None, None, TABLE)
+    >>> proved.conditioned.exact, torch.allclose(proved(x), net(x), atol=1e-5)
+    (True, True)
     """
 
     name: ClassVar[str] = "certified"
@@ -105,9 +129,10 @@ class Certified:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
         table: Table = TABLE,
     ) -> Chained:  # fmt: skip
-        """The module with its chains. pilot: None: the weights' own upper bits are the pilot."""
+        """The module with its chains. pilot: None, since the weights' own upper bits are the pilot;
+        raises BadInput for another."""
         if pilot is not None:
-            raise BadInput("certified makes its pilot of the weights itself, with a bound; leave "
+            raise BadInput("certified derives its pilot from the weights, with a bound; leave "
                            f"pilot out; got {pilot!r:.80}")  # fmt: skip
         proving = "certified" if self.levels == 1 else "two"
         return chained(model, args, kwargs, self, ("dense", "columns", proving), table)
@@ -116,7 +141,13 @@ class Certified:
 def unconditioned(model: nn.Module, args: tuple[Any, ...],
                   kwargs: Mapping[str, Any] | None = None, *,
                   table: Table = TABLE) -> Chained:  # fmt: skip
-    """The network with all chains dense: what conditioned ones equal bit for bit."""
+    """The network with all chains dense, whose outputs conditioned networks equal bit for bit.
+
+    >>> net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).eval()
+    >>> x = torch.randn(1, 64).relu()
+    >>> torch.equal(unconditioned(net, (x,))(x), Columns().applied(net, (x,), None, None)(x))
+    True
+    """
     return chained(model, args, kwargs, Columns(), ("dense",), table, always=True)
 
 
@@ -130,27 +161,27 @@ def chained(
     *,
     always: bool = False,
 ) -> Chained:
-    """The network with its chains, each layer in the mode that is predicted to be the fastest of
-    those allowed. always: chains that gain nothing, too. The model is not changed."""
+    """The network with its chains, each layer in the mode of `allowed` that is predicted to be the
+    fastest. always: replace chains that gain nothing, too. The model is not changed."""
     before = given(model, args, kwargs, None)
     editor = GraphEditor(before)
-    without_dropout(editor)
-    chains, decisions = found(editor)
+    remove_dropout(editor)
+    chains, decisions = find_chains(editor)
     inputs = inputs_of_chains(editor, chains, args, kwargs)
     for chain, x in zip(chains, inputs, strict=True):
         decisions += decided(editor, chain, x, allowed, always=always)
     after = editor.finish()
     plain = finished(Analysis(before, table), after, [f"{len(chains)} chains of linear layers"])
     info: Any = signature_of(plain.graph)
-    made = Chained.of(plain, plain.graph, info, plain.demasked).eval()
+    network = Chained.of(plain, plain.graph, info, plain.demasked).eval()
     by = "" if condition.name == "columns" else "bits:8"
-    made.conditioned = Conditioned(condition, by, exact=True, decisions=tuple(decisions))
-    return made
+    network.conditioned = Conditioned(condition, by, exact=True, decisions=tuple(decisions))
+    return network
 
 
 def decided(editor: GraphEditor, chain: LinearChain, x: Tensor | None, allowed: Sequence[str], *,
             always: bool) -> list[Decision]:  # fmt: skip
-    """Choose the modes of a chain, put it in, and say why, a line for each layer."""
+    """Choose the modes of a chain, replace it, and return why, one decision per layer."""
     if x is None or x.dtype is not torch.float32 or not x.numel():
         what = "empty" if x is not None and not x.numel() else "not seen"
         if x is not None and x.dtype is not torch.float32:
@@ -170,7 +201,7 @@ def decided(editor: GraphEditor, chain: LinearChain, x: Tensor | None, allowed: 
         why = f"predicted gain {gain:.2f} times, expected {GAIN} or more"
         return [Decision(name, "as it was", f"{why}; {said}{_smooth(chain, name)}")
                 for name, said in zip(chain.names, picked.why, strict=True)]  # fmt: skip
-    replaced(editor, chain, picked.modes)
+    replace_chain(editor, chain, picked.modes)
     return [
         Decision(name, mode, f"{said}{_smooth(chain, name)}")
         for name, mode, said in zip(chain.names, picked.modes, picked.why, strict=True)
@@ -178,18 +209,18 @@ def decided(editor: GraphEditor, chain: LinearChain, x: Tensor | None, allowed: 
 
 
 def _smooth(chain: LinearChain, name: str) -> str:
-    """What is to be said of a last layer in front of an activation that makes no zeros."""
+    """A note for a last layer before an activation that produces no zeros, else ""."""
     if name != chain.names[-1] or chain.relus[-1]:
         return ""
-    after = behind(chain)
+    after = reader_names(chain)
     smooth = [word for word in SMOOTH if word in after]
-    return f"; {smooth[0]} behind it makes no zeros to skip" if smooth else ""
+    return f"; {smooth[0]} after it produces no zeros to skip" if smooth else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """Modes of a chain's layers and why; what they read; predicted seconds of a call, and of one
-    that is dense."""
+    """Modes of a chain's layers and why; what they read; predicted seconds of a call, and of a
+    dense one."""
 
     modes: tuple[str, ...]
     why: tuple[str, ...]
@@ -200,42 +231,42 @@ class Picked:
 
 def choose(layers: Sequence[ChainLayer], rows: Tensor, allowed: Sequence[str],
            machine: ChainRates | None = None) -> Picked:  # fmt: skip
-    """The fastest allowed mode of each layer, by what was seen on these rows [n, columns]. machine:
-    None for this one (`cost.here`)."""
+    """The fastest allowed mode of each layer, by what these rows [n, columns] read. machine: None
+    for this one (`chain_cost.here`)."""
     machine = machine or here()
     options: list[list[tuple[float, str, str, Reads]]] = []
-    looks = {mode: observed(layers, rows, mode) for mode in allowed}
+    counts = {mode: observed(layers, rows, mode) for mode in allowed}
     for k, layer in enumerate(layers):
-        (count, columns), found = layer.weight.shape, []
+        (count, columns), choices = layer.weight.shape, []
         for mode in allowed:
             if mode in ("certified", "two") and not layer.relu:
                 continue
-            seen = looks[mode][k]
-            moved = reads(count, columns, mode, seen)
+            seen = counts[mode][k]
+            layer_reads = reads(count, columns, mode, seen)
             share = min(1.0, machine.cache / (4.0 * count * columns))
-            seconds = machine.seconds([moved], [share]) - machine.call
+            seconds = machine.seconds([layer_reads], [share]) - machine.call
             extra = machine.layer if mode in ("certified", "two") else 0.0
-            # a dense layer looks at no zeros: there are as many as columns saw
-            told = looks.get("columns", looks[mode])[k] if mode == "dense" else seen
-            found.append((seconds + extra, mode, _words(layer, mode, told), moved))
-        options.append(found)
-    best = [min(some, key=lambda one: one[0]) for some in options]
+            # a dense layer counts no zeros: there are as many as "columns" counted
+            shown = counts.get("columns", counts[mode])[k] if mode == "dense" else seen
+            choices.append((seconds + extra, mode, _words(layer, mode, shown), layer_reads))
+        options.append(choices)
+    best = [min(choices_of_layer, key=lambda one: one[0]) for choices_of_layer in options]
     whole = [4.0 * layer.weight.numel() for layer in layers]
     share = min(1.0, machine.cache / sum(whole))
     dense = machine.seconds([Reads(dense=size) for size in whole], [share] * len(layers))
-    moved = tuple(one[3] for one in best)
+    layer_reads = tuple(one[3] for one in best)
     seconds = machine.call + sum(one[0] for one in best)
-    return Picked(tuple(one[1] for one in best), tuple(one[2] for one in best), moved, seconds,
-                  dense)  # fmt: skip
+    modes, why = tuple(one[1] for one in best), tuple(one[2] for one in best)
+    return Picked(modes, why, layer_reads, seconds, dense)
 
 
 def observed(layers: Sequence[ChainLayer], rows: Tensor, mode: str) -> list[LayerCounts]:
-    """The mean of what a mode sees of each layer, over rows."""
+    """The mean counts of each layer in a mode, over rows."""
     modes = [mode if layer.relu or mode in ("dense", "columns") else "columns" for layer in layers]
-    looks: list[list[LayerCounts]] = []
-    ChainPlan(layers, modes, 1)(rows, looks)
-    return [LayerCounts(*(round(sum(values) / len(looks)) for values in zip(
-                *((one[k].columns, one[k].first, one[k].rows) for one in looks), strict=True)))
+    counts: list[list[LayerCounts]] = []
+    ChainPlan(layers, modes, 1)(rows, counts)
+    return [LayerCounts(*(round(sum(values) / len(counts)) for values in zip(
+                *((one[k].columns, one[k].first, one[k].rows) for one in counts), strict=True)))
             for k in range(len(layers))]  # fmt: skip
 
 
@@ -249,26 +280,26 @@ def _words(layer: ChainLayer, mode: str, seen: LayerCounts) -> str:
 
 def layers_of(editor: GraphEditor, chain: LinearChain) -> list[ChainLayer]:
     """A chain's layers as plans take them."""
-    found = []
+    layers = []
     for call, relu in zip(chain.calls, chain.relus, strict=True):
-        given_ = schema.arguments(call)
-        weight, bias = (editor.tensor(given_[key]) for key in ("weight", "bias"))
+        arguments = schema.arguments(call)
+        weight, bias = (editor.tensor(arguments[key]) for key in ("weight", "bias"))
         assert weight is not None
-        kept = None if bias is None else bias.detach().contiguous()
-        found.append(ChainLayer(weight.detach().contiguous(), kept, relu))
-    return found
+        layer_bias = None if bias is None else bias.detach().contiguous()
+        layers.append(ChainLayer(weight.detach().contiguous(), layer_bias, relu))
+    return layers
 
 
 def inputs_of_chains(editor: GraphEditor, chains: Sequence[LinearChain], args: tuple[Any, ...],
                      kwargs: Mapping[str, Any] | None) -> list[Tensor | None]:  # fmt: skip
-    """What the chains' inputs are on the example inputs."""
+    """The inputs of the chains, computed from the example inputs."""
     firsts = [schema.arguments(chain.calls[0])["input"] for chain in chains]
     return values_of(editor, firsts, args, kwargs)
 
 
 def values_of(editor: GraphEditor, nodes: Sequence[fx.Node], args: tuple[Any, ...],
               kwargs: Mapping[str, Any] | None) -> list[Tensor | None]:  # fmt: skip
-    """The values of nodes on the example inputs, None of those that do not run."""
+    """The values of nodes on the example inputs, None for those that do not run."""
     program = replace(editor.program, graph=editor.graph, constants=editor.constants)
     flat = pytree.tree_leaves((args, dict(kwargs or {})))
     run = RecordedRun(program, set(nodes))

@@ -1,10 +1,10 @@
-"""A graph that is one chain, called without the graph.
+"""Direct calls of a graph that is a single chain, without the graph interpreter.
 
-To run a graph of one call costs some 40 µs (flattened arguments, attributes of modules, an op's
-dispatch), as long as the chain itself may take, and several times as much where caches hold none of
-that code. So the plan of the last call (`pilot.chain_op`) is asked first, if everything the way
-through the graph looks at is as it was then: the weights and their versions, the input's kind and
-shape, threads, gradients, hooks, modes.
+To run a graph of one call costs some 40 µs (flattened arguments, module attributes, op dispatch),
+as long as the chain itself may take, and several times as much where that code is not in a cache.
+So the plan of the last call (`pilot.chains.chain_op`) is tried first, if everything that the graph
+would check is as it was then: the weights and their versions, dtype and shape of the input,
+threads, gradients, hooks, modes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 @dataclass(frozen=True, slots=True)
 class BoundTensor:
-    """A tensor of a network: in which modules it is, under which name, and what it was. memory: of
-    then, kept alive, so that no other tensor has its address."""
+    """A tensor of a network: its module path, its name, and its state at the last call. memory:
+    keeps that memory alive, so that no other tensor gets its address."""
 
     path: tuple[str, ...]
     name: str
@@ -48,7 +48,7 @@ class BoundTensor:
 
     @classmethod
     def of(cls, network: nn.Module, target: str) -> BoundTensor:
-        """The tensor that a graph names so."""
+        """The tensor at a `get_attr` target of a network."""
         *path, name = target.split(".")
         owner = network.get_submodule(".".join(path))
         tensor = owner._parameters.get(name)
@@ -64,19 +64,19 @@ class BoundTensor:
             owner = owner._modules.get(part)
             if owner is None:
                 return False
-        found = owner._parameters.get(self.name)
-        found = owner._buffers.get(self.name) if found is None else found
+        current = owner._parameters.get(self.name)
+        current = owner._buffers.get(self.name) if current is None else current
         return (
-            found is self.tensor
-            and found._version == self.version
-            and found.data_ptr() == self.address
-            and found.is_contiguous()
+            current is self.tensor
+            and current._version == self.version
+            and current.data_ptr() == self.address
+            and current.is_contiguous()
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """What a call with an input of this shape came to, and for as long as that holds."""
+    """The plan of the last call with an input of this shape, and the state under which it holds."""
 
     plan: Callable[[Tensor], Tensor]
     probe: MemoryProbe | None
@@ -87,14 +87,16 @@ class Direct:
 
     @classmethod
     def of(cls, network: fx.GraphModule, x: Tensor) -> Direct | None:
-        """After a call with x; None where the graph is more than a chain, or there is no plan."""
+        """The state after a call with x; None where the graph is more than a chain, or there is no
+        plan."""
         if type(x) is not Tensor or x.ndim < 2 or x.shape[:-1].numel() > ROWS:
             return None
         call = only_chain(network)
         if call is None:
             return None
         _, reads, program = call.args
-        weights = tuple(BoundTensor.of(network, str(read.target)) for read in reads)  # type: ignore[union-attr]
+        targets = [str(read.target) for read in reads]  # type: ignore[union-attr]
+        weights = tuple(BoundTensor.of(network, target) for target in targets)
         tensors = [weight.tensor for weight in weights]
         if not all(w.is_contiguous() and not w.is_inference() for w in tensors):
             return None
@@ -104,7 +106,7 @@ class Direct:
         return plan and cls(plan, plans.probe, weights, x.shape, threads, trained)
 
     def __call__(self, network: nn.Module, x: Any) -> Tensor | None:
-        """The output; None if this call must go through the graph."""
+        """The output; None where this call must run through the graph."""
         if (
             type(x) is not Tensor
             or x.shape != self.shape
@@ -112,7 +114,7 @@ class Direct:
             or not (x.is_cpu and x.is_contiguous())
             or (torch.is_grad_enabled() and (self.trained or x.requires_grad))
             or torch.get_num_threads() != self.threads
-            or not plainly()
+            or not is_unobserved()
             or not all(weight.same(network) for weight in self.weights)
             or self.probe is None
             or not self.probe.same()
@@ -126,8 +128,8 @@ class Direct:
             return None
 
 
-def plainly() -> bool:
-    """Whether nobody looks at the calls of this thread: no modes, transforms, traces or hooks."""
+def is_unobserved() -> bool:
+    """Whether no mode, transform, trace or hook observes the calls of this thread."""
     return not (
         count_dispatch_modes()
         or count_function_modes()
@@ -138,25 +140,26 @@ def plainly() -> bool:
 
 
 def only_chain(network: fx.GraphModule) -> fx.Node | None:
-    """The call that is all of a graph of one input and one output."""
+    """The call of a graph that is one chain call, with one input and one output; else None."""
     nodes = [node for node in network.graph.nodes if node.op != "get_attr"]
     if [node.op for node in nodes] != ["placeholder", "call_function", "output"]:
         return None
-    given, call, output = nodes
+    placeholder, call, output = nodes
     specs: Any = signature_of(network.graph)
     leaf = pytree.tree_structure(0)
     whole = pytree.tree_structure(((0,), {}))
-    if call.target is not CHAIN or call.args[0] is not given:
+    if call.target is not CHAIN or call.args[0] is not placeholder:
         return None
     if specs.in_spec != whole or specs.out_spec != leaf or list(output.args[0]) != [call]:
         return None
     return call
 
 
-def called(through: Call) -> Call:
-    """The `__call__` of a class that torch.fx made for one module: directly, or through the graph.
+def call_directly(through: Call) -> Call:
+    """The `__call__` of a class that torch.fx generated for one module: the plan directly, or
+    `through`, which runs the graph.
 
-    What the last call came to is kept at the class, so that copies and pickles have none of it.
+    The state of the last call is stored at the class, so that copies and pickles have none of it.
     """
 
     def call(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -168,11 +171,11 @@ def called(through: Call) -> Call:
             return through(self, *args)
         kind: Any = type(self)
         direct = vars(kind).get("direct")
-        made = direct and direct(self, args[0])
-        if made is None:
-            made = through(self, *args)
-            if isinstance(made, Tensor) and not made.requires_grad and plainly():
+        output = direct and direct(self, args[0])
+        if output is None:
+            output = through(self, *args)
+            if isinstance(output, Tensor) and not output.requires_grad and is_unobserved():
                 kind.direct = Direct.of(self, args[0])
-        return made
+        return output
 
     return call

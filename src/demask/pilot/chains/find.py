@@ -1,4 +1,4 @@
-"""Where the chains linear, ReLU, linear, … of a program are, and the call that stands for each."""
+"""Finds the chains linear, ReLU, linear, … of a program, and replaces each by one call."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ LINEAR = aten.linear.default
 
 @dataclass(frozen=True, slots=True)
 class LinearChain:
-    """A chain: its linear calls, whether ReLU follows each, what reads of it, and the names of the
-    layers."""
+    """A chain. calls: its linear calls; relus: whether ReLU follows each; last: its last node;
+    names:
+    of its layers."""
 
     calls: tuple[fx.Node, ...]
     relus: tuple[bool, ...]
@@ -28,16 +29,16 @@ class LinearChain:
     names: tuple[str, ...]
 
 
-def without_dropout(editor: GraphEditor) -> None:
-    """Let dropouts, which do nothing in eval mode, go."""
+def remove_dropout(editor: GraphEditor) -> None:
+    """Remove dropouts that do nothing in eval mode."""
     for node in editor.calls(aten.dropout.default):
-        found = schema.arguments(node)
-        if not found["train"]:
-            editor.replace(node, found["input"])
+        arguments = schema.arguments(node)
+        if not arguments["train"]:
+            editor.replace(node, arguments["input"])
 
 
-def found(editor: GraphEditor) -> tuple[list[LinearChain], list[Decision]]:
-    """The longest chains, in order, and why layers are in none, or end one."""
+def find_chains(editor: GraphEditor) -> tuple[list[LinearChain], list[Decision]]:
+    """The longest chains, in order, and why other layers are in none."""
     chains, decisions, taken = [], [], set()
     for node in editor.calls(LINEAR):
         if node in taken:
@@ -64,30 +65,30 @@ def found(editor: GraphEditor) -> tuple[list[LinearChain], list[Decision]]:
     return chains, decisions
 
 
-def behind(chain: LinearChain) -> str:
-    """What a chain's last layer is read by, in words, where that is no ReLU."""
+def reader_names(chain: LinearChain) -> str:
+    """The ops that read the last layer of a chain, in words."""
     readers = [op_name(user) for user in chain.last.users if user.op == "call_function"]
     return " and ".join(dict.fromkeys(readers)) or "the output"
 
 
 def layer_name(editor: GraphEditor, call: fx.Node) -> str:
-    """A layer by the module that holds its weight."""
+    """The name of a layer: that of the module with its weight."""
     weight = schema.arguments(call)["weight"]
     if weight.op != "get_attr":
         return call.name
     return editor.constants[str(weight.target)].name.rpartition(".")[0]
 
 
-def replaced(editor: GraphEditor, chain: LinearChain, modes: Sequence[str]) -> None:
-    """Put one call in the place of a chain."""
+def replace_chain(editor: GraphEditor, chain: LinearChain, modes: Sequence[str]) -> None:
+    """Replace a chain by one call, its layers in these modes."""
     steps, weights = [], []
     for call, relu, mode in zip(chain.calls, chain.relus, modes, strict=True):
-        given = schema.arguments(call)
-        weights += [w for w in (given["weight"], given["bias"]) if w is not None]
-        steps.append(ChainStep(mode, given["bias"] is not None, relu))
+        arguments = schema.arguments(call)
+        weights += [w for w in (arguments["weight"], arguments["bias"]) if w is not None]
+        steps.append(ChainStep(mode, arguments["bias"] is not None, relu))
     text, first = ",".join(map(str, steps)), schema.arguments(chain.calls[0])["input"]
-    made = editor.insert(chain.last.next, chain.last, CHAIN, first, weights, text)
-    chain.last.replace_all_uses_with(made, lambda user: user is not made)
+    chain_call = editor.insert(chain.last.next, chain.last, CHAIN, first, weights, text)
+    chain.last.replace_all_uses_with(chain_call, lambda user: user is not chain_call)
 
 
 def _only_reader(node: fx.Node) -> fx.Node | None:
@@ -96,8 +97,8 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
 
 def _unfit(editor: GraphEditor, call: fx.Node) -> str:
     """Why a linear call can be in no chain; "" where it can."""
-    given = schema.arguments(call)
-    tensors = [editor.tensor(w) for w in (given["weight"], given["bias"]) if w is not None]
+    arguments = schema.arguments(call)
+    tensors = [editor.tensor(w) for w in (arguments["weight"], arguments["bias"]) if w is not None]
     if any(t is None for t in tensors):
         return "its weight or bias is computed"
     for t in tensors:
@@ -106,5 +107,5 @@ def _unfit(editor: GraphEditor, call: fx.Node) -> str:
             kind = str(t.dtype).removeprefix("torch.")
             return f"its weights are {kind} on {t.device.type}, expected float32 on the CPU"
         if not bool(t.isfinite().all()):
-            return "its weights hold NaN or infinities: 0 times one of them is not 0"
+            return "its weights have NaN or infinities: 0 times one of them is not 0"
     return ""

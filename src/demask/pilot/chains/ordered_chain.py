@@ -1,17 +1,16 @@
-"""The best answer within a time: hidden units in the order in which a pilot finds them important.
+"""The best answer within a time limit: hidden units are computed in order of importance.
 
 A pilot of few bits runs a chain linear, ReLU, linear, … first. Each hidden unit then has a
-priority, what it adds at most to the next layer:
+priority, the most it can add to the next layer:
 
     priority(u) = |pilot's activation of u| · ‖next layer's weights for u‖
 
 Units are computed in full precision in that order, block by block, until the time or the bytes of
 weights are spent; the others keep the pilot's value. With nothing computed the answer is the
-pilot's own. The share of a layer in what is left after the pilot is its share of the weights, so
-each layer gets as far as the others. The last layer, where it is small, is always run in full.
+pilot's own. Each layer gets a share of what is left after the pilot in proportion to its weights.
+The last layer, where it is small, is always run in full.
 
 Several inputs at a time share one order: the priority of a unit is its largest over the inputs.
-Feature row 001-e; 001-d for the priorities.
 """
 
 from __future__ import annotations
@@ -45,8 +44,12 @@ SMALL = 16  # a last layer of less than this part of the weights is always run i
 
 
 class Done(NamedTuple):
-    """What a call did. seconds: all of it; pilot: until the pilot had answered. units: computed in
-    full precision, per layer, of `of`; bytes: of weights that were read, the pilot's included."""
+    """What a call did.
+
+    seconds: of the whole call; pilot: of the pilot. units: how many were computed in full
+    precision, per layer; of: how many each layer has. bytes: of weights that were read, the pilot's
+    included.
+    """
 
     seconds: float
     pilot: float
@@ -57,7 +60,7 @@ class Done(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Until when a chain may run: seconds from its start, bytes of weights, or both."""
+    """When a chain stops: after seconds from its start, after bytes of weights, or both."""
 
     seconds: float = math.inf
     bytes: float = math.inf
@@ -66,17 +69,18 @@ class Limit:
 class OrderedLayer:
     """A linear layer with its pilot: weight (o, i) and bias (o,), float32 on the CPU.
 
-    Up to 4 inputs are run one by one by kernels (`order_plan`), which read the pilot's 8 or 4 bits
-    packed and chosen rows in place; more inputs, other bits (`order_plan.unfit`) and weights with
-    NaN or infinities by torch, the pilot's weights unpacked to float32. The kernels' estimates
-    differ from torch's by the rounding of the input to 16 bits, some 1e-5 of its range.
+    Up to 4 inputs are run one by one by kernels (`ordered_plan`), which read the pilot's packed 8
+    or 4 bits, and chosen rows in place. More inputs, other bits (`ordered_plan.unfit`) and weights
+    with NaN or infinities are run by torch, with the pilot's weights unpacked to float32. The
+    kernels' estimates differ from torch's by the rounding of the input to 16 bits, some 1e-5 of its
+    range.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: Bits):
         self.weight = weight.detach().contiguous()
         self.bias = None if bias is None else bias.detach().contiguous()
-        given = [self.weight] if self.bias is None else [self.weight, self.bias]
-        self.bits, self.finite = bits, all(bool(t.isfinite().all()) for t in given)
+        tensors = [self.weight] if self.bias is None else [self.weight, self.bias]
+        self.bits, self.finite = bits, all(bool(t.isfinite().all()) for t in tensors)
         self._compiled = self.finite and self.weight.numel() > 0 and llvm.installed()
         self.pilot_bytes = bits.weight_bytes(self.weight, len(self.weight)) + self._bias_bytes
         self.columns_norm = torch.linalg.vector_norm(self.weight, dim=0)
@@ -111,12 +115,12 @@ class OrderedLayer:
         return F.linear(x, self.low, self.bias)
 
     def full(self, x: Tensor) -> Tensor:
-        """(n, i) → (n, o)."""
+        """(n, i) → (n, o) in full precision."""
         return F.linear(x, self.weight, self.bias)
 
     def rows(self, x: Tensor, units: Tensor) -> Tensor:
-        """(n, i) → (n, units): these rows alone. BadInput for numbers that are not 0 to o - 1, and
-        for more than o of them."""
+        """(n, i) → (n, units): these rows alone. Raises BadInput for numbers outside of 0 to o - 1,
+        and for more than o of them."""
         count = len(self.weight)
         if len(units) > count or bool(((units < 0) | (units >= count)).any()):
             raise BadInput(f"expected at most {count} units from 0 to {count - 1}")
@@ -139,11 +143,11 @@ class OrderedLayer:
         return F.linear(x, self.weight.index_select(0, units), bias)
 
     def _few(self, x: Tensor) -> bool:
-        """Whether kernels run so many inputs."""
+        """Whether the kernels run so many inputs."""
         return self._compiled and 0 < len(x) <= ROWS
 
     def _plan(self) -> tuple[Estimated | None, ChosenUnits]:
-        """The kernels for as many threads as torch has now."""
+        """The plans for the current number of torch threads."""
         threads = torch.get_num_threads()
         if threads not in self._plans:
             first = None if self._packed is None else Estimated(self._packed, threads)
@@ -152,8 +156,8 @@ class OrderedLayer:
 
 
 class Falling:
-    """The places of numbers (o,), float32, largest first, equal ones in their order: sorted piece
-    by piece, as far as is asked for.
+    """The indices of float32 numbers (o,) in falling order, equal ones by index; sorted in steps,
+    as far as they are read.
 
     >>> Falling(torch.tensor([1.0, 3.0, 2.0, 3.0])).places(0, 3)
     tensor([1, 3, 2], dtype=torch.int32)
@@ -162,12 +166,12 @@ class Falling:
     def __init__(self, values: Tensor):
         bits = (values.detach() + 0.0).numpy().view(np.int32)  # -0 is 0
         rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # whole numbers in the order of the values
-        place = np.arange(len(bits), dtype=np.int64)
-        self.keys = (-rising.astype(np.int64) << 32) | place  # no two are equal
+        index = np.arange(len(bits), dtype=np.int64)
+        self.keys = (-rising.astype(np.int64) << 32) | index  # no two are equal
         self.order, self.sorted = np.empty(len(bits), np.int32), 0
 
     def places(self, first: int, last: int) -> Tensor:
-        """The places from the first to the last, int32."""
+        """The indices of ranks `first` to `last`, int32 [last - first]."""
         if last > self.sorted:
             end = min(max(last, 2 * self.sorted, PIECE), len(self.keys))
             rest, count = self.keys[self.sorted :], end - self.sorted
@@ -182,7 +186,7 @@ class Falling:
 class OrderedChain:
     """Layers with a ReLU between each two, run in order of importance.
 
-    clock: seconds that never go back; for tests.
+    clock: returns seconds that never decrease; replaced in tests.
     """
 
     def __init__(
@@ -193,29 +197,29 @@ class OrderedChain:
         whole = sum(layer.nbytes for layer in layers)
         self.last_in_full = len(layers) > 1 and layers[-1].nbytes * SMALL < whole
         self.ordered = self.layers[:-1] if self.last_in_full else self.layers
-        self.tail = 0.0  # seconds of the last layer, as last seen
+        self.tail = 0.0  # seconds of the last layer in the call before
         self.finite = all(layer.finite for layer in layers)
 
     @property
     def pilot_bytes(self) -> float:
-        """Read whatever the limit: the pilot's weights, and the last layer's in place of its
-        pilot's where that is small."""
+        """Bytes that are read whatever the limit: the pilot's weights, and the last layer's own
+        where it is small."""
         end = self.layers[-1].nbytes if self.last_in_full else 0
         return sum(layer.pilot_bytes for layer in self.ordered) + end
 
     def __call__(self, x: Tensor, limit: Limit) -> tuple[Tensor, Done]:
-        """The answer to x (n, i), (n, o), within a limit, and what was done."""
+        """The answer (n, o) to x (n, i) within a limit, and what was done."""
         start = self.clock()
         values = self.piloted(x)
         end, spent = self.clock(), self.pilot_bytes
         pilot = end - start
         left = max(limit.seconds - pilot - self.tail, 0.0)
         whole, so_far, units = sum(layer.nbytes for layer in self.ordered), 0, []
-        room = min(max(limit.bytes - spent, 0.0), float(whole))
+        bytes_left = min(max(limit.bytes - spent, 0.0), float(whole))
         for k, layer in enumerate(self.ordered):
             so_far += layer.nbytes
             until = end + left * so_far / whole
-            most = int(room * len(layer.weight) / whole + 1e-6)  # of a unit
+            most = int(bytes_left * len(layer.weight) / whole + 1e-6)  # of a unit
             x, count = self._refined(k, x, values[k], until, most)
             units.append(count)
             spent += count * layer.row_bytes
@@ -235,9 +239,9 @@ class OrderedChain:
         return values
 
     def priorities(self, k: int, values: Tensor) -> Tensor:
-        """Of the units of layer k, (o,), by the pilot's values (n, o).
+        """The priorities (o,) of the units of layer k, from the pilot's values (n, o).
 
-        Units behind the ReLU come in the order of how near they are to passing it.
+        Units that the ReLU sets to zero are ordered by how near they are to passing it.
         """
         if k + 1 == len(self.layers):
             return values.abs().amax(0)
@@ -246,8 +250,9 @@ class OrderedChain:
     def _refined(
         self, k: int, x: Tensor, values: Tensor, until: float, most: int
     ) -> tuple[Tensor, int]:
-        """The outputs of layer k: the most important units from x, the others from the pilot."""
-        layer, ends = self.layers[k], k + 1 == len(self.layers)
+        """The outputs of layer k, most important units from x and the others from the pilot; how
+        many."""
+        layer, is_last = self.layers[k], k + 1 == len(self.layers)
         step, done = max(self.block_bytes // layer.row_bytes, 1), 0
         most = min(most, len(layer.weight))
         if most and self.clock() < until:
@@ -256,14 +261,14 @@ class OrderedChain:
                 units = order.places(done, min(done + step, most))
                 layer.refine(x, units, values)
                 done += len(units)
-        return (values if ends else values.relu()), done
+        return (values if is_last else values.relu()), done
 
 
 class Ordered(nn.Module):
-    """A chain of a graph: called with an input and the chain's weights and biases.
+    """The module of one chain of a graph: called with an input and the chain's weights and biases.
 
-    last: what the last call did, None before the first and where the plain path ran: other dtypes
-    and devices, values that are not finite, gradients where they are asked for. Weights that change
+    last: what the last call did; None before the first call, and where torch ran the chain: other
+    dtypes and devices, values that are not finite, gradients that are recorded. Weights that change
     are prepared again.
     """
 
@@ -272,7 +277,7 @@ class Ordered(nn.Module):
         self.biased, self.bits, self.limit = biased, bits, limit
         self.last: Done | None = None
         self._changes = ChangeCounter()
-        self._kept: tuple[Any, list[Tensor], Callable[[], bool], OrderedChain] | None = None
+        self._prepared: tuple[Any, list[Tensor], Callable[[], bool], OrderedChain] | None = None
 
     def forward(self, x: Tensor, *tensors: Tensor) -> Tensor:
         self.last = None
@@ -284,24 +289,24 @@ class Ordered(nn.Module):
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def prepared(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> OrderedChain:
-        """The chain of these weights, kept as long as they do not change; of changes that torch
-        does not count, those of most of a weight are seen (`kernels.probe`)."""
+        """The chain of these weights, reused as long as they do not change. Of changes that torch
+        does not count, those of most of a weight are noticed (`kernels.memory_probe`)."""
         flat = [t for pair in pairs for t in pair if t is not None]
         if any(t.is_inference() for t in flat):
             key: Any = self._changes.edition(flat)
         else:
             key = tuple((id(t), t.data_ptr(), t._version) for t in flat)
-        if self._kept is None or self._kept[0] != key or not self._kept[2]():
-            # the tensors and their memory live as long as the key, so that no other has their names
+        if self._prepared is None or self._prepared[0] != key or not self._prepared[2]():
+            # the tensors and their memory live as long as the key, so that no other gets their ids
             alive = [*flat, *(t.detach() for t in flat)]
             chain = OrderedChain([OrderedLayer(w, b, self.bits) for w, b in pairs])
             same = MemoryProbe(flat).same if llvm.installed() else lambda: True
-            self._kept = key, alive, same, chain
-        return self._kept[3]
+            self._prepared = key, alive, same, chain
+        return self._prepared[3]
 
     def _pairs(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
-        given = iter(tensors)
-        return [(next(given), next(given) if bias else None) for bias in self.biased]
+        remaining = iter(tensors)
+        return [(next(remaining), next(remaining) if bias else None) for bias in self.biased]
 
     def _fits(self, x: Tensor, tensors: Sequence[Tensor]) -> bool:
         every = (x, *tensors)
@@ -311,7 +316,7 @@ class Ordered(nn.Module):
         return fits and x.numel() > 0 and bool(x.isfinite().all())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_kept": None, "_changes": None}
+        return {**super().__getstate__(), "_prepared": None, "_changes": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -325,7 +330,7 @@ class Ordered(nn.Module):
 
 
 def plain(x: Tensor, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
-    """The chain as the model runs it."""
+    """The output of the chain by torch's own ops."""
     for k, (weight, bias) in enumerate(pairs):
         x = F.linear(x.relu() if k else x, weight, bias)
     return x

@@ -18,7 +18,7 @@ from demask.graph.result.demasked_module import Demasked
 from demask.graph.result.module_calls import spell
 from demask.machine.byte_sizes import parse_memory
 from demask.ops import TABLE, Table, schema
-from demask.pilot.chains.find import LinearChain, behind, found, without_dropout
+from demask.pilot.chains.find import LinearChain, find_chains, reader_names, remove_dropout
 from demask.pilot.chains.ordered_chain import DEFAULT, Done, Limit, Ordered
 from demask.pilot.chains.ordered_plan import unfit
 from demask.pilot.conditions.base import Condition, Conditioned, Decision
@@ -31,7 +31,7 @@ from demask.shrink.pipeline import given
 class OrderedNetwork(Demasked):
     """A network whose chains run in order of importance, for inference: calls record no gradients.
 
-    chains: by the name of a chain's first layer, the submodule that runs it.
+    chains: the submodule that runs each chain, by the name of the chain's first layer.
     """
 
     trains = False
@@ -45,8 +45,8 @@ class OrderedNetwork(Demasked):
     @property
     def last(self) -> dict[str, Done | None]:
         """What the last call did, by the name of each chain's first layer."""
-        made: Any = {name: self.get_submodule(path) for name, path in self.chains.items()}
-        return {name: module.last for name, module in made.items()}
+        modules: Any = {name: self.get_submodule(path) for name, path in self.chains.items()}
+        return {name: module.last for name, module in modules.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)
@@ -56,21 +56,29 @@ class OrderedNetwork(Demasked):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Chains linear, ReLU, linear, … run in order of importance until a deadline.
+    """A condition that runs chains linear, ReLU, linear, … in order of importance until a deadline.
 
-    deadline: seconds for all chains of a call, from the start of each on, divided by their bytes of
-    weights. bytes: of weights that a call may read, the pilot's included; "20MiB" or a number. At
-    least one of both. The pilot always runs, whatever the limit; after the deadline at most one
-    block of units (1 MiB of weights) is finished.
+    Args:
+        deadline: seconds for all chains of a call, divided among them by their bytes of weights;
+        each
+            chain's share begins when it starts.
+        bytes: of weights that a call may read, the pilot's included; "20MiB" or a number. At least
+        one
+            of `deadline` and `bytes` must be set.
 
-    The module has `last`: per chain what its last call did (`Done`).
+    The pilot always runs, whatever the limit; after the deadline at most one block of units (1 MiB
+    of weights) is finished. The returned module has `last`: what its last call did (`Done`), per
+    chain.
+
+    Raises:
+        BadInput: neither limit is set, or one is not valid.
 
     >>> from demask.ops import TABLE
     >>> layers = torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 2)
     >>> net = torch.nn.Sequential(*layers).eval()
-    >>> made = Order(bytes=20_000).applied(net, (torch.zeros(1, 64),), None, "bits:4:64", TABLE)
-    >>> _ = made(torch.randn(1, 64))
-    >>> made.last["0"].units, made.last["0"].of, made.last["0"].bytes
+    >>> ordered = Order(bytes=20_000).applied(net, (torch.zeros(1, 64),), None, "bits:4:64", TABLE)
+    >>> _ = ordered(torch.randn(1, 64))
+    >>> ordered.last["0"].units, ordered.last["0"].of, ordered.last["0"].bytes
     ((30,), (256,), 19968)
     """
 
@@ -106,26 +114,28 @@ def ordered(
     pilot: Any,
     table: Table,
 ) -> OrderedNetwork:
-    """The network with each of its chains in order, within its share of the limit. Layers that are
-    in no chain stay as they are, and `conditioned.decisions` says why."""
+    """The network with each of its chains in order, within the chain's share of the limit. Layers
+    that are in no chain stay as they are, and `conditioned.decisions` says why."""
     bits = _bits(pilot)
-    before = given(model, args, kwargs, None)
-    editor = GraphEditor(before)
-    without_dropout(editor)
+    program = given(model, args, kwargs, None)
+    editor = GraphEditor(program)
+    remove_dropout(editor)
     chains, decisions = _chains(editor, bits)
-    made = finished(Analysis(before, table), editor.finish(), ["chains run in order of importance"])
-    spell(made.graph, made)
-    nodes = {node.name: node for node in made.graph.nodes}
+    network = finished(
+        Analysis(program, table), editor.finish(), ["chains run in order of importance"]
+    )
+    spell(network.graph, network)
+    nodes = {node.name: node for node in network.graph.nodes}
     sizes = [sum(_bytes(editor, call) for call in chain.calls) for chain in chains]
     paths = {}
     for k, (chain, size) in enumerate(zip(chains, sizes, strict=True)):
         share, path = size / sum(sizes), f"ordered_{k}"
         calls = [nodes[call.name] for call in chain.calls]
         mine = Limit(limit.seconds * share, limit.bytes * share)
-        _replace(made, calls, path, bits, mine)
+        _replace(network, calls, path, bits, mine)
         paths[chain.names[0]] = path
-    info: Any = signature_of(made.graph)
-    result = OrderedNetwork.of(made, made.graph, info, made.demasked).eval()
+    info: Any = signature_of(network.graph)
+    result = OrderedNetwork.of(network, network.graph, info, network.demasked).eval()
     result.chains = paths
     result.conditioned = Conditioned(condition, bits.text(), not chains, tuple(decisions))
     return result
@@ -133,12 +143,12 @@ def ordered(
 
 def _chains(editor: GraphEditor, bits: Bits) -> tuple[list[LinearChain], list[Decision]]:
     """The chains of two layers or more, and a line for each linear layer."""
-    every, decisions = found(editor)
+    every, decisions = find_chains(editor)
     chains = [chain for chain in every if len(chain.calls) > 1]
     for chain in every:
         words = f"chain {' → '.join(chain.names)}"
         if len(chain.calls) == 1:
-            words = f"behind it comes {behind(chain)}, expected a ReLU and a linear layer alone"
+            words = f"{reader_names(chain)} follows it, expected a ReLU and a linear layer alone"
             decisions.append(Decision(chain.names[0], "as it was", words))
             continue
         for name, call in zip(chain.names, chain.calls, strict=True):
@@ -156,8 +166,8 @@ def _bytes(editor: GraphEditor, call: fx.Node) -> int:
 def _replace(
     module: Demasked, calls: Sequence[fx.Node], path: str, bits: Bits, limit: Limit
 ) -> None:
-    """One call of a submodule in place of a chain; weights stay where they are and are handed in,
-    so that they keep their names."""
+    """Replace a chain by one call of a submodule. Its weights are passed in as arguments, so that
+    they keep their names."""
     tensors, biased = [], []
     for call in calls:
         own = call.all_input_nodes[1:]
@@ -166,9 +176,9 @@ def _replace(
     module.add_module(path, Ordered(tuple(biased), bits, limit))
     last = calls[-1]
     with module.graph.inserting_before(last):
-        made = module.graph.call_module(path, (calls[0].args[0], *tensors))
-    made.meta.update(last.meta)
-    last.replace_all_uses_with(made)
+        chain_call = module.graph.call_module(path, (calls[0].args[0], *tensors))
+    chain_call.meta.update(last.meta)
+    last.replace_all_uses_with(chain_call)
     for call in reversed(calls):
         between: Any = call.args[0]
         module.graph.erase_node(call)

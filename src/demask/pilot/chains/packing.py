@@ -1,6 +1,6 @@
 """Weights as the kernels of chains read them: tiles of columns, whole numbers with their bounds.
 
-Arrays lie in memory of their own in pages of 2 MB where the system has them: a chain reads tens of
+Arrays have memory of their own in pages of 2 MB where the system has them: a chain reads tens of
 megabytes in an order that pages of 4 KB would slow down.
 """
 
@@ -19,9 +19,9 @@ from demask.pilot.simplifiers.rounding import levels
 
 PAGE = 2**21
 TINY = 1e-33  # more than what products that underflow may add up to
-ULPS = 40 * UNIT  # of itself, that the bias enters the bound with
+ULPS = 40 * UNIT  # of the bias, which are added to it in the bound
 SMALLEST = 1e-35  # scale
-HALF, MIDDLE = 16, 7.5  # of a byte's two halves: weight of the upper one, mean of the lower one
+HALF, MIDDLE = 16, 7.5  # weight of the upper half of a byte, mean of the lower half
 
 
 def huge(shape: tuple[int, ...], dtype: type) -> np.ndarray:
@@ -39,34 +39,34 @@ def huge(shape: tuple[int, ...], dtype: type) -> np.ndarray:
 
 
 def tiles(rows: int, vectors: int, isa: Isa) -> int:
-    """How many tiles of so many vectors hold the rows."""
+    """How many tiles of `vectors` vectors the rows fill."""
     return -(-rows // (vectors * isa.lanes))
 
 
 def tiled(weight: np.ndarray, vectors: int, isa: Isa) -> np.ndarray:
     """float32 [rows, columns] as [tiles, columns, rows of a tile]; rows beyond the last are 0."""
     (rows, columns), size = weight.shape, vectors * isa.lanes
-    found = huge((tiles(rows, vectors, isa), columns, size), np.float32)
-    for tile, part in enumerate(found):
-        held = weight[tile * size : (tile + 1) * size]
-        part[:, : len(held)] = held.T
-    return found
+    weight_tiles = huge((tiles(rows, vectors, isa), columns, size), np.float32)
+    for tile, part in enumerate(weight_tiles):
+        tile_rows = weight[tile * size : (tile + 1) * size]
+        part[:, : len(tile_rows)] = tile_rows.T
+    return weight_tiles
 
 
 def biases(bias: np.ndarray | None, rows: int) -> np.ndarray:
     """float32 [rows], 0 beyond the last and +0 for -0, in an aligned array."""
-    found = huge((rows,), np.float32)
+    padded = huge((rows,), np.float32)
     if bias is not None:
-        found[: len(bias)] = bias + np.float32(0)
-    return found
+        padded[: len(bias)] = bias + np.float32(0)
+    return padded
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
     """Weights as whole numbers q and the constants of the bound: weight ~ scale q + center.
 
-    weights: as the kernel reads them; constants: [vectors of rows, CONSTANTS, lanes], or of a
-    second level [rows, CONSTANTS]. More in `kernels.certify`.
+    weights: in the order of the kernel; constants: [vectors of rows, CONSTANTS, lanes], or [rows,
+    CONSTANTS] for a second level. See `kernels.cpu.zero_proof`.
     """
 
     weights: np.ndarray
@@ -85,8 +85,8 @@ def quantised(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def whole_levels(weight: np.ndarray, bits: int, group: int | None) -> tuple[np.ndarray, np.ndarray]:
     """(q int8 [rows, groups, columns of a group], scale float32 [rows, groups]) of a matrix [rows,
-    columns], as `rounding.levels` has them. Scales below 1e-35 become 0, and their q: too small
-    for a scale; bounds hold them in their other terms."""
+    columns], as `rounding.levels` returns them. Scales below 1e-35 and their q become 0: the other
+    terms of the bounds cover them."""
     parts, per = levels(torch.from_numpy(weight), bits, group)
     q, scale = parts.numpy(), per[..., 0].numpy()
     q[scale < SMALLEST] = 0
@@ -95,16 +95,16 @@ def whole_levels(weight: np.ndarray, bits: int, group: int | None) -> tuple[np.n
 
 
 def up(x: np.ndarray) -> np.ndarray:
-    """float64, not negative, as float32 that are not smaller; infinite beyond their range."""
+    """float64 >= 0 rounded up to float32; infinite beyond their range."""
     return np.nextafter((x * (1 + 1e-9)).astype(np.float32), np.float32(np.inf)) * (x > 0)
 
 
 def bounds(weight: np.ndarray, bias: np.ndarray | None, q: np.ndarray, scale: np.ndarray,
            center: np.ndarray, padded: int) -> np.ndarray:  # fmt: skip
-    """The constants of every row [padded, CONSTANTS], float32."""
+    """The constants of the bound of every row, float32 [padded, CONSTANTS]."""
     rows = len(weight)
-    found = np.zeros((padded, len(CONSTANTS)), np.float32)
-    found[rows:, CONSTANTS.index("bias")] = -1  # rows that are none are proved zero
+    constants = np.zeros((padded, len(CONSTANTS)), np.float32)
+    constants[rows:, CONSTANTS.index("bias")] = -1  # padding rows are proved zero
     for first in range(0, rows, 512):  # float64 copies of a part at a time
         part = slice(first, min(first + 512, rows))
         w, n = weight[part].astype(np.float64), q[part].astype(np.float64)
@@ -112,14 +112,14 @@ def bounds(weight: np.ndarray, bias: np.ndarray | None, q: np.ndarray, scale: np
         b = np.zeros(len(w)) if bias is None else bias[part].astype(np.float64)
         b = b + ULPS * np.abs(b) + TINY * (np.abs(w).max(1, initial=0) > 0)
         with np.errstate(over="ignore"):  # infinite: such a row is computed
-            found[part] = _constants(w, n, (s, c), b)
-    return found
+            constants[part] = _constants(w, n, (s, c), b)
+    return constants
 
 
 def _constants(
     w: np.ndarray, n: np.ndarray, scale: tuple[np.ndarray, np.ndarray], b: np.ndarray
 ) -> np.ndarray:
-    """[rows, CONSTANTS] float32, of weights, their whole numbers, (scale, center) and bias."""
+    """float32 [rows, CONSTANTS] from weights w, whole numbers n, (scale, center) and bias b."""
     s, c = scale
     off = w - s[:, None] * n - c[:, None]
     named = {
@@ -134,14 +134,14 @@ def _constants(
 
 def by_vectors(constants: np.ndarray, isa: Isa) -> np.ndarray:
     """[rows, constants] as [vectors of rows, constants, lanes]."""
-    return held(constants.reshape(-1, isa.lanes, constants.shape[1]).transpose(0, 2, 1))
+    return in_huge_pages(constants.reshape(-1, isa.lanes, constants.shape[1]).transpose(0, 2, 1))
 
 
-def held(array: np.ndarray) -> np.ndarray:
+def in_huge_pages(array: np.ndarray) -> np.ndarray:
     """A copy in pages of 2 MB."""
-    kept = huge(array.shape, array.dtype.type)
-    kept[:] = array
-    return kept
+    copy = huge(array.shape, array.dtype.type)
+    copy[:] = array
+    return copy
 
 
 def grouped(q: np.ndarray, width: int, vectors: int, isa: Isa) -> np.ndarray:
@@ -154,35 +154,45 @@ def grouped(q: np.ndarray, width: int, vectors: int, isa: Isa) -> np.ndarray:
 
 
 def eight(weight: np.ndarray, bias: np.ndarray | None, vectors: int, isa: Isa) -> Whole:
-    """8 bits, in groups of 4 columns."""
+    """Weights of 8 bits, in groups of 4 columns."""
     q, scale = quantised(weight)
     parts = grouped(q, 4, vectors, isa)
     padded = parts.shape[0] * parts.shape[2]
     constants = bounds(weight, bias, q, scale, np.zeros_like(scale), padded)
-    return Whole(held(parts), by_vectors(constants, isa))
+    return Whole(in_huge_pages(parts), by_vectors(constants, isa))
 
 
 def four_and_four(weight: np.ndarray, bias: np.ndarray | None, vectors: int,
                   isa: Isa) -> tuple[Whole, Whole]:  # fmt: skip
-    """8 bits as two planes: the upper halves in groups of 8 columns, the lower ones row by row."""
+    """Weights of 8 bits as two planes: the upper halves in groups of 8 columns, the lower ones by
+    row."""
     q, scale = quantised(weight)
     upper, lower = ((q >> 4) + 8).astype(np.uint8), (q & 15).astype(np.uint8)
     parts = grouped(upper, 8, vectors, isa)
-    both = held(parts[..., :4] | parts[..., 4:] << 4)
+    both = in_huge_pages(parts[..., :4] | parts[..., 4:] << 4)
     padded = parts.shape[0] * parts.shape[2]
     center = scale * np.float32(MIDDLE - 8 * HALF)
     first = bounds(weight, bias, upper, scale * np.float32(HALF), center, padded)
     columns = -(-q.shape[1] // 128) * 128
     wide = np.zeros((len(q), columns // 128, 2, 64), np.uint8)
     wide.reshape(len(q), columns)[:, : q.shape[1]] = lower
-    rows = held((wide[:, :, 0] | wide[:, :, 1] << 4).reshape(len(q), -1))
-    second = held(bounds(weight, bias, q, scale, np.zeros_like(scale), padded))
+    rows = in_huge_pages((wide[:, :, 0] | wide[:, :, 1] << 4).reshape(len(q), -1))
+    second = in_huge_pages(bounds(weight, bias, q, scale, np.zeros_like(scale), padded))
     return Whole(both, by_vectors(first, isa)), Whole(rows, second)
+
+
+def planes(
+    weight: np.ndarray, bias: np.ndarray | None, bits: int, vectors: int, isa: Isa
+) -> tuple[Whole, Whole | None]:
+    """The weights of the first level, of `bits` (8 or 4), and of the second, None for 8."""
+    if bits == 8:
+        return eight(weight, bias, vectors, isa), None
+    return four_and_four(weight, bias, vectors, isa)
 
 
 @dataclass(frozen=True, slots=True)
 class Few:
-    """Weights of few bits as `kernels.estimate` reads them.
+    """Weights of few bits as `kernels.cpu.low_bit_linear` reads them.
 
     weights: [tiles, groups of columns, rows of a tile, 4]; scales float32 [tiles, groups that have
     one, rows of a tile]; constants float32 [vectors of rows, ROW, lanes].
@@ -209,5 +219,5 @@ def few(weight: np.ndarray, bias: np.ndarray | None, bits: int, group: int | Non
     parts = grouped(q.reshape(rows, -1)[:, :columns], 32 // bits, vectors, isa)
     if bits == 4:
         parts = parts[..., :4] & 15 | parts[..., 4:] << 4
-    by_tiles = held(per.reshape(count, size, -1).transpose(0, 2, 1))
-    return Few(held(parts), by_tiles, by_vectors(row, isa))
+    by_tiles = in_huge_pages(per.reshape(count, size, -1).transpose(0, 2, 1))
+    return Few(in_huge_pages(parts), by_tiles, by_vectors(row, isa))

@@ -1,8 +1,8 @@
 """What a condition is, and what a conditioned module says about itself.
 
-A condition is a frozen dataclass with a name; its fields are its knobs. It has a text form, by
-which the command line, tables and error messages call it: the name, then the knobs that differ from
-their defaults, `name:value` for the first one and `name:knob=value` in general.
+A condition is a frozen dataclass with a name; its fields are its parameters. Its text, which the
+command line, tables and error messages use, is the name and the parameters that differ from their
+defaults: `name:value` for the first one and `name:parameter=value` in general.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from demask.ops import Table
 
 @runtime_checkable
 class Condition(Protocol):
-    """A way to do less than the whole network does. Implementations are frozen dataclasses.
+    """A way to do less work than the whole network does. Implementations are frozen dataclasses.
 
-    name: what it is called in text. `applied` never changes the model: it returns a module with the
-    same call, which has an attribute `conditioned` (a `Conditioned`). Layers it cannot condition
-    stay as they are, and `decisions` says why.
+    name: of the condition in its text. `applied` never changes the model: it returns a module with
+    the same call, which has an attribute `conditioned` (a `Conditioned`). Layers that cannot be
+    conditioned stay as they are, and `decisions` says why.
+
+    >>> from demask.pilot import Columns
+    >>> isinstance(Columns(), Condition), Columns().name
+    (True, 'columns')
     """
 
     name: ClassVar[str]
@@ -39,7 +43,7 @@ class Condition(Protocol):
         table: Table,
     ) -> nn.Module:
         """The conditioned module. pilot: a simplifier, an nn.Module, an ExecutionData, or None.
-        table: of ops."""
+        table: the op table."""
         ...
 
 
@@ -62,8 +66,12 @@ class Decision(NamedTuple):
 class Conditioned:
     """What a conditioned module says about itself, as its attribute `conditioned`.
 
-    pilot: its text, "" for none. exact: the outputs are those of the unconditioned run,
-    bit for bit. decisions: one line per layer.
+    pilot: its text, "" for none. exact: whether the outputs are those of the unconditioned run, bit
+    for bit. decisions: one line per layer.
+
+    >>> from demask.pilot import Columns
+    >>> print(Conditioned(Columns(), "", True, (Decision("fc1", "columns", "60 % zeros"),)))
+    columns, exact fc1: columns (60 % zeros)
     """
 
     condition: Condition
@@ -78,13 +86,11 @@ class Conditioned:
 
 
 def text(condition: Condition) -> str:
-    """The text of a condition: its name and the knobs that differ from their defaults.
+    """The text of a condition: its name and the parameters that differ from their defaults.
 
     >>> @dataclass(frozen=True)
-    ... class Skip:
-    ...     name: ClassVar[str] = "skip"
-    ...     keep: float | None = None
-    ...     threshold: float | None = None
+    ... class Skip: ...     name: ClassVar[str] = "skip" ...     keep: float | None = None ...
+    threshold: float | None = None
     >>> text(Skip(keep=0.5)), text(Skip(threshold=0.1)), text(Skip())
     ('skip:0.5', 'skip:threshold=0.1', 'skip')
     """
@@ -98,30 +104,34 @@ def text(condition: Condition) -> str:
 
 
 def parsed(text: str, kinds: Iterable[type]) -> Any:
-    """The condition (or any dataclass with a `name`) that a text names, of the kinds given.
+    """The condition (or any dataclass with a `name`) of a text, one of `kinds`.
 
-    Raises BadInput where the name, a knob or a value is unknown.
+    Raises BadInput where the name, a parameter or a value is unknown.
     """
     name, *values = text.split(":")
     named = {kind.name: kind for kind in kinds}  # type: ignore[attr-defined]
     if name not in named:
-        raise BadInput(f"expected one of {', '.join(sorted(named))}, found {name!r} in {text!r}")
+        raise BadInput(f"expected one of {', '.join(sorted(named))}, got {name!r} in {text!r}")
     kind = named[name]
-    knobs = [field.name for field in dataclasses.fields(kind)]
-    found: dict[str, Any] = {}
+    names = [field.name for field in dataclasses.fields(kind)]
+    parameters: dict[str, Any] = {}
     for k, value in enumerate(values):
-        knob, given, rest = value.partition("=")
-        if not given:
-            knob, rest = (knobs[k] if k < len(knobs) else value), value
-        if knob not in knobs:
-            known = ", ".join(knobs) or "none"
-            raise BadInput(f"{name} has no knob {knob!r} (in {text!r}); its knobs are: {known}")
-        found[knob] = _value(rest, get_type_hints(kind)[knob], f"{knob} in {text!r}")
-    return kind(**found)
+        parameter, separator, rest = value.partition("=")
+        if not separator:
+            parameter, rest = (names[k] if k < len(names) else value), value
+        if parameter not in names:
+            known = ", ".join(names) or "none"
+            raise BadInput(
+                f"{name} has no parameter {parameter!r} (in {text!r}); its parameters are: {known}"
+            )
+        parameters[parameter] = _value(
+            rest, get_type_hints(kind)[parameter], f"{parameter} in {text!r}"
+        )
+    return kind(**parameters)
 
 
 def _value(text: str, hint: Any, where: str) -> Any:
-    """A value of a knob's type: one of int, float, bool, str, None or a union of them."""
+    """The value of a text, of type `hint`: int, float, bool, str, None or a union of them."""
     union = isinstance(hint, types.UnionType)
     kinds: Sequence[type] = get_args(hint) if union else (hint,)
     if text == "None" and type(None) in kinds:
@@ -135,4 +145,4 @@ def _value(text: str, hint: Any, where: str) -> Any:
             except ValueError:
                 continue
     names = " or ".join(kind.__name__ for kind in kinds)
-    raise BadInput(f"expected {names} for {where}, found {text!r}")
+    raise BadInput(f"expected {names} for {where}, got {text!r}")

@@ -1,13 +1,13 @@
-"""Conditions on channels: those that a pilot finds important are computed, the others are not.
+"""Conditions on channels: those that a pilot rates important are computed, the others are not.
 
-The pilot says, per layer and call, which positions: a run-time index. The network behind it is
-`demask.shrink.runtime_index.rewrite`: convolutions and products on gathered weights, through the
-table, so any network that the table knows can be conditioned. What is not computed is 0 (`Skip`),
-a constant (`ConstantChannels`), the pilot's own value (`Value`), or computed with fewer bits (`Precision`).
+The pilot chooses positions per layer and call: a run-time index. `demask.shrink.runtime_index`
+rewrites the network to convolutions and products on gathered weights, through the table, so any
+network that the table covers can be conditioned. What is not computed is 0 (`Skip`), a constant
+(`ConstantChannels`), the pilot's own value (`Value`), or computed with fewer bits (`Precision`).
 
 The pilot is a simplified network, which runs on the live input first; or execution data of an
-earlier frame or a calibration set, which `module.update(data)` replaces. There is one index for all
-inputs of a batch: a position is important where it is so for one of them.
+earlier frame or a calibration set, which `module.update(data)` replaces. All inputs of a batch
+share one index: a position is important where it is so for one of them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from demask.pilot.conditions.base import Conditioned, Decision
 from demask.pilot.conditions.conditioned_values import (
     ConditionedValue,
     means,
-    named,
     observing,
     targets_of,
+    targets_of_layers,
 )
 from demask.pilot.conditions.indexed_module import ChosenPositions, Supported
 from demask.pilot.data.execution_data import ExecutionData
@@ -49,7 +49,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class _Selective:
-    """The parameters of all: which positions are computed, of which layers."""
+    """The parameters of all conditions on channels: which positions of which layers."""
 
     name: ClassVar[str]
     keep: float | None = None
@@ -62,18 +62,25 @@ class _Selective:
             raise BadInput(f"expected {name} with one of keep and threshold, such as '{name}:0.5' "
                            f"or '{name}:threshold=0.1'")  # fmt: skip
         if keep is not None and not 0 < keep <= 1:
-            raise BadInput(f"expected a share above 0, at most 1, for keep of {name}, found {keep}")
+            raise BadInput(f"expected a share above 0, at most 1, for keep of {name}, got {keep}")
         if threshold is not None and not threshold >= 0:
-            raise BadInput(f"expected a threshold of 0 or more of {name}, found {threshold}")
+            raise BadInput(f"expected a threshold of 0 or more of {name}, got {threshold}")
 
 
 @dataclass(frozen=True, slots=True)
 class Skip(_Selective):
-    """Positions that the pilot finds unimportant are not computed: they are 0.
+    """A condition under which positions that the pilot rates unimportant are not computed: they are
+    0.
 
-    keep: the share of each layer's positions that is computed, the most important ones. threshold:
-    instead, those whose magnitude is above so much of their layer's mean. layers: of which layers,
-    a pattern such as "layer3.*". At least one position of a layer is computed.
+    Args:
+        keep: the share of each layer's positions that is computed, the most important ones.
+        threshold: instead of `keep`: positions whose magnitude is above `threshold` times the mean
+        of
+            their layer are computed, at least one per layer.
+        layers: names of the layers, a pattern such as "layer3.*".
+
+    Raises:
+        BadInput: not exactly one of `keep` and `threshold`, or a value out of range.
 
     >>> from demask.ops import TABLE
     >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
@@ -88,16 +95,23 @@ class Skip(_Selective):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
         table: Table = TABLE,
     ) -> Supported:  # fmt: skip
-        """The network that skips. Feature rows 001-b, c, e."""
+        """The network in which positions that are not computed are 0."""
         return _Draft(self, model, args, kwargs, pilot, table).with_constants([0.0])
 
 
 @dataclass(frozen=True, slots=True)
 class ConstantChannels(_Selective):
-    """Positions that the pilot finds unimportant are a constant.
+    """A condition under which positions that the pilot rates unimportant are a constant.
 
-    keep, threshold, layers: as of `Skip`. value: a number, or "mean": of each position over the
-    example inputs, which then are the calibration set.
+    Args:
+        keep, threshold, layers: as of `Skip`.
+        value: a number, or "mean": of each position over the example inputs, which then are the
+            calibration set.
+
+    >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
+    >>> half = ConstantChannels(0.5, value=1.0).applied(net, (torch.randn(2, 8),), None, "bits:4")
+    >>> half.conditioned.decisions[0].why
+    '0.5 of 64 positions'
     """
 
     name: ClassVar[str] = "constant"
@@ -106,7 +120,7 @@ class ConstantChannels(_Selective):
     def __post_init__(self) -> None:
         _Selective.__post_init__(self)
         if isinstance(self.value, str) and self.value != "mean":
-            raise BadInput(f"expected a number or 'mean' for value, found {self.value!r}")
+            raise BadInput(f"expected a number or 'mean' for value, got {self.value!r}")
 
     def applied(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
@@ -122,10 +136,17 @@ class ConstantChannels(_Selective):
 
 @dataclass(frozen=True, slots=True)
 class Value(_Selective):
-    """Positions that the pilot finds unimportant keep the pilot's own value.
+    """A condition under which positions that the pilot rates unimportant have the pilot's own
+    value.
 
-    keep, threshold, layers: as of `Skip`. The pilot runs on the live input, and makes values of the
-    network's own shapes (no down-sampled one does).
+    The pilot runs on the live input, and its values have the shapes of the network's (those of a
+    down-sampled one do not). keep, threshold, layers: as of `Skip`.
+
+    >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
+    >>> half = Value(0.5).applied(net, (torch.randn(2, 8),), None, "bits:8")
+    >>> x = torch.randn(2, 8)
+    >>> bool((half(x) - net(x)).abs().max() < 0.1)
+    True
     """
 
     name: ClassVar[str] = "value"
@@ -140,11 +161,20 @@ class Value(_Selective):
 
 @dataclass(frozen=True, slots=True)
 class Precision(_Selective):
-    """Positions that the pilot finds unimportant are computed with weights of fewer bits.
+    """A condition under which positions that the pilot rates unimportant are computed with fewer
+    bits.
 
-    keep, threshold, layers: as of `Skip`. bits: of the others' weights, as of `Bits`. The layer
-    runs twice, on either part; rounded weights are held in their own dtype, so this counts what
-    lower precision does to the outputs, and saves no time here.
+    The layer runs twice, once for each part, and rounded weights are stored in their own dtype, so
+    this measures what lower precision does to the outputs, and saves no time.
+
+    Args:
+        keep, threshold, layers: as of `Skip`.
+        bits: of the other positions' weights, 1 to 16, as of `Bits`.
+
+    >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
+    >>> half = Precision(0.5, bits=4).applied(net, (torch.randn(2, 8),), None, "bits:4")
+    >>> half(torch.randn(2, 8)).shape
+    torch.Size([2, 4])
     """
 
     name: ClassVar[str] = "precision"
@@ -153,7 +183,7 @@ class Precision(_Selective):
     def __post_init__(self) -> None:
         _Selective.__post_init__(self)
         if not 1 <= self.bits <= 16:
-            raise BadInput(f"expected 1 to 16 bits, found {self.bits}")
+            raise BadInput(f"expected 1 to 16 bits, got {self.bits}")
 
     def applied(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
@@ -167,7 +197,7 @@ Kind = Skip | ConstantChannels | Value | Precision
 
 
 class _Draft:
-    """A condition being applied: the network as a program, its targets, and the pilot's."""
+    """A condition that is being applied: the program, its conditioned values, and the pilot."""
 
     def __init__(
         self, kind: Kind, model: nn.Module, args: tuple[Any, ...], kwargs: Any, pilot: Any,
@@ -176,10 +206,10 @@ class _Draft:
         self.kind, self.args, self.kwargs = kind, args, dict(kwargs or {})
         self.program = simplified(given(model, args, kwargs, None), table)
         self.analysis = Analysis(self.program, table)
-        found, left = targets_of(self.analysis)
-        self.targets = [t for t in found if fnmatchcase(t.layer, kind.layers)]
-        self.left = [*left, *(Decision(t.layer, "dense", f"not of {kind.layers!r}")
-                              for t in found if t not in self.targets)]  # fmt: skip
+        conditionable, excluded = targets_of(self.analysis)
+        self.targets = [t for t in conditionable if fnmatchcase(t.layer, kind.layers)]
+        self.left = [*excluded, *(Decision(t.layer, "dense", f"not of {kind.layers!r}")
+                              for t in conditionable if t not in self.targets)]  # fmt: skip
         if not self.targets:
             why = "; ".join(map(str, self.left[:3])) or "it has no layers"
             raise BadInput(f"nothing of this network can be conditioned by {kind.name}: {why}")
@@ -190,49 +220,51 @@ class _Draft:
         if isinstance(pilot, ExecutionData):
             return pilot, pilot.source
         if isinstance(pilot, str | Simplifier):
-            made = simplify(model, self.args, self.kwargs, by=pilot, table=self.analysis.table)
+            module = simplify(model, self.args, self.kwargs, by=pilot, table=self.analysis.table)
             text = pilot if isinstance(pilot, str) else pilot.text()
         elif isinstance(pilot, nn.Module):
-            made, text = pilot, type(pilot).__name__
+            module, text = pilot, type(pilot).__name__
         else:
             raise BadInput(f"{self.kind.name} needs a pilot, which says what is important: a "
                            "simplifier such as 'bits:4', a module, or ExecutionData (collect); "
-                           f"found {type(pilot).__name__}")  # fmt: skip
-        program = simplified(given(made, self.args, self.kwargs, None), self.analysis.table)
+                           f"got {type(pilot).__name__}")  # fmt: skip
+        program = simplified(given(module, self.args, self.kwargs, None), self.analysis.table)
         return Analysis(program, self.analysis.table), text
 
     def with_constants(self, fills: Sequence[float | Tensor]) -> Supported:
         """The module in which positions that are not computed are constants, one for all targets
         or one each."""
-        wide, indices, mapping = with_inputs(self.program, self._indices())
+        program, indices, mapping = with_inputs(self.program, self._indices())
         picks = {}
         for k, target in enumerate(self.targets):
             fill = fills[k] if len(fills) > 1 else fills[0]
             value = target.node.meta["val"]
-            given = fill if isinstance(fill, Tensor) else torch.full([1] * value.ndim, float(fill))
+            fill_tensor = (
+                fill if isinstance(fill, Tensor) else torch.full([1] * value.ndim, float(fill))
+            )
             index = RunTimeIndex(indices[f"index_{k}"], target.size)
-            picks[mapping[target.node], 0] = Pick(target.axis, index, given.to(value.dtype))
-        return self._module(wide, picks, self._observer())
+            picks[mapping[target.node], 0] = Pick(target.axis, index, fill_tensor.to(value.dtype))
+        return self._module(program, picks, self._observer())
 
     def with_values(self) -> Supported:
         """The module in which they are the pilot's values."""
         if isinstance(self.pilot, ExecutionData):
             raise BadInput(
                 "value needs a pilot that runs on the live input, for its values: a simplifier "
-                "such as 'bits:4' or a module; found ExecutionData"
+                "such as 'bits:4' or a module; got ExecutionData"
             )
         targets, _ = targets_of(self.pilot)
-        theirs = named(targets, [t.layer for t in self.targets], "the pilot")
+        theirs = targets_of_layers(targets, [t.layer for t in self.targets], "the pilot")
         for mine, other in zip(self.targets, theirs, strict=True):
             self._check_alike(mine, other)
         like = {f"value_{k}": t.node.meta["val"] for k, t in enumerate(self.targets)}
-        wide, inputs, mapping = with_inputs(self.program, {**self._indices(), **like})
+        program, inputs, mapping = with_inputs(self.program, {**self._indices(), **like})
         picks = {}
         for k, target in enumerate(self.targets):
             index = RunTimeIndex(inputs[f"index_{k}"], target.size)
             picks[mapping[target.node], 0] = Pick(target.axis, index, inputs[f"value_{k}"])
         return self._module(
-            wide, picks, observing(self.pilot.program, theirs, values=True), values=True
+            program, picks, observing(self.pilot.program, theirs, values=True), values=True
         )
 
     def _check_alike(self, mine: ConditionedValue, other: ConditionedValue) -> None:
@@ -240,8 +272,8 @@ class _Draft:
         fixed = zip(a, b, strict=False)
         if len(a) != len(b) or any(m != n for m, n in fixed if isinstance(m, int)):
             raise BadInput(
-                f"expected the pilot to make values like the network's at {mine.layer!r}, "
-                f"{list(a)}, found {list(b)}; give a pilot of the same sizes"
+                f"expected the pilot to have values like the network's at {mine.layer!r}, "
+                f"{list(a)}, got {list(b)}; pass a pilot of the same sizes"
             )
 
     def with_bits(self, bits: int) -> Supported:
@@ -249,14 +281,14 @@ class _Draft:
         changed, layers = _doubled(self.analysis, [t.layer for t in self.targets], bits)
         sizes = {f"index_{k}": t.size for k, t in enumerate(self.targets)}
         sizes |= {f"rest_{k}": t.size for k, t in enumerate(self.targets)}
-        wide, inputs, mapping = with_inputs(changed, sizes)
+        program, inputs, mapping = with_inputs(changed, sizes)
         picks = {}
         for k, (node, twin, axis) in enumerate(layers):
             size = self.targets[k].size
             zero = torch.zeros([1] * node.meta["val"].ndim, dtype=node.meta["val"].dtype)
-            for name, made in ((f"index_{k}", node), (f"rest_{k}", twin)):
-                picks[mapping[made], 0] = Pick(axis, RunTimeIndex(inputs[name], size), zero)
-        return self._module(wide, picks, self._observer(), rest=True)
+            for name, call in ((f"index_{k}", node), (f"rest_{k}", twin)):
+                picks[mapping[call], 0] = Pick(axis, RunTimeIndex(inputs[name], size), zero)
+        return self._module(program, picks, self._observer(), rest=True)
 
     def _indices(self) -> dict[str, Any]:
         return {f"index_{k}": target.size for k, target in enumerate(self.targets)}
@@ -267,7 +299,7 @@ class _Draft:
             return None
         names = [target.layer for target in self.targets]
         targets, _ = targets_of(self.pilot)
-        return observing(self.pilot.program, named(targets, names, "the pilot"))
+        return observing(self.pilot.program, targets_of_layers(targets, names, "the pilot"))
 
     def _module(
         self, program: Program, picks: Any, observer: Program | None, *, values: bool = False,
@@ -283,10 +315,10 @@ class _Draft:
             tuple(t.layer for t in self.targets), tuple(t.size for t in self.targets),
             kind.keep, kind.threshold, rest, values,
         )  # fmt: skip
-        made = Supported(program, picks, observer, chosen, about, self.analysis.table)
+        module = Supported(program, picks, observer, chosen, about, self.analysis.table)
         if isinstance(self.pilot, ExecutionData):
-            made.update(self.pilot)
-        return made
+            module.update(self.pilot)
+        return module
 
 
 def _doubled(
@@ -294,7 +326,7 @@ def _doubled(
 ) -> tuple[Program, list[tuple[fx.Node, fx.Node, int]]]:
     """The program in which each of these layers is added to its twin with weights of fewer bits;
     and per layer both calls, and the axis of their positions."""
-    editor, found = GraphEditor(analysis.program), []
+    editor, pairs = GraphEditor(analysis.program), []
     graph = editor.graph
     layers = {x.name: x for x in layers_of(analysis)}
     for layer in (layers[name] for name in names):
@@ -317,5 +349,5 @@ def _doubled(
             both = editor.call(aten.add.Tensor, node, twin)
         for reader in readers:
             reader.replace_input_with(node, both)
-        found.append((node, twin, layer.axis))
-    return editor.finish(), found
+        pairs.append((node, twin, layer.axis))
+    return editor.finish(), pairs

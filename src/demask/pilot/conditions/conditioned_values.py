@@ -1,9 +1,9 @@
-"""What a layer is conditioned at: the value behind it, before it meets another one.
+"""The values at which layers are conditioned: each layer's value before it is joined with another.
 
-A layer's target is the last call behind it that works on each position alone and reads nothing else
-but constants: its norm, its activation. What is left out of a target is left out of the layer, and
-of all between; behind a sum it would be left out of what the layer is added to. A second output of
-a program, the observer's, is one magnitude per position of each target.
+A layer's value is the output of the last call after it that works on each position alone and reads
+nothing else but constants: its norm, its activation. Positions that are left out there are left out
+of the layer and of all calls between; after a sum they would be left out of what the layer is added
+to. An observer program returns one magnitude per position of each of these values.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class ConditionedValue:
-    """A value that is conditioned. layer: its layer, by name. node: what makes the value. axis:
-    along which its positions lie. size: how many."""
+    """A value that is conditioned. layer: the name of its layer. node: the call that returns the
+    value.
+    axis: of its positions. size: how many."""
 
     layer: str
     node: fx.Node
@@ -43,27 +44,27 @@ class ConditionedValue:
 
 
 def targets_of(analysis: Analysis) -> tuple[tuple[ConditionedValue, ...], tuple[Decision, ...]]:
-    """The targets in the order in which they run, and why other layers have none."""
-    found, left = [], []
+    """The conditioned values in the order in which they run, and why other layers have none."""
+    targets, declined = [], []
     for layer in layers_of(analysis):
         why = _unfit(layer)
         node = _end(layer.node, analysis.relations)
         if not why and any(reader.op == "output" for reader in node.users):
-            why = "the network's output is wanted whole"
+            why = "the network's output is returned whole"
         if why:
-            left.append(Decision(layer.name, "dense", why))
+            declined.append(Decision(layer.name, "dense", why))
             continue
         assert layer.axis is not None
-        found.append(
+        targets.append(
             ConditionedValue(layer.name, node, layer.axis, node.meta["val"].shape[layer.axis])
         )
-    return tuple(found), tuple(left)
+    return tuple(targets), tuple(declined)
 
 
 def _unfit(layer: WeightLayer) -> str:
     """Why a layer is not conditioned; "" where it can be."""
     if layer.axis is None:
-        return "a recurrent call reads back all that it makes"
+        return "a recurrent call reads its whole output"
     if not layer.relation.contracted:
         return "it works on each channel alone, and follows what it reads"
     size = layer.node.meta["val"].shape[layer.axis]
@@ -82,7 +83,7 @@ def _end(node: fx.Node, relations: Mapping[fx.Node, Relation | Declined]) -> fx.
 
 
 def _follows(relation: Relation, node: fx.Node) -> bool:
-    """Does a call work on each position of a value alone, with constants?"""
+    """Whether a call works on each position of a value alone, with constants."""
     if relation.entry.fill != "run" or relation.entry.free or len(relation.outs) != 1:
         return False
     marked = relation.window | relation.complete | relation.moved | relation.back
@@ -93,10 +94,10 @@ def _follows(relation: Relation, node: fx.Node) -> bool:
     return same and all(axes == relation.outs[0] for axes in mine)
 
 
-def named(
+def targets_of_layers(
     targets: Iterable[ConditionedValue], layers: Sequence[str], what: str
 ) -> list[ConditionedValue]:
-    """The targets of these layers; BadInput where one has none."""
+    """The targets of these layers; raises BadInput where one has none."""
     known = {target.layer: target for target in targets}
     missing = [name for name in layers if name not in known]
     if missing:
@@ -108,44 +109,45 @@ def named(
 def observing(
     program: Program, targets: Sequence[ConditionedValue], *, values: bool = False
 ) -> Program:
-    """The program that returns, per target, one magnitude per position (mean |value|, of the inputs
-    of a batch the largest); values: and then the values themselves."""
+    """The program that returns one magnitude per position of each target: the mean |value|, the
+    largest over the inputs of a batch. values: also return the values themselves, after the
+    magnitudes."""
     editor = GraphEditor(program)
     output = editor.graph.output_node()
     with editor.graph.inserting_before(output):
         nodes = [editor.copies[target.node] for target in targets]
-        made = [_magnitude(editor, n, t.axis) for n, t in zip(nodes, targets, strict=True)]
-        made += nodes if values else []
-    output.args = (tuple(made),)
-    spec = pytree.tree_structure((0,) * len(made))
+        results = [_magnitude(editor, n, t.axis) for n, t in zip(nodes, targets, strict=True)]
+        results += nodes if values else []
+    output.args = (tuple(results),)
+    spec = pytree.tree_structure((0,) * len(results))
     return replace(editor.finish(), out_spec=spec)
 
 
 def _magnitude(editor: GraphEditor, node: fx.Node, axis: int) -> fx.Node:
     batch, rank = batch_axis(node), node.meta["val"].ndim
     rest = [k for k in range(rank) if k not in (axis, batch)]
-    found = editor.call(aten.abs.default, node)
+    magnitude = editor.call(aten.abs.default, node)
     if rest:
-        found = editor.call(aten.mean.dim, found, rest)
+        magnitude = editor.call(aten.mean.dim, magnitude, rest)
     if batch is not None and batch != axis:
         over = 0 if batch < axis else 1
-        more = [0, 1, 0, 0] if over else [0, 0, 0, 1]  # one of zeros: a batch may be empty
-        found = editor.call(aten.constant_pad_nd.default, found, more)
-        found = editor.call(aten.amax.default, found, [over])
-    return found
+        more = [0, 1, 0, 0] if over else [0, 0, 0, 1]  # one input of zeros: a batch may be empty
+        magnitude = editor.call(aten.constant_pad_nd.default, magnitude, more)
+        magnitude = editor.call(aten.amax.default, magnitude, [over])
+    return magnitude
 
 
 def means(
     program: Program, targets: Sequence[ConditionedValue], leaves: list[object]
 ) -> list[Tensor]:
     """The mean of each target per position, over one call; each with the rank of its value."""
-    found: dict[fx.Node, Tensor] = {}
+    mean_of: dict[fx.Node, Tensor] = {}
     nodes = {target.node: target.axis for target in targets}
 
     def see(_: int, node: fx.Node, value: Tensor) -> None:
         if node in nodes:
             rest = [k for k in range(value.ndim) if k != nodes[node]]
-            found[node] = value.mean(rest, keepdim=True) if rest else value
+            mean_of[node] = value.mean(rest, keepdim=True) if rest else value
 
     walk(program, LoadedConstants(program), [leaves], see)
-    return [found[target.node] for target in targets]
+    return [mean_of[target.node] for target in targets]

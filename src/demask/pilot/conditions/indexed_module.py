@@ -1,4 +1,4 @@
-"""The module of a network whose positions are chosen at every call: a pilot, then what it chose."""
+"""The module of a network whose positions a pilot chooses at every call."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ChosenPositions:
     """How positions are chosen from magnitudes.
 
     layers, sizes: the layers, and how many positions each has. keep: the share that is computed.
-    threshold: or those above so much of their layer's mean. rest: are the others wanted as indices
-    too? values: are the pilot's values?
+    threshold: or those above `threshold` times the mean of their layer. rest: whether the others
+    are indexed too. values: whether the pilot's values are used.
     """
 
     layers: tuple[str, ...]
@@ -41,11 +41,13 @@ class ChosenPositions:
     def indices(self, magnitudes: Sequence[Tensor]) -> list[Tensor]:
         """int64 [k] per layer, rising; with `rest`, then the others.
 
-        >>> Chosen(("a",), (4,), 0.5, None).indices([torch.tensor([1.0, 3.0, 0.0, 2.0])])
+        >>> ChosenPositions(("a",), (4,), 0.5, None).indices([torch.tensor([1.0, 3.0, 0.0, 2.0])])
         [tensor([1, 3])]
         """
-        found = [self._index(m) for m in magnitudes]
-        return found + [_others(i, n) for i, n in zip(found, self.sizes, strict=True)] * self.rest
+        indices = [self._index(m) for m in magnitudes]
+        return (
+            indices + [_others(i, n) for i, n in zip(indices, self.sizes, strict=True)] * self.rest
+        )
 
     def _index(self, magnitudes: Tensor) -> Tensor:
         if self.keep is not None:
@@ -64,9 +66,9 @@ def _others(index: Tensor, size: int) -> Tensor:
 class Supported(nn.Module):
     """A network of which a pilot chooses what is computed, call by call.
 
-    pilot: makes magnitudes (and values); None where they come by `update`. network: takes the
-    inputs, the indices, and the pilot's values. chosen: how indices follow. conditioned: what was
-    done. table: of ops. last: of the last call, the index of each layer.
+    pilot: returns magnitudes (and values); None where `update` sets them. network: takes the
+    inputs, the indices, and the pilot's values. chosen: how indices follow from magnitudes.
+    conditioned: what was done. last: the index of each layer in the last call.
     """
 
     conditioned: Conditioned
@@ -90,7 +92,7 @@ class Supported(nn.Module):
         self.eval()
 
     def update(self, data: ExecutionData) -> None:
-        """Take the next call's indices from other execution data: of the frame before, say.
+        """Take the indices of later calls from other execution data, such as of the frame before.
 
         Raises BadInput where a pilot runs on the live input, or a layer or position is missing.
         """
@@ -98,11 +100,11 @@ class Supported(nn.Module):
             raise BadInput("expected a module conditioned by ExecutionData; this one's pilot runs "
                            "on the live input, and needs no update")  # fmt: skip
         for k, (name, size) in enumerate(zip(self.chosen.layers, self.chosen.sizes, strict=True)):
-            found = data.priorities(name)
-            if len(found) != size:
+            priorities = data.priorities(name)
+            if len(priorities) != size:
                 raise BadInput(f"expected magnitudes of {size} positions of {name!r}, one per "
-                               f"channel or unit, found {len(found)} {data.per}s")  # fmt: skip
-            setattr(self, f"magnitude_{k}", found.clone())
+                               f"channel or unit, got {len(priorities)} {data.per}s")  # fmt: skip
+            setattr(self, f"magnitude_{k}", priorities.clone())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         magnitudes, values = self._piloted(args, kwargs)
@@ -112,7 +114,7 @@ class Supported(nn.Module):
         self, indices: Sequence[Tensor], args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None = None, values: Sequence[Tensor] = (),
     ) -> Any:  # fmt: skip
-        """The network with indices of your own, int64 [k] of distinct positions per layer."""
+        """The outputs for indices of your own, int64 [k] of distinct positions per layer."""
         self.last = tuple(indices)
         network = self.network if all(len(index) for index in indices) else self.whole
         return network(*args, *indices, *values, **dict(kwargs or {}))
@@ -123,5 +125,5 @@ class Supported(nn.Module):
         count = len(self.chosen.layers)
         if self.pilot is None:
             return [getattr(self, f"magnitude_{k}") for k in range(count)], ()
-        made = self.pilot(*args, **kwargs)
-        return made[:count], made[count:]
+        results = self.pilot(*args, **kwargs)
+        return results[:count], results[count:]

@@ -1,10 +1,10 @@
-"""The condition *regions*: the network runs where something happens in an image.
+"""The condition *regions*: the network runs where an image has activity.
 
-A pilot says how much happens in each tile: the network at a lower resolution, or the contrast of
+A pilot measures the activity of each tile: the network at a lower resolution, or the contrast of
 the input. Tiles above a threshold become a few rectangles, and there the network is run exactly,
-with the halo that its layers read (`windows`). Elsewhere stands the pilot's answer, a constant, or
-what a function makes of the input. Where rectangles would cost more than the image, it is run
-whole.
+with the halo that its layers read (`traverse.execution.region_runner`). Elsewhere the output is the
+pilot's answer, a constant, or a function of the input. Where rectangles would cost more than the
+image, the whole image is run.
 """
 
 from __future__ import annotations
@@ -38,16 +38,21 @@ from demask.traverse.execution.tiled_module import (
 from demask.traverse.halos.halo import Halo, halo
 from demask.traverse.tile import tile as tiled
 
-Answers = Callable[..., Any]  # of the network's arguments: what it returns, or a map of activity
+Answers = Callable[
+    ..., Any
+]  # of the network's arguments; returns its outputs, or a map of activity
 PILOT = "pilot"
 
 
 @dataclass(frozen=True)
 class Missed:
-    """What a selection left out, as shares of all positions of all images.
+    """The part of an output that a selection left out, as shares of all positions of all images.
 
-    matters: where the full run and the fill differ by more than the tolerance; missed: that part of
-    it that was not run. worst: the largest difference outside of what was run.
+    matters: positions where the full run and the fill differ by more than the tolerance; missed:
+    those of them that were not run. worst: the largest difference outside of what was run.
+
+    >>> Missed(matters=0.5, missed=0.125, worst=1.0).recall
+    0.75
     """
 
     matters: float
@@ -62,22 +67,29 @@ class Missed:
 
 @dataclass(frozen=True)
 class Regions:
-    """Run the network where the pilot's magnitude exceeds `threshold` (rows 001-c to 001-e).
+    """A condition that runs the network where the pilot's magnitude exceeds `threshold`.
 
-    tile: positions a side, of the output. grow: positions around a tile whose activity counts as
-    its own. fill: what stands elsewhere: "pilot" for the pilot's answer, a number, or a function of
-    the network's arguments whose results broadcast to the outputs'.
+    Args:
+        threshold: of activity.
+        tile: side of a tile in positions of the output.
+        grow: positions around a tile whose activity counts as the tile's own.
+        fill: the output elsewhere: "pilot" for the pilot's answer, a number, or a function of the
+            network's arguments whose results broadcast to the outputs.
 
-    The pilot: a simplifier such as "downsample:8:bilinear", or an nn.Module with the network's
-    call and output shapes, whose magnitude is the contrast of its answer or, with another fill, its
-    distance from that; a function of the arguments that returns a map of activity [images, rows,
-    columns] of any size; or None, for the contrast of the first input (`activity.contrast`).
+    The pilot is one of these:
 
-    Networks that read all positions somewhere (a norm over the image, a global pool, attention)
-    are refused: a part of the image does not determine any part of their output. In rectangles the
-    values are those of the full run, but for the kernels that torch chooses by size: sums of
-    whole numbers are equal, float64 differs by 1e-12 of the largest value at most, float32 by some
-    ulps.
+    - a simplifier such as "downsample:8:bilinear", or an nn.Module with the network's call and
+    output
+      shapes. Its magnitude is the contrast of its answer or, with another fill, its distance from
+      that;
+    - a function of the arguments that returns a map of activity [images, rows, columns] of any
+    size;
+    - None, for the contrast of the first input (`tile_contrast.contrast`).
+
+    Networks that read all positions somewhere (a norm over the image, a global pool, attention) are
+    refused: a part of the image does not determine any part of their output. In rectangles the
+    values are those of the full run, but for the kernels that torch chooses by size: sums of whole
+    numbers are equal, float64 differs by 1e-12 of the largest value at most, float32 by some ulps.
 
     >>> from demask.ops import TABLE
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1))
@@ -101,32 +113,34 @@ class Regions:
     def __post_init__(self) -> None:
         if self.tile < 1 or self.grow < 0:
             raise BadInput("expected tiles of at least one position and a growth of none or more, "
-                           f"found tile={self.tile}, grow={self.grow}")  # fmt: skip
+                           f"got tile={self.tile}, grow={self.grow}")  # fmt: skip
         if isinstance(self.fill, str) and self.fill != PILOT:
             raise BadInput(f"expected fill={PILOT!r}, a number or a function of the network's "
-                           f"arguments, found {self.fill!r}")  # fmt: skip
+                           f"arguments, got {self.fill!r}")  # fmt: skip
 
     def applied(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
         table: Table = TABLE,
     ) -> InRegions:  # fmt: skip
         """The model, run in regions: for images of the example's size, any number of them if the
-        example has two or more, for inference on the CPU. It shares the model's weights. BadInput:
-        the network reads all positions somewhere, or the pilot cannot be one."""
+        example has two or more, for inference on the CPU. It shares the model's weights. Raises
+        BadInput where the network reads all positions somewhere, or the pilot is not suitable."""
         runs, text = _pilot(model, args, kwargs, pilot, table)
         if self.fill == PILOT and not isinstance(runs, nn.Module):
             raise BadInput("fill='pilot' needs a pilot that answers as the network does, as does "
-                           f"'downsample:8:bilinear'; found {text}: fill in a number")  # fmt: skip
+                           f"'downsample:8:bilinear'; got {text}: or set fill=0.0")  # fmt: skip
         whole = tiled(model, args, kwargs, memory=2**62, table=table)
-        found = refusals(whole.ready().flow)
-        if found:
-            raise BadInput(_refused(halo(model, args, kwargs, table=table), found))
+        reasons = refusals(whole.ready().flow)
+        if reasons:
+            raise BadInput(_refused(halo(model, args, kwargs, table=table), reasons))
         return InRegions(self, whole, runs, text)
 
     @staticmethod
     def missed(full: Tensor, fill: Tensor, where: Tensor, tolerance: float) -> Missed:
-        """What was left out of one output. full: of the whole run, fill: what stands where nothing
-        is run, [n, c, rows, columns] both; where: what was run, bool [n, rows, columns].
+        """What was left out of one output.
+
+        full: the output of the whole run; fill: the output where nothing is run, both [n, c, rows,
+        columns]; where: what was run, bool [n, rows, columns].
 
         >>> full = torch.tensor([[[[0.0, 1.0], [1.0, 0.0]]]])
         >>> where = torch.tensor([[[True, True], [False, False]]])
@@ -157,22 +171,22 @@ def _pilot(
     if callable(pilot):
         return pilot, getattr(pilot, "__name__", type(pilot).__name__)
     raise BadInput("expected a simplifier, a module, a function that gives a map of activity, or "
-                   f"None, found {type(pilot).__name__}")  # fmt: skip
+                   f"None, got {type(pilot).__name__}")  # fmt: skip
 
 
-def _refused(reach: Halo, found: Sequence[str]) -> str:
-    """Why not, in the words of the network's own calls where these are known."""
+def _refused(reach: Halo, reasons: Sequence[str]) -> str:
+    """Why the network is refused, by its own calls where these are known."""
     calls = [str(one) for one in reach.barriers]
     return ("the network cannot be run in regions: parts of an image do not determine parts of "
-            "its output\n  " + "\n  ".join(calls or found) + "\nRun it whole, or condition "
+            "its output\n  " + "\n  ".join(calls or reasons) + "\nRun it whole, or condition "
             "it otherwise, such as by 'route'")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Ran:
     """How one image was run. selected: the share of its positions in selected tiles; places: the
-    rectangles that were run, size: of the image. macs: multiply-adds with halos; macs_whole: of all
-    of it. whole: rectangles would have cost more."""
+    rectangles that were run, size: of the image. macs: multiply-adds with halos; macs_whole: of the
+    whole image. whole: whether rectangles would have cost more."""
 
     selected: float
     places: tuple[Rectangle, ...]
@@ -184,10 +198,10 @@ class Ran:
     @property
     def where(self) -> Tensor:
         """What was run: bool [rows, columns]."""
-        found = torch.zeros(self.size, dtype=torch.bool)
+        covered = torch.zeros(self.size, dtype=torch.bool)
         for top, bottom, left, right in self.places:
-            found[top:bottom, left:right] = True
-        return found
+            covered[top:bottom, left:right] = True
+        return covered
 
     @property
     def covered(self) -> float:
@@ -222,8 +236,8 @@ class Last:
 
 
 class InRegions(nn.Module):
-    """A network that runs where something happens. conditioned: what it says about itself; last:
-    how the last call ran."""
+    """A network that runs where an image has activity. conditioned: what was decided; last: how the
+    last call ran."""
 
     def __init__(self, condition: Regions, whole: Tiled, pilot: Any, text: str):
         super().__init__()
@@ -255,33 +269,33 @@ class InRegions(nn.Module):
                 ran.append(self._ran(state[0][k]))
                 if ran[-1].whole:
                     return image(module, here, flat, results, k, n)
-                given = constants(module, here.flow) | dict(
+                inputs = constants(module, here.flow) | dict(
                     zip(here.flow.inputs, flat, strict=True)
                 )
-                made = dict(zip(here.flow.outputs, results, strict=True))
-                return {}, self.windows.run(ran[-1].places, given, made, k)
+                outputs = dict(zip(here.flow.outputs, results, strict=True))
+                return {}, self.windows.run(ran[-1].places, inputs, outputs, k)
 
             try:
-                made = called(self.whole, args, kwargs, run)
+                outputs = called(self.whole, args, kwargs, run)
             except ValueError as error:
                 raise _unlike(error) from error
         self.last = Last(tuple(ran))
-        return made
+        return outputs
 
     def filled(self, *args: Any, **kwargs: Any) -> Any:
-        """What stands where nothing is run, as the network would return it."""
+        """The output where nothing is run, as the network would return it."""
         flow = self.whole.ready().flow
         with torch.no_grad():
             fills = self._fills(flow, self._answers(args, kwargs), args, kwargs)
             count = next(x.shape[0] for x in _tensors((args, kwargs)))
             shapes = [(count, *node.meta["val"].shape[1:]) for node in flow.outputs]
-            found = [fill.expand(shape) for fill, shape in zip(fills, shapes, strict=True)]
-        return pytree.tree_unflatten(found, signature_of(self.whole.graph).out_spec)
+            expanded = [fill.expand(shape) for fill, shape in zip(fills, shapes, strict=True)]
+        return pytree.tree_unflatten(expanded, signature_of(self.whole.graph).out_spec)
 
     def _begun(
         self, flow: Flow, args: Any, kwargs: Any, flat: Sequence[Any], results: list[Any], n: int
     ) -> Tensor:
-        """Fill in all results; which tiles of each image are selected."""
+        """Fill all results; which tiles of each image are selected."""
         answers = self._answers(args, kwargs)
         fills = self._fills(flow, answers, args, kwargs)
         for k, (node, fill) in enumerate(zip(flow.outputs, fills, strict=True)):
@@ -294,12 +308,12 @@ class InRegions(nn.Module):
         else:
             activity = differences(answers, fills)
         if activity.shape[0] != n:
-            raise BadInput(f"expected activity of {n} images, found {list(activity.shape)}")
+            raise BadInput(f"expected activity of {n} images, got {list(activity.shape)}")
         side, grow = self.condition.tile, self.condition.grow
         return per_tile(activity, self.windows.size, side, grow) > self.condition.threshold
 
     def _answers(self, args: Any, kwargs: Any) -> list[Tensor] | None:
-        """What the pilot answers, where it is a network."""
+        """The pilot's answers, where it is a network."""
         return _tensors(self.pilot(*args, **kwargs)) if isinstance(self.pilot, nn.Module) else None
 
     def _activity(self, args: Any, kwargs: Any) -> Tensor:
@@ -311,29 +325,29 @@ class InRegions(nn.Module):
     def _fills(
         self, flow: Flow, answers: list[Tensor] | None, args: Any, kwargs: Any
     ) -> list[Tensor]:
-        """What stands where nothing is run, of each output."""
+        """The fill of each output."""
         fill = self.condition.fill
         if fill == PILOT and answers is not None:
-            found = answers
+            fill_values = answers
         elif isinstance(fill, int | float):
-            found = [torch.tensor(float(fill))] * len(flow.outputs)
+            fill_values = [torch.tensor(float(fill))] * len(flow.outputs)
         else:
             assert callable(fill)
-            found = _tensors(fill(*args, **kwargs))
-        if len(found) != len(flow.outputs):
-            raise BadInput(f"the network returns {len(flow.outputs)} images, and what is to stand "
-                           f"in for them are {len(found)}")  # fmt: skip
-        return found
+            fill_values = _tensors(fill(*args, **kwargs))
+        if len(fill_values) != len(flow.outputs):
+            raise BadInput(f"the network returns {len(flow.outputs)} images, but fill gives "
+                           f"{len(fill_values)}")  # fmt: skip
+        return fill_values
 
     def _ran(self, selected: Tensor) -> Ran:
         """How to run an image with these tiles selected."""
         side, size = self.condition.tile, self.windows.size
         places = rectangles(selected, side, size, self._cost)
-        found = float(_spread(selected, side, size).double().mean())
+        selected_share = float(_spread(selected, side, size).double().mean())
         if sum(map(self.windows.seconds, places)) >= self._seconds:
-            return Ran(found, (self._all,), size, self._macs, self._macs, True)
+            return Ran(selected_share, (self._all,), size, self._macs, self._macs, True)
         macs = sum(map(self.windows.macs, places))
-        return Ran(found, places, size, macs, self._macs, False)
+        return Ran(selected_share, places, size, macs, self._macs, False)
 
 
 def _unlike(error: ValueError) -> ValueError:

@@ -1,4 +1,4 @@
-"""collect(): execution data of a network, of one input or many, whole or slice by slice."""
+"""collect(): execution data of a network, from one input or many, in memory or slice by slice."""
 
 from __future__ import annotations
 
@@ -43,22 +43,36 @@ def collect(
     progress: Callable[[str], None] | None = None,
     table: Table = TABLE,
 ) -> ExecutionData:
-    """One magnitude per part of each layer: the mean |value| behind its norm and activation.
+    """One magnitude per part of each layer: the mean |value| after its norm and activation.
 
-    model: a module, an ExportedProgram, or the path of a .demask or .pt2 file. inputs: the tuple of
-    arguments of one call, or an iterable of such tuples (a calibration set, earlier frames). per:
-    "channel" (outputs of convolutions and linear layers), "unit" (of linear layers), "head"
-    (attention, per head), "token" (positions of a sequence), "tile:T" (T x T positions of a map).
-    memory: of weights at most so many bytes at a time ("64MiB"): the network runs in slices, all
-    inputs through one before the next; weights come from the .demask file, or from `weights`, a
-    .safetensors file with the names of the module, which may be on the meta device. Values between
-    slices lie on disk where they are more. measure: "mean" or "max". source: what the inputs are,
-    in words. table: the op table, as `demask.demask` takes it. Raises BadInput, NotExportable.
-    Feature rows 001-b, c, g.
+    Args:
+        model: a module, an ExportedProgram, or the path of a .demask or .pt2 file.
+        inputs: the tuple of arguments of one call, or an iterable of such tuples (a calibration
+        set,
+            earlier frames).
+        per: "channel" (outputs of convolutions and linear layers), "unit" (of linear layers),
+        "head"
+            (attention, per head), "token" (positions of a sequence), "tile:T" (T x T positions).
+        memory: bytes of weights in memory at a time, at most ("64MiB"), or None. The network runs
+        in
+            slices, all inputs through one before the next; values between slices are written to
+            disk
+            where they are more.
+        weights: a .safetensors file with the names of the module, which may be on the meta device;
+        by
+            default weights are read from the .demask file.
+        measure: "mean" or "max".
+        source: a description of the inputs.
+        progress: called with a line of text after each step.
+        table: the op table, as `demask.demask` takes it.
+
+    Raises:
+        BadInput: an argument does not fit, or the network has no such parts.
+        NotExportable: torch.export cannot capture the model.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> data = collect(net, (torch.ones(3, 4),))
-    >>> {name: tuple(found.shape) for name, found in data.magnitudes.items()}
+    >>> {name: tuple(values.shape) for name, values in data.magnitudes.items()}
     {'0': (3, 8), '2': (3, 2)}
     """
     if measure not in MEASURES:
@@ -67,17 +81,17 @@ def collect(
     calls = list(each(inputs))
     if not calls:
         raise BadInput("expected one input or more, got none")
-    program, found, cuts = _read(model, calls[0], budget, weights)
+    program, constants, cuts = _read(model, calls[0], budget, weights)
     sites = sites_of(Analysis(program, table), per, cuts)
     gathered = _Gathered(sites, measure)
     leaves = [flat(program, args, {}) for args in calls]
-    run = walk(program, found, leaves, gathered.see, budget=budget, progress=progress)
+    run = walk(program, constants, leaves, gathered.see, budget=budget, progress=progress)
     single = isinstance(inputs, tuple)
-    what = source or ("live input" if single else "calibration set")
+    description = source or ("live input" if single else "calibration set")
     count = _count(leaves)
-    words = f"{what}, {count} input{'s' if count != 1 else ''}"
-    return ExecutionData(per, gathered.magnitudes(), words, measure, gathered.grids, run.slices,
-                         run.held)  # fmt: skip
+    text = f"{description}, {count} input{'s' if count != 1 else ''}"
+    return ExecutionData(per, gathered.magnitudes(), text, measure, gathered.grids, run.slices,
+                         run.peak_weight_bytes)  # fmt: skip
 
 
 def _read(
@@ -90,10 +104,10 @@ def _read(
     is_file = isinstance(model, str | os.PathLike)
     if weights is not None or (is_file and budget is not None):
         if not isinstance(model, nn.Module) and not is_file:
-            raise BadInput("weights in a file are for modules; give the module they belong to")
-        held = outlined(model, weights)
-        program = functionalized(capture(held.slim, args))
-        return program, stored_source(held, program), _cuts(held.slim)
+            raise BadInput("weights in a file are for modules; pass the module they belong to")
+        network_outline = outlined(model, weights)
+        program = functionalized(capture(network_outline.slim, args))
+        return program, stored_source(network_outline, program), _cuts(network_outline.slim)
     network: Any = read_model(model) if is_file else model  # type: ignore[arg-type]
     program = given(network, args, {}, None)
     return program, LoadedConstants(program), _cuts(network)
@@ -121,7 +135,6 @@ class _Gathered:
             self.sites.setdefault(site.node, []).append(site)
         self.measure, self.grids = measure, {}
         self.rows: dict[str, dict[int, Tensor]] = {name: {} for name in self.names}
-        self.apart = {site.name: site.batch is not None for site in sites}
 
     def see(self, k: int, node: fx.Node, value: Any) -> None:
         for site in self.sites.get(node, ()):

@@ -23,7 +23,7 @@ DOTS = 160  # per inch, where the format has dots
 
 
 def check_installed(what: str = "a picture") -> None:
-    """Raise BadInput where matplotlib, which is an extra, is not installed. what: needs it."""
+    """Raise BadInput where matplotlib, an extra, is not installed. what: the output it is for."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -35,9 +35,9 @@ def check_installed(what: str = "a picture") -> None:
 def draw(
     magnitudes: Mapping[str, Tensor], grids: Mapping[str, tuple[int, int]], title: str, path: Path
 ) -> None:
-    """Write the picture to `path`, whole or not at all; its suffix says the format.
+    """Write the picture to `path`, completely or not at all; its suffix is the format.
 
-    magnitudes: by layer, [positions] or [inputs, positions]. grids: of tiles, rows and columns.
+    magnitudes: by layer, [positions] or [inputs, positions]. grids: rows and columns of tiles.
     """
     if path.suffix not in SUFFIXES:
         raise BadInput(f"expected a picture that ends in {', '.join(SUFFIXES)}, got {path}")
@@ -51,8 +51,8 @@ def draw(
     down = math.ceil(len(layers) / across)
     figure = Figure(figsize=(WIDTH, PANEL * down + 0.8), layout="constrained")
     panels = figure.subplots(down, across, squeeze=False).flatten()
-    for axes, (name, found) in zip(panels, layers, strict=False):
-        _panel(axes, name, found, grids.get(name))
+    for axes, (name, values) in zip(panels, layers, strict=False):
+        _panel(axes, name, values, grids.get(name))
     for axes in panels[len(layers) :]:
         axes.axis("off")
     left = len(magnitudes) - len(layers)
@@ -62,11 +62,11 @@ def draw(
         figure.savefig(file, format=path.suffix[1:], dpi=DOTS)
 
 
-def _panel(axes: Axes, name: str, found: Tensor, grid: tuple[int, int] | None) -> None:
+def _panel(axes: Axes, name: str, values: Tensor, grid: tuple[int, int] | None) -> None:
     axes.set_title(name, loc="left", fontsize=8, parse_math=False)
     axes.tick_params(labelsize=7)
-    inputs = len(found) if found.ndim == 2 else 1
-    each = found.reshape(inputs, -1)
+    inputs = len(values) if values.ndim == 2 else 1
+    each = values.reshape(inputs, -1)
     if grid is not None:
         image = axes.imshow(each.mean(0).reshape(grid).numpy(), cmap=COLOURS, aspect="equal")
     elif inputs == 1:

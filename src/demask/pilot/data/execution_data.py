@@ -1,8 +1,8 @@
-"""Execution data: what one run, or several, said about each part of a network.
+"""Execution data: what one or several runs measured of each part of a network.
 
 One magnitude per channel, unit, head, token or tile of each layer: the mean of |value| (or the
-largest) behind the layer's norm and activation. It is stored as safetensors, and can be read,
-printed and drawn. Feature row 001-c.
+largest) after the layer's norm and activation. It is stored as safetensors, and can be read,
+printed and drawn.
 """
 
 from __future__ import annotations
@@ -34,11 +34,21 @@ MEASURES = ("mean", "max")
 class ExecutionData:
     """Magnitudes of the parts of each layer.
 
-    per: what a part is: "channel", "unit", "head", "token" or "tile:T" (T x T positions).
-    magnitudes: by layer, float32 [inputs, positions], or [positions] where inputs are not told
-    apart. source: what ran. measure: "mean" or "max" of |value| over a part. grids: of tiles, rows
-    and columns (positions are row by row). slices: in how many the network ran. held: the most
-    bytes of weights held at a time.
+    Args:
+        per: what a part is: "channel", "unit", "head", "token" or "tile:T" (T x T positions).
+        magnitudes: by layer, float32 [inputs, positions], or [positions] for all inputs together.
+        source: a description of the inputs.
+        measure: "mean" or "max" of |value| over a part.
+        grids: rows and columns of tiles, by layer (positions are row by row).
+        slices: in how many slices the network ran.
+        peak_weight_bytes: the most bytes of weights that were in memory at a time.
+
+    Raises:
+        BadInput: magnitudes of another dtype or rank.
+
+    >>> data = ExecutionData("unit", {"fc": torch.tensor([[1.0, 3.0], [3.0, 3.0]])}, "two inputs")
+    >>> data.priorities("fc")
+    tensor([2., 3.])
     """
 
     per: str
@@ -47,34 +57,39 @@ class ExecutionData:
     measure: str = "mean"
     grids: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     slices: int = 1
-    held: int = 0
+    peak_weight_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name, found in self.magnitudes.items():
-            if found.dtype != torch.float32 or found.ndim not in (1, 2):
+        for name, values in self.magnitudes.items():
+            if values.dtype != torch.float32 or values.ndim not in (1, 2):
                 raise BadInput(
                     f"magnitudes of {name}: expected float32 [positions] or [inputs, positions], "
-                    f"got {found.dtype} {list(found.shape)}"
+                    f"got {values.dtype} {list(values.shape)}"
                 )
+
+    @property
+    def held(self) -> int:
+        """`peak_weight_bytes`, under its earlier name."""
+        return self.peak_weight_bytes
 
     def mean(self) -> ExecutionData:
         """One magnitude per position, the mean over all inputs."""
-        found = {n: m.mean(0) if m.ndim == 2 else m for n, m in self.magnitudes.items()}
-        return replace(self, magnitudes=found)
+        means = {n: m.mean(0) if m.ndim == 2 else m for n, m in self.magnitudes.items()}
+        return replace(self, magnitudes=means)
 
     def priorities(self, name: str) -> Tensor:
-        """The priority of each position of a layer, float32 [positions]: its mean magnitude."""
+        """The mean magnitude of each position of a layer, float32 [positions]. Raises BadInput."""
         if name not in self.magnitudes:
             known = ", ".join(list(self.magnitudes)[:5])
             raise BadInput(f"there are no magnitudes of {name!r}; there are of {known}")
         return self.mean().magnitudes[name]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as safetensors, whole or not at all."""
+        """Write it as safetensors, completely or not at all."""
         about = {
             "format": FORMAT, "per": self.per, "source": self.source, "measure": self.measure,
             "grids": {name: list(grid) for name, grid in self.grids.items()},
-            "slices": self.slices, "held": self.held, "layers": list(self.magnitudes),
+            "slices": self.slices, "held": self.peak_weight_bytes, "layers": list(self.magnitudes),
         }  # fmt: skip
         tensors = {name: m.contiguous() for name, m in self.magnitudes.items()}
         data = safetensors.torch.save(tensors, {"demask": json.dumps(about)})
@@ -83,7 +98,7 @@ class ExecutionData:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ExecutionData:
-        """What `save` wrote; BadInput for any other file."""
+        """The execution data that `save` wrote; raises BadInput for any other file."""
         try:
             with safe_open(path, framework="pt") as file:
                 text = (file.metadata() or {}).get("demask", "")
@@ -97,36 +112,36 @@ class ExecutionData:
                    about["slices"], about["held"])  # fmt: skip
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw it: a heat map per layer, bars where there is one input. matplotlib is the extra
-        "plot"."""
+        """Draw a heat map per layer, bars where there is one input. Needs matplotlib (the extra
+        "plot")."""
         title = f"{self.measure} |value| per {self.per}, {self.source}"
         draw(self.magnitudes, self.grids, title, Path(path))
 
     def __str__(self) -> str:
         heads = ("inputs", f"{self.per}s", "mean", "least", "most", "zero")
         table = number_table("layer", *heads, pad_edge=False)
-        for name, found in self.magnitudes.items():
-            table.add_row(name, *_cells(found))
+        for name, values in self.magnitudes.items():
+            table.add_row(name, *_cells(values))
         lines = as_lines(table)
-        slices = f"; {self.slices} slices, weights held: {human(self.held)}"
+        slices = f"; {self.slices} slices, weights in memory: {human(self.peak_weight_bytes)}"
         words = f"{self.measure} |value| per {self.per}, of {self.source}"
         return "\n".join([*lines, words + (slices if self.slices > 1 else "")])
 
 
-def _cells(found: Tensor) -> list[str]:
-    inputs = len(found) if found.ndim == 2 else 1
-    each = found.reshape(inputs, -1).mean(0)
+def _cells(values: Tensor) -> list[str]:
+    inputs = len(values) if values.ndim == 2 else 1
+    each = values.reshape(inputs, -1).mean(0)
     if not each.numel():
         return [str(inputs), "0", "–", "–", "–", "–"]
-    zero = float((found == 0).float().mean())
+    zero = float((values == 0).float().mean())
     numbers = [f"{float(v):.3g}" for v in (each.mean(), each.min(), each.max())]
     return [str(inputs), str(each.numel()), *numbers, f"{100 * zero:.0f} %"]
 
 
 def _about(text: str, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
-    """What a file says of itself, checked."""
-    found = parse_json(text or "{}", f"{path}: metadata")
-    match found:
+    """The metadata of a file, checked."""
+    fields = parse_json(text or "{}", f"{path}: metadata")
+    match fields:
         case {
             "format": "demask execution data 1",
             "per": str(),
@@ -137,7 +152,7 @@ def _about(text: str, tensors: Mapping[str, Tensor], path: Path) -> dict[str, An
             "held": int(),
             "layers": list(layers),
         } if sorted(map(str, layers)) == sorted(tensors) and all(map(_is_grid, grids.values())):
-            return found
+            return fields
     raise BadInput(f"{path}: expected execution data that demask wrote; collect it again")
 
 

@@ -20,7 +20,7 @@ from demask.graph.program import Program
 
 
 class ConstantSource(Protocol):
-    """Where the constants of a program come from."""
+    """Reads the constants of a program from memory or a file."""
 
     def nbytes(self, name: str) -> int:
         """Bytes of a constant."""
@@ -46,7 +46,7 @@ class LoadedConstants:
 
 @dataclass(frozen=True, slots=True)
 class Filed:
-    """Constants in a file; those that it has not (made by the capture) are in memory.
+    """Constants in a file; those that the capture added are in memory.
 
     places: by name, the tensor in the file and the order of its axes there.
     """
@@ -56,8 +56,8 @@ class Filed:
     places: Mapping[str, tuple[StoredTensor, tuple[int, ...]]]
 
     def nbytes(self, name: str) -> int:
-        held = self.places.get(name)
-        return held[0].nbytes if held else self.program.constants[name].tensor.nbytes
+        stored = self.places.get(name)
+        return stored[0].nbytes if stored else self.program.constants[name].tensor.nbytes
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         return {name: self._read(name) for name in names}
@@ -71,20 +71,20 @@ class Filed:
 
 
 def stored_source(network: Outline, program: Program) -> Filed:
-    """Where the constants of a program come from that was captured from an outlined network."""
-    found = {}
+    """Where the constants of a program are stored that was captured from an outlined network."""
+    places = {}
     for key, constant in program.constants.items():
         names = (key, constant.name, *constant.aliases)
         name = next((n for n in names if n in network.places), None)
         if name is not None:
-            found[key] = network.places[name]
-    return Filed(program, network.file, found)
+            places[key] = network.places[name]
+    return Filed(program, network.file, places)
 
 
 def outlined(model: nn.Module | str | os.PathLike[str], weights: Any) -> Outline:
     """A network and its file: a .demask archive, or a module and a .safetensors file of its names.
 
-    BadInput where the file does not fit; RefusedFile.
+    Raises BadInput where the file does not fit, RefusedFile for an unsafe one.
     """
     if isinstance(model, nn.Module):
         file = WeightFile.read(weights)

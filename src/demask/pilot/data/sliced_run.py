@@ -1,8 +1,8 @@
 """A program run call by call, in slices: consecutive calls whose weights fit a budget.
 
-All inputs go through a slice before the next one's weights are read, and the weights are gone then.
-What later slices read is kept for each input, in memory or, beyond the budget, on disk. Values are
-freed behind their last reader. Feature row 001-g.
+All inputs run through a slice before the next slice's weights are read; then its own are freed.
+Values that later slices read are stored for each input, in memory or, beyond the budget, on disk.
+Values are freed after their last reader.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from demask.errors import BadInput
 from demask.graph.program import Program
 from demask.pilot.data.lazy_weights import ConstantSource
 
-Watch = Callable[[int, fx.Node, Any], None]  # the input's number, the call, what it made
+Watch = Callable[[int, fx.Node, Any], None]  # number of the input, call, output
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,11 @@ def slices_of(
     program: Program, source: ConstantSource, budget: int | None
 ) -> tuple[CallSlice, ...]:
     """As few slices as consecutive calls allow. budget: bytes of weights at a time; None: one
-    slice. BadInput where one call alone reads more, with the least budget that would do."""
-    found: list[CallSlice] = []
+    slice.
+
+    Raises BadInput where one call alone reads more, with the smallest budget that is enough.
+    """
+    slices: list[CallSlice] = []
     calls: list[fx.Node] = []
     reads: dict[str, None] = {}
     for node in program.graph.nodes:
@@ -50,16 +53,16 @@ def slices_of(
             continue
         mine = {str(n.target): None for n in node.all_input_nodes if n.op == "get_attr"}
         if budget is not None and calls and _bytes(source, reads | mine) > budget:
-            found.append(CallSlice(tuple(calls), tuple(reads), _bytes(source, reads)))
+            slices.append(CallSlice(tuple(calls), tuple(reads), _bytes(source, reads)))
             calls, reads = [], {}
         calls.append(node)
         reads |= mine
-    found.append(CallSlice(tuple(calls), tuple(reads), _bytes(source, reads)))
-    least = max(part.nbytes for part in found)
+    slices.append(CallSlice(tuple(calls), tuple(reads), _bytes(source, reads)))
+    least = max(part.nbytes for part in slices)
     if budget is not None and least > budget:
         raise BadInput(f"expected a budget of {least:,} bytes or more, the weights of the largest "
-                       f"layer, got {budget:,}; give memory={least}")  # fmt: skip
-    return tuple(found)
+                       f"layer, got {budget:,}; pass memory={least}")  # fmt: skip
+    return tuple(slices)
 
 
 def _bytes(source: ConstantSource, names: Mapping[str, None]) -> int:
@@ -67,7 +70,7 @@ def _bytes(source: ConstantSource, names: Mapping[str, None]) -> int:
 
 
 def flat(program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The leaves of a call; BadInput where it is not the program's call."""
+    """The leaves of a call; raises BadInput where it is not a call of the program."""
     if not isinstance(args, tuple):
         raise BadInput(f"expected each input to be a tuple of arguments, got "
                        f"{type(args).__name__}: write (x,) for one tensor")  # fmt: skip
@@ -93,11 +96,15 @@ def _check_input(name: str, value: Tensor, leaf: Any) -> None:
 
 @dataclass(slots=True)
 class SlicedRun:
-    """What a walk did: the most bytes of weights held, of boundary values in memory and on disk."""
+    """What a run did.
+
+    peak_weight_bytes, boundary_bytes: the most bytes in memory of weights, and of values between
+    slices. spilled: the most inputs with values on disk.
+    """
 
     slices: int
-    held: int = 0
-    kept: int = 0
+    peak_weight_bytes: int = 0
+    boundary_bytes: int = 0
     spilled: int = 0
     outputs: list[Any] = field(default_factory=list)
 
@@ -113,24 +120,26 @@ def walk(
     outputs: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> SlicedRun:
-    """Run every input through the program, slice by slice; `watch` sees what each call makes.
+    """Run every input through the program, slice by slice; `watch` gets the output of each call.
 
-    inputs: the leaves of each call (`flat`). outputs: keep what the network returns.
+    inputs: the leaves of each call (`flat`). outputs: also store what the network returns.
     """
     parts = slices_of(program, source, budget)
     run, last = SlicedRun(len(parts)), _last_reads(program)
     names = [node for node in program.graph.nodes if node.op == "placeholder"]
     final: Any = program.graph.output_node().args[0]
     with ExitStack() as stack:
-        kept = _Kept(len(inputs), budget, stack, run)
+        boundary = _BoundaryValues(len(inputs), budget, stack, run)
         for number, part in enumerate(parts):
             weights = source.read(part.reads)
-            run.held = max(run.held, sum(t.nbytes for t in weights.values()))
+            run.peak_weight_bytes = max(
+                run.peak_weight_bytes, sum(t.nbytes for t in weights.values())
+            )
             for k, leaves in enumerate(inputs):
-                values = kept.take(k) if number else dict(zip(names, leaves, strict=True))
+                values = boundary.take(k) if number else dict(zip(names, leaves, strict=True))
                 _calls(part, weights, values, last, lambda n, v, k=k: watch(k, n, v))
                 if number + 1 < len(parts):
-                    kept.put(k, values)
+                    boundary.put(k, values)
                 elif outputs:
                     run.outputs.append(_returned(program, source, final, values))
                 if progress is not None:
@@ -146,32 +155,32 @@ def _calls(
     last: Mapping[fx.Node, list[fx.Node]],
     watch: Callable[[fx.Node, Any], None],
 ) -> None:
-    """Run the calls of a slice; values that nobody reads any more go."""
+    """Run the calls of a slice; free values after their last reader."""
 
     def value(node: fx.Node) -> Any:
         return weights[str(node.target)] if node.op == "get_attr" else values[node]
 
     for node in part.calls:
         target: Any = node.target
-        made = target(*map_arg(node.args, value), **map_arg(node.kwargs, value))
-        watch(node, made)
-        values[node] = made
+        output = target(*map_arg(node.args, value), **map_arg(node.kwargs, value))
+        watch(node, output)
+        values[node] = output
         for gone in last.get(node, ()):
             values.pop(gone, None)
 
 
 def _last_reads(program: Program) -> dict[fx.Node, list[fx.Node]]:
-    """Per call, the values that nobody reads behind it."""
+    """Per call, the values that no later call reads."""
     seen: dict[fx.Node, fx.Node] = {}
     for node in reversed(program.graph.nodes):
         for source in node.all_input_nodes:
             seen.setdefault(source, node)
         if node.op == "call_function" and node not in seen:
             seen[node] = node
-    found: dict[fx.Node, list[fx.Node]] = {}
+    last: dict[fx.Node, list[fx.Node]] = {}
     for source, reader in seen.items():
-        found.setdefault(reader, []).append(source)
-    return found
+        last.setdefault(reader, []).append(source)
+    return last
 
 
 def _returned(
@@ -188,7 +197,7 @@ def _returned(
     return pytree.tree_unflatten(leaves, program.out_spec)
 
 
-class _Kept:
+class _BoundaryValues:
     """Values between two slices, for each input: in memory, or on disk beyond the budget."""
 
     def __init__(self, count: int, budget: int | None, stack: ExitStack, run: SlicedRun):
@@ -198,15 +207,15 @@ class _Kept:
         self.folder: Path | None = None
 
     def take(self, k: int) -> dict[fx.Node, Any]:
-        found, self.values[k], self.sizes[k] = self.values[k], {}, 0
+        values, self.values[k], self.sizes[k] = self.values[k], {}, 0
         spilled = self.files[k]
         if spilled is not None:
             path, nodes = spilled
             tensors = load_file(path)
-            found |= {node: tensors[str(i)] for i, node in enumerate(nodes)}
+            values |= {node: tensors[str(i)] for i, node in enumerate(nodes)}
             path.unlink()
             self.files[k] = None
-        return found
+        return values
 
     def put(self, k: int, values: dict[fx.Node, Any]) -> None:
         plain = [n for n, v in values.items() if isinstance(v, Tensor)]
@@ -225,7 +234,7 @@ class _Kept:
             values = {n: v for n, v in values.items() if not isinstance(v, Tensor)}
             size = 0
         self.values[k], self.sizes[k] = values, size
-        self.run.kept = max(self.run.kept, sum(self.sizes))
+        self.run.boundary_bytes = max(self.run.boundary_bytes, sum(self.sizes))
 
     def _folder(self) -> Path:
         if self.folder is None:

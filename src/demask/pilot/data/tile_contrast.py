@@ -1,6 +1,6 @@
-"""Where in an image something happens: one magnitude per tile.
+"""The activity of an image: one magnitude per tile.
 
-A map of activity has any size; its positions lie over the image in proportion, and a tile has the
+A map of activity may have any size; its positions cover the image in proportion, and a tile has the
 largest value of those that it touches.
 """
 
@@ -14,13 +14,15 @@ from torch import Tensor
 
 from demask.errors import BadInput
 
-BLOCK = 8  # pixels a side, of which `contrast` says how much they differ
+BLOCK = 8  # pixels a side of the blocks of `contrast`
 
 
 def contrast(x: Tensor, block: int = BLOCK) -> Tensor:
-    """How far the values of a channel are apart within each block, at most over the channels:
-    [n, c, h, w] -> [n, ceil(h / block), ceil(w / block)]. A block sees one row and one column of
-    the next, so that an edge between two blocks counts. Cost: one comparison per value or two.
+    """The largest range of values in each block, over the channels: [n, c, h, w] -> [n, ceil(h /
+    block), ceil(w / block)].
+
+    A block includes one row and one column of the next, so that an edge between two blocks counts.
+    Cost: one or two comparisons per value.
 
     >>> x = torch.zeros(1, 1, 16, 16)
     >>> x[..., 8:, :] = 1.0
@@ -28,9 +30,9 @@ def contrast(x: Tensor, block: int = BLOCK) -> Tensor:
     tensor([[[1., 1.],
              [0., 0.]]])
     """
-    behind = [-n % block for n in x.shape[2:]]
-    if any(behind):
-        x = F.pad(x.float(), (0, behind[1], 0, behind[0]), mode="replicate")
+    padding = [-n % block for n in x.shape[2:]]
+    if any(padding):
+        x = F.pad(x.float(), (0, padding[1], 0, padding[0]), mode="replicate")
     largest = _extreme(x, block, torch.amax, torch.maximum)
     return (largest - _extreme(x, block, torch.amin, torch.minimum)).amax(1)
 
@@ -38,24 +40,24 @@ def contrast(x: Tensor, block: int = BLOCK) -> Tensor:
 def _extreme(
     x: Tensor, block: int, of: Callable[..., Tensor], two: Callable[..., Tensor]
 ) -> Tensor:
-    """The largest or the smallest value of each block and of the first positions behind it; rows
-    first, whose values lie side by side."""
+    """The largest or the smallest value of each block and of the first positions after it; rows
+    first, whose values are contiguous."""
     for axis in (2, 3):
         count = x.shape[axis] // block
-        found = of(x.unflatten(axis, (count, block)), axis + 1)
+        extremes = of(x.unflatten(axis, (count, block)), axis + 1)
         if count > 1:
-            behind = x.narrow(axis, block, x.shape[axis] - block)
-            firsts = behind.unflatten(axis, (count - 1, block)).select(axis + 1, 0)
-            inner = found.narrow(axis, 0, count - 1)
+            following = x.narrow(axis, block, x.shape[axis] - block)
+            firsts = following.unflatten(axis, (count - 1, block)).select(axis + 1, 0)
+            inner = extremes.narrow(axis, 0, count - 1)
             inner.copy_(two(inner, firsts))
-        x = found
+        x = extremes
     return x
 
 
 def per_tile(activity: Tensor, size: tuple[int, int], tile: int, grow: int = 0) -> Tensor:
     """The largest activity that each tile of an image of `size` touches, with `grow` positions
-    around it: [n, h, w] -> [n, ceil(rows / tile), ceil(columns / tile)]. Not a number counts as
-    infinite: what is not known is run.
+    around it: [n, h, w] -> [n, ceil(rows / tile), ceil(columns / tile)]. NaN counts as infinite, so
+    that unknown tiles are run.
 
     >>> per_tile(torch.arange(4.0).reshape(1, 2, 2), (8, 8), 4)
     tensor([[[0., 1.],
@@ -66,28 +68,32 @@ def per_tile(activity: Tensor, size: tuple[int, int], tile: int, grow: int = 0) 
     """
     if activity.ndim != 3 or not activity.numel():
         raise BadInput("expected a map of activity [images, rows, columns], "
-                       f"found {list(activity.shape)}")  # fmt: skip
-    found = activity.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+                       f"got {list(activity.shape)}")  # fmt: skip
+    maxima = activity.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     for axis in (1, 2):
-        spans = _spans(size[axis - 1], found.shape[axis], tile, grow)
-        found = torch.stack(
-            [found.narrow(axis, low, high - low).amax(axis) for low, high in spans], axis
+        spans = _spans(size[axis - 1], maxima.shape[axis], tile, grow)
+        maxima = torch.stack(
+            [maxima.narrow(axis, low, high - low).amax(axis) for low, high in spans], axis
         )
-    return found
+    return maxima
 
 
-def _spans(length: int, places: int, tile: int, grow: int) -> list[tuple[int, int]]:
-    """Per tile, which of the `places` on a map over `length` positions it touches. Places that are
-    no whole number of positions may be one off: of blocks of eight the last is often smaller."""
-    slack = int(length % places != 0)
+def _spans(length: int, map_size: int, tile: int, grow: int) -> list[tuple[int, int]]:
+    """Per tile, the range of positions that it touches on a map of `map_size` positions over
+    `length`.
+
+    Positions that are no whole number of the image's may be one off: of blocks of eight the last is
+    often smaller.
+    """
+    slack = int(length % map_size != 0)
     ends = ((max(k - grow, 0), min(k + tile + grow, length)) for k in range(0, length, tile))
-    found = ((low * places // length, -(-high * places // length)) for low, high in ends)
-    return [(max(low - slack, 0), min(high + slack, places)) for low, high in found]
+    ranges = ((low * map_size // length, -(-high * map_size // length)) for low, high in ends)
+    return [(max(low - slack, 0), min(high + slack, map_size)) for low, high in ranges]
 
 
 def differences(answers: Sequence[Tensor], fills: Sequence[Tensor]) -> Tensor:
-    """How far a pilot's answers are from what stands in for them, at most over channels and
-    outputs, which have one size: [n, c, h, w] each -> [n, h, w]."""
+    """The distance of a pilot's answers from the fills, the largest over channels and outputs,
+    which have one size: [n, c, h, w] each -> [n, h, w]."""
     return together([(a - b).abs().amax(1) for a, b in zip(answers, fills, strict=True)])
 
 

@@ -1,26 +1,22 @@
-"""Where the packets of a file lie: the index in front of them, written, parsed and checked.
+"""The index of a packet file: where its packets are stored; written, parsed and checked.
 
 A file begins as a safetensors file does: eight bytes, little-endian, with the length of a JSON
-document, and the document. Its data begins at the next page. What comes first is small and always
-wanted (biases, statistics: sections, read in one go); an optional plane of int8 weights; then the
-packets, each at the start of a page, highest priority first. Packets may lie in several files
+document, and the document. Its data begins at the next page. Sections come first (biases,
+statistics: small, always needed, read at once); then an optional plane of int8 weights; then the
+packets, each at the start of a page, highest priority first. Packets may be in several files
 (shards) in one folder: an address is a file and a page of it.
 
-A packet is a header of 32 bytes directly before the weights it speaks of:
+A packet is a header of 32 bytes directly before its weights:
 
-| bytes | | |
-|---|---|---|
-| 0 | float32 | priority: the highest of its rows |
-| 4 | float32 | L2 norm of its weights |
-| 8 | int32 | exponent e: every weight is at most 2^e in magnitude; 0 where all are zero |
-| 12 | float32 | scale: the largest magnitude / 127, the step of 8-bit weights |
-| 16 | 3 uint32 | the number of the tensor in the index, first position, how many positions |
-| 28 | uint32 | CRC-32 of the 28 bytes before and of the weights behind |
+| bytes | | | |---|---|---| | 0 | float32 | priority: the highest of its rows | | 4 | float32 | L2
+norm of its weights | | 8 | int32 | exponent e: every weight is at most 2^e in magnitude; 0 where
+all are zero | | 12 | float32 | scale: the largest magnitude / 127, the step of 8-bit weights | | 16
+| 3 uint32 | the number of the tensor in the index, first position, how many positions | | 28 |
+uint32 | CRC-32 of the 28 bytes before and of the weights after |
 
 Positions are rows of a matrix (filters of a convolution: first axis) in the tensor's `order`, most
-important first, so that the rows of one packet are about equally important.
-
-Feature rows 001-d: priority and weights are fetched together, from one address.
+important first, so that the rows of one packet are about equally important. Priority and weights
+are read together, from one address.
 """
 
 from __future__ import annotations
@@ -55,7 +51,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """What stands before the weights of a packet."""
+    """The header of a packet, without its CRC."""
 
     priority: float
     norm: float
@@ -66,7 +62,7 @@ class Marker:
     count: int
 
     def packed(self) -> bytes:
-        """The 28 bytes of it."""
+        """The 28 bytes of the header."""
         return HEADER.pack(
             self.priority, self.norm, self.exponent, self.scale, self.tensor, self.first, self.count
         )
@@ -74,9 +70,11 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A tensor in packets. order: its rows (positions along the first axis), most important first;
-    plane: the byte of its 8-bit form in the data of the first file, with its CRC; None for none.
-    The 8-bit form is a float32 scale per row, then an int8 per weight, rows in the model's order.
+    """A tensor in packets.
+
+    order: its rows (positions along the first axis), most important first. plane: the offset of its
+    8-bit form in the data of the first file, with its CRC; None where there is none. The 8-bit form
+    is a float32 scale per row, then an int8 per weight, rows in the model's order.
     """
 
     name: str
@@ -100,11 +98,14 @@ class Blocked:
 
 @dataclass(frozen=True, slots=True)
 class PacketIndex:
-    """What a packet file holds and where. packets: a structured array (`COLUMNS`), one entry per
-    packet in order of priority, pages counted from the start of the data of its file. sections:
-    tensors in one piece, offsets counted from the start of the data of the first file. shards: the
-    names of further files, number 1 and on, with their sizes in pages of data. rest: bytes and CRC
-    of all sections together. aliases: further names of tensors (tied weights)."""
+    """The contents of a packet file and their addresses.
+
+    packets: a structured array (`COLUMNS`), one entry per packet in order of priority, pages
+    counted from the start of the data of its file. sections: tensors in one piece, offsets counted
+    from the start of the data of the first file. shards: the names of further files, number 1 and
+    on. rest: bytes and CRC of all sections together. aliases: further names of tensors (tied
+    weights).
+    """
 
     tensors: tuple[Blocked, ...]
     sections: tuple[StoredTensor, ...]
@@ -124,7 +125,7 @@ class PacketIndex:
 
     @property
     def plane_bytes(self) -> int:
-        """Of the 8-bit weights of all tensors; 0 for a file without them."""
+        """Bytes of the 8-bit weights of all tensors; 0 for a file without them."""
         return sum(t.plane_bytes for t in self.tensors if t.plane is not None)
 
     def __str__(self) -> str:
@@ -133,11 +134,11 @@ class PacketIndex:
         return (
             f"{len(self.packets)} packets of {len(self.tensors)} tensors in "
             f"{1 + len(self.shards)} files: {weights} bytes of weights in {pages} of pages, "
-            f"{self.rest[0]} beside, {self.plane_bytes} of 8-bit weights"
+            f"{self.rest[0]} of other tensors, {self.plane_bytes} of 8-bit weights"
         )
 
     def encoded(self) -> bytes:
-        """The beginning of the first file, up to its data. As long whatever the CRCs are."""
+        """The first file up to its data. Its length does not depend on the CRCs."""
         tensors = {}
         for t in self.tensors:
             entry = {"dtype": NAMES[t.dtype], "shape": list(t.shape), "order": t.order.tolist()}
@@ -170,30 +171,30 @@ def framed(document: Any) -> bytes:
 
 
 def header_length(first: bytes, size: int, where: str) -> int:
-    """Where the data of a file begins, of its first eight bytes; `size`: of the file."""
+    """The offset of the data of a file, from its first eight bytes; `size`: of the file."""
     length = int.from_bytes(first, "little")
     if len(first) < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES) or (8 + length) % PAGE:
         raise BadInput(
-            f"{where}: expected a packet file, found a header of {length} bytes in a file of "
+            f"{where}: expected a packet file, got a header of {length} bytes in a file of "
             f"{size}; write it again with demask.pilot.packets.writer.write"
         )
     return 8 + length
 
 
 def parse(text: bytes, where: str) -> PacketIndex:
-    """The index that a header holds, its structure checked; its addresses are not yet.
+    """The index in a header, its structure checked; its addresses are checked by `check_addresses`.
 
-    RefusedFile: anything that does not fit together; BadInput: no JSON.
+    Raises RefusedFile for entries that do not fit together, BadInput where it is no JSON.
     """
     document = parse_json(text, f"{where}: index")
     try:
         return _index(document)
     except _Wrong as error:
-        raise RefusedFile(f"{where}: {error}; the index is damaged or was made by hand") from None
+        raise RefusedFile(f"{where}: {error}; the index is damaged or was edited by hand") from None
 
 
 def check_addresses(index: PacketIndex, sizes: Mapping[int, int], where: str) -> None:
-    """Raise RefusedFile unless every address lies in its file and nothing overlaps."""
+    """Raise RefusedFile unless every address is inside its file and nothing overlaps."""
     try:
         _check(index, sizes)
     except _Wrong as error:
@@ -232,7 +233,7 @@ def _index(document: Any) -> PacketIndex:
     plain = tuple(_section(name, entry) for name, entry in sections.items())
     names = {t.name for t in blocked} | {s.name for s in plain}
     if len(names) != len(blocked) + len(plain):
-        raise _Wrong("a tensor stands both in packets and beside them")
+        raise _Wrong("a tensor is both in packets and outside of them")
     for name, other in aliases.items():
         if name in names or other not in names:
             raise _Wrong(f"{name!r:.80} cannot be another name of {other!r:.80}")
@@ -243,13 +244,13 @@ def _index(document: Any) -> PacketIndex:
 
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**62:
-        raise _Wrong(f"found {value!r:.40} where a size was expected")
+        raise _Wrong(f"expected a size, got {value!r:.40}")
     return value
 
 
 def _crc(text: Any) -> int:
     if not isinstance(text, str) or not re.fullmatch(r"[0-9a-f]{8}", text):
-        raise _Wrong(f"found {text!r:.40} where a CRC was expected")
+        raise _Wrong(f"expected a CRC, got {text!r:.40}")
     return int(text, 16)
 
 
@@ -287,8 +288,8 @@ def _blocked(name: str, entry: Any) -> Blocked:
         match more["plane"]:
             case [offset, crc]:
                 plane = _natural(offset), _crc(crc)
-            case found:
-                raise _Wrong(f"the 8-bit form of {name!r:.80} is not understood: {found!r:.80}")
+            case other:
+                raise _Wrong(f"the 8-bit form of {name!r:.80} is not understood: {other!r:.80}")
     return Blocked(name, dtype, size, rows, plane)
 
 
@@ -306,30 +307,30 @@ def _packets(columns: Any, tensors: tuple[Blocked, ...]) -> Array:
         raise _Wrong("the CRCs of packets are no text of hexadecimal digits")
     if not isinstance(priority, list) or not all(type(v) in (int, float) for v in priority):
         raise _Wrong("the priorities of packets are no list of numbers")
-    found = {
+    values = {
         name: _integers(columns[name], f"{name} of packets")
         for name in ("tensor", "first", "count", "file", "page")
     }
-    found["crc"] = np.frombuffer(bytes.fromhex(crc), dtype=">u4")
+    values["crc"] = np.frombuffer(bytes.fromhex(crc), dtype=">u4")
     with np.errstate(over="ignore"):
-        found["priority"] = np.array(priority, dtype=np.float64).astype(np.float32)
-    count = len(found["tensor"])
-    if any(len(column) != count for column in found.values()):
+        values["priority"] = np.array(priority, dtype=np.float64).astype(np.float32)
+    count = len(values["tensor"])
+    if any(len(column) != count for column in values.values()):
         raise _Wrong("the columns of packets differ in length")
-    made = np.empty(count, dtype=COLUMNS)
-    for name, column in found.items():
-        made[name] = column
-    ordered = np.isfinite(made["priority"]).all() and (np.diff(made["priority"]) <= 0).all()
+    packets = np.empty(count, dtype=COLUMNS)
+    for name, column in values.items():
+        packets[name] = column
+    ordered = np.isfinite(packets["priority"]).all() and (np.diff(packets["priority"]) <= 0).all()
     if not ordered:
         raise _Wrong("packets are not in order of falling, finite priority")
-    if count and made["tensor"].max() >= len(tensors):
+    if count and packets["tensor"].max() >= len(tensors):
         raise _Wrong("a packet belongs to no tensor")
-    _check_cover(made, tensors)
-    return made
+    _check_cover(packets, tensors)
+    return packets
 
 
 def _check_cover(packets: Array, tensors: tuple[Blocked, ...]) -> None:
-    """Every row of every tensor lies in exactly one packet."""
+    """Raise _Wrong unless every row of every tensor is in exactly one packet."""
     for number, tensor in enumerate(tensors):
         mine = packets[packets["tensor"] == number]
         mine = mine[np.argsort(mine["first"], kind="stable")]
@@ -342,12 +343,12 @@ def _check_cover(packets: Array, tensors: tuple[Blocked, ...]) -> None:
 
 
 def _check(index: PacketIndex, sizes: Mapping[int, int]) -> None:
-    """Every address lies in its file, aligned, and no two overlap: what the index promises is never
-    more than what the files hold."""
+    """Raise _Wrong unless every address is inside its file, aligned, and no two overlap, so that
+    the index never promises more than the files have."""
     if len(sizes) != 1 + len(index.shards):
-        raise _Wrong(f"expected {1 + len(index.shards)} files, found {len(sizes)}")
+        raise _Wrong(f"expected {1 + len(index.shards)} files, got {len(sizes)}")
     if len(index.packets) and index.packets["file"].max() > len(index.shards):
-        raise _Wrong("a packet lies in a file that is not named")
+        raise _Wrong("a packet is in a file that is not named")
     starts, ends = index.packets["page"] * PAGE, index.packets["page"] * PAGE + index.sizes()
     for number, size in sizes.items():
         mine = index.packets["file"] == number
@@ -356,20 +357,20 @@ def _check(index: PacketIndex, sizes: Mapping[int, int]) -> None:
             pieces += _front(index)
         pieces.sort()
         if any(end > size for _, end in pieces):
-            raise _Wrong(f"file {number} has {size} bytes of data, a packet ends behind it")
+            raise _Wrong(f"file {number} has {size} bytes of data, a packet ends after it")
         if any(a[1] > b[0] for a, b in pairwise(pieces)):
             raise _Wrong(f"two packets overlap in file {number}")
 
 
 def _front(index: PacketIndex) -> Iterator[tuple[int, int]]:
-    """The pieces before the packets: the sections, which lie one after the other, and the plane."""
+    """The pieces before the packets: the sections, stored one after the other, and the plane."""
     end = 0
     for section in index.sections:
         if section.offset % 8 or not 0 <= section.offset - end < 8:
-            raise _Wrong(f"tensor {section.name!r:.80} lies at byte {section.offset}, not {end}")
+            raise _Wrong(f"tensor {section.name!r:.80} is at byte {section.offset}, not {end}")
         end = section.offset + section.nbytes
     if end != index.rest[0]:
-        raise _Wrong(f"the tensors beside the packets have {end} bytes, not {index.rest[0]}")
+        raise _Wrong(f"the tensors outside of packets have {end} bytes, not {index.rest[0]}")
     yield 0, end
     for tensor in index.tensors:
         if tensor.plane is not None:

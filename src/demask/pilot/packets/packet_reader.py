@@ -1,4 +1,4 @@
-"""A network read packet by packet: as far as a budget or a priority goes, or the rows asked for."""
+"""A network read packet by packet: up to a budget or a priority, or single rows."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from demask.pilot.packets.packet_index import (
     parse,
 )
 
-RUN_BYTES = 4 * 2**20  # read at once at most, where packets lie side by side
+RUN_BYTES = 4 * 2**20  # read at once at most, where packets are adjacent
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """What was read of a network so far.
+    """The part of a network that was read so far.
 
-    values: tensors by name, as they are in the reader's memory: later reads go on there, `filled`
-    gives copies as of now. read: for tensors in packets, which rows
-    were. pilot: for tensors in packets, their 8-bit form as float32 scales (rows,) and int8 values
-    of the tensor's shape; empty where it was not read. aliases: further names of tensors.
+    values: tensors by name, in the reader's memory, which later reads change; `filled` returns
+    copies. read: for tensors in packets, which rows were read. pilot: for tensors in packets, their
+    8-bit form as float32 scales (rows,) and int8 values of the tensor's shape; empty where it was
+    not read. aliases: further names of tensors.
     """
 
     values: Mapping[str, Tensor]
@@ -59,23 +59,23 @@ class Partial:
         if fill == "pilot" and not self.complete and not self.pilot:
             raise BadInput("the pilot's 8-bit weights were not read: write the file with "
                            "plane=True and read with pilot=True, or use fill='zeros'")  # fmt: skip
-        made = {}
+        tensors = {}
         for name, value in self.values.items():
-            made[name] = value.clone()
+            tensors[name] = value.clone()
             if name not in self.read or self.read[name].all():
                 continue
             absent = ~self.read[name]
-            made[name][absent] = 0
+            tensors[name][absent] = 0
             if fill == "pilot":
                 scale, steps = self.pilot[name]
                 wide = steps[absent].float() * scale[absent].view(-1, *[1] * (steps.ndim - 1))
-                made[name][absent] = wide.to(value.dtype)
-        return made
+                tensors[name][absent] = wide.to(value.dtype)
+        return tensors
 
     def load(self, model: nn.Module, fill: Literal["zeros", "pilot"] = "zeros") -> nn.Module:
         """A copy of `model` (which may be on the meta device) with these weights.
 
-        BadInput: a model with other names or shapes.
+        Raises BadInput for a model with other names or shapes.
         """
         values = self.filled(fill)
         copied = structural_copy(model, share=True)
@@ -107,7 +107,7 @@ class _PacketFile:
 
 @dataclass(slots=True)
 class _ReaderState:
-    """What a reader holds."""
+    """The tensors that a reader has read."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
     read: dict[str, Tensor] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class _ReaderState:
 
 
 def _is_replaced(path: Path, descriptor: int) -> bool:
-    """Whether another file has the path of an open one by now: its shards are gone, too."""
+    """Whether another file has the path of an open one by now; then its shards are gone, too."""
     try:
         return not os.path.samestat(os.stat(path), os.fstat(descriptor))
     except OSError:
@@ -123,14 +123,29 @@ def _is_replaced(path: Path, descriptor: int) -> bool:
 
 
 class PacketReader:
-    """An open packet file: `read`, `read_above` and `read_rows` fetch markers with their weights.
+    """An open packet file: `read`, `read_above` and `read_rows` fetch headers with their weights.
 
-    index: what lies where. bytes_read, reads: what was fetched so far, the index included, and by
-    how many reads. Reads remember what they fetched: each packet is read once, and what they return
-    holds all of it. The CRC of everything that is read is compared.
+    index: the addresses of packets. bytes_read, reads: how many bytes were read so far, the index
+    included, and in how many reads. Each packet is read once, and each result has all that was read
+    before. The CRC of everything that is read is compared.
 
-    BadInput: no such file, no packet file, truncated. RefusedFile: an index that promises what the
-    files do not hold, or weights that are not those that were written.
+    Args:
+        path: of the (first) file.
+
+    Raises:
+        BadInput: no such file, no packet file, or a truncated one.
+        RefusedFile: an index that promises what the files do not have, or weights that are not
+        those
+            that were written.
+
+    >>> import tempfile
+    >>> from demask.pilot import write_packets
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "layer.packets") ...     _ = write_packets(path, {"weight":
+    torch.eye(2048)[:4]}) ...     with PacketReader(path) as reader: ...         row =
+    reader.read_rows("weight", [2])
+    >>> row.shape, row.argmax().item()
+    (torch.Size([1, 2048]), 2)
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -175,7 +190,7 @@ class PacketReader:
         if not stat.S_ISREG(status.st_mode):
             raise RefusedFile(f"{path}: expected a plain file")
         if status.st_size < 8:
-            raise BadInput(f"{path}: expected a packet file, found {status.st_size} bytes")
+            raise BadInput(f"{path}: expected a packet file, got {status.st_size} bytes")
         first = self._pread(file, 0, 8)
         file.start = header_length(bytes(first), status.st_size, str(path))
         file.size = status.st_size - file.start
@@ -196,11 +211,11 @@ class PacketReader:
     # ------------------------------------------------------------------------------------- reading
 
     def read(self, budget: str | int | None = None, *, pilot: bool = False) -> Partial:
-        """All that was read so far and the packets that come next, highest priority first, as many
-        as `budget` ("8MiB", or bytes) allows; None: all. pilot: also the 8-bit form, first.
+        """All that was read so far and the next packets, highest priority first.
 
-        The first call reads what lies beside the packets too. No call reads more than its budget;
-        BadInput where it does not reach for what comes first.
+        budget: bytes to read at most ("8MiB"); None: all packets. pilot: also read the 8-bit form,
+        first. The first call reads the tensors outside of packets, too. Raises BadInput where the
+        budget is not enough for what comes first.
         """
         left = None if budget is None else parse_memory(budget)
         left = self._front(left, pilot)
@@ -223,16 +238,16 @@ class PacketReader:
         return self._partial()
 
     def read_rows(self, name: str, rows: Sequence[int] | Tensor) -> Tensor:
-        """These rows of a tensor, (rows, ...) in the order asked for, exactly as written.
+        """These rows of a tensor, (rows, ...) in the order of `rows`, exactly as written.
 
-        Reads the packets that hold them, and remembers them as the other reads do.
-        BadInput: a tensor that is not in packets, a row that it does not have.
+        Reads the packets of these rows, and stores them as the other reads do. Raises BadInput for
+        a tensor that is not in packets, or a row that it does not have.
         """
         number = self._number(name)
         wanted = torch.as_tensor(rows, dtype=torch.int64)
         count = self.index.tensors[number].rows
         if wanted.ndim != 1 or bool(((wanted < 0) | (wanted >= count)).any()):
-            raise BadInput(f"{name} has rows 0 to {count - 1}; asked for {rows!r:.60}")
+            raise BadInput(f"{name} has rows 0 to {count - 1}, got {rows!r:.60}")
         holders = np.unique(self.holders(name)[wanted.numpy()])
         self._fetch(holders[self._pending[holders]].tolist())
         if not len(wanted):
@@ -251,11 +266,11 @@ class PacketReader:
         number = self._number(name)
         tensor = self.index.tensors[number]
         if tensor.name not in self._lookup:
-            found = np.empty(tensor.rows, dtype=np.int64)
+            packet_of_row = np.empty(tensor.rows, dtype=np.int64)
             for k in np.flatnonzero(self.index.packets["tensor"] == number):
                 first, count = self.index.packets[["first", "count"]][k]
-                found[tensor.order[first : first + count]] = k
-            self._lookup[tensor.name] = found
+                packet_of_row[tensor.order[first : first + count]] = k
+            self._lookup[tensor.name] = packet_of_row
         return self._lookup[tensor.name]
 
     def _partial(self) -> Partial:
@@ -271,13 +286,17 @@ class PacketReader:
             int(self.index.packets["file"][k]),
             int(self.index.packets["page"][k]) * PAGE,
         )
-        before = ends.get(number)
+        previous_end = ends.get(number)
         ends[number] = start + int(self._sizes[k])
-        gap = start - before if before is not None and 0 <= start - before < PAGE else 0
+        gap = (
+            start - previous_end
+            if previous_end is not None and 0 <= start - previous_end < PAGE
+            else 0
+        )
         return gap + int(self._sizes[k])
 
     def _front(self, left: int | None, pilot: bool) -> int | None:
-        """Read what lies before the packets, where it was not read; what is left of a budget."""
+        """Read the parts before the packets that were not read; the rest of the budget."""
         sections, plane = self.index.sections, []
         if pilot:
             plane = [t for t in self.index.tensors if t.name not in self._state.pilot]
@@ -301,7 +320,7 @@ class PacketReader:
     def _read_sections(self) -> None:
         size, crc = self.index.rest
         data = self._data(0, 0, size) if size else bytearray()
-        self._checked(zlib.crc32(data) == crc, self._files[0], "tensors beside the packets")
+        self._checked(zlib.crc32(data) == crc, self._files[0], "tensors outside of packets")
         for section in self.index.sections:
             value = torch.empty(section.shape, dtype=section.dtype)
             if value.numel():
@@ -321,11 +340,11 @@ class PacketReader:
             end = int(self.index.packets["page"][last]) * PAGE + int(self._sizes[last])
             data = memoryview(self._data(number, begin, end - begin))
             for k in run:
-                at = int(self.index.packets["page"][k]) * PAGE - begin
-                self._take(k, data[at : at + int(self._sizes[k])], self._files[number])
+                offset = int(self.index.packets["page"][k]) * PAGE - begin
+                self._take(k, data[offset : offset + int(self._sizes[k])], self._files[number])
 
     def _runs(self, chosen: list[int]) -> Iterator[list[int]]:
-        """Packets that lie side by side, at most `RUN_BYTES` together or a single one."""
+        """Groups of adjacent packets, at most `RUN_BYTES` together or a single one."""
         packets, pages = self.index.packets, self.index.pages()
         by_place = sorted(chosen, key=lambda k: (packets["file"][k], packets["page"][k]))
         run: list[int] = []
@@ -343,7 +362,7 @@ class PacketReader:
             yield run
 
     def _take(self, k: int, data: memoryview, file: _PacketFile) -> None:
-        """Check a packet and put its rows where they belong."""
+        """Check a packet and copy its rows into the tensor."""
         packet, tensor = self.index.packets[k], self.index.tensors[self.index.packets["tensor"][k]]
         marker = Marker(*HEADER.unpack_from(data))
         crc = int.from_bytes(data[HEADER.size : HEADER_BYTES], "little")
@@ -351,8 +370,8 @@ class PacketReader:
             packet["tensor"], packet["first"], packet["count"]
         ) and marker.priority == packet["priority"] and crc == packet["crc"]  # fmt: skip
         self._checked(bool(same), file, f"the marker of packet {k} ({tensor.name})")
-        found = zlib.crc32(data[HEADER_BYTES:], zlib.crc32(data[: HEADER.size]))
-        self._checked(found == crc, file, f"packet {k} ({tensor.name})")
+        checksum = zlib.crc32(data[HEADER_BYTES:], zlib.crc32(data[: HEADER.size]))
+        self._checked(checksum == crc, file, f"packet {k} ({tensor.name})")
         values = torch.frombuffer(data, dtype=tensor.dtype, offset=HEADER_BYTES)
         rows = torch.from_numpy(tensor.order[marker.first : marker.first + marker.count])
         self._place(int(packet["tensor"]))
@@ -368,7 +387,7 @@ class PacketReader:
             self._state.read[tensor.name] = torch.zeros(tensor.rows, dtype=torch.bool)
 
     def marker(self, k: int) -> Marker:
-        """The marker of packet `k` of the index, read by itself (as a scheduler would)."""
+        """The header of packet `k` of the index, read alone."""
         packet = self.index.packets[k]
         data = self._data(int(packet["file"]), int(packet["page"]) * PAGE, HEADER_BYTES)
         return Marker(*HEADER.unpack_from(data))

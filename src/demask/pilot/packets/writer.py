@@ -1,9 +1,8 @@
-"""Weights in a file in the order of their importance, each block behind its marker.
+"""Weights in a file in the order of their importance, each block after its header.
 
-One read at one address fetches both the priority and the weights (feature row 001-d), so a network
-can be read as far as a budget of bytes or a priority goes, or just the rows that a certificate
-demands. `write` makes the file, `PacketReader` reads it; `demask.pilot.packets.packet_index` is the
-layout.
+One read at one address fetches both the priority and the weights, so a network can be read up to a
+budget of bytes or a priority, or just the rows that a certificate needs. `write` writes the file,
+`PacketReader` reads it; `demask.pilot.packets.packet_index` documents the format.
 """
 
 from __future__ import annotations
@@ -53,29 +52,37 @@ def write(
     shards: int = 1,
     plane: bool = False,
 ) -> PacketIndex:
-    """A packet file of these weights at `path`, written beside and renamed; its index.
+    """The index of a packet file of these weights, which is written to `path`, completely or not at
+    all.
 
-    weights: a model (its state_dict) or tensors by name. Floating-point tensors of two or more
-    dimensions and at least `block` bytes go into packets of whole rows (first axis), as few rows as
-    hold `block` bytes; the rest lies beside them.
-    data: priorities. An ExecutionData (magnitudes by layer, "fc1" for "fc1.weight"), or a mapping
-    from names of layers or weights to one number per row; rows that it says nothing of come first.
-    None: the L2 norm of each row.
-    shards: in how many files the packets lie, neighbours in priority in different ones: "model.bin"
-    has "model.bin-0c27ed5f-1" and so on in its folder, named after what they hold. The file that
-    names them is replaced last, and shards that no file names any more are removed: whenever the
-    process ends, the old or the new network can be read. plane: also keep an 8-bit form of all
-    weights in packets.
+    Floating-point tensors of two or more dimensions and at least `block` bytes are written in
+    packets of whole rows (first axis), as few rows as fill `block` bytes; other tensors are stored
+    outside of packets.
 
-    BadInput: priorities that fit no tensor or are not finite, a path that cannot be written.
+    Args:
+        weights: a model (its state_dict) or tensors by name.
+        data: priorities: an ExecutionData (magnitudes by layer, "fc1" for "fc1.weight"), or a
+        mapping
+            from names of layers or weights to one number per row; rows without priority come first.
+            None: the L2 norm of each row.
+        block: bytes of a packet, "4KiB" or a number.
+        shards: how many files the packets are in, 1 to 256, neighbors in priority in different
+        ones:
+            "model.bin" has "model.bin-0c27ed5f-1" and so on in its folder, named after their
+            contents.
+            The file that names them is replaced last, and shards that no file names any more are
+            removed: whenever the process ends, the old or the new network can be read.
+        plane: also store an 8-bit form of all weights in packets.
+
+    Raises:
+        BadInput: priorities that fit no tensor or are not finite, a path that cannot be written.
 
     >>> import tempfile, os
     >>> layer = torch.nn.Linear(1024, 4)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = os.path.join(folder, "layer.packets")
-    ...     index = write(path, layer, {"weight": torch.tensor([0.0, 3.0, 1.0, 2.0])})
-    ...     with PacketReader(path) as reader:
-    ...         partial = reader.read_above(1.5)
+    ...     path = os.path.join(folder, "layer.packets") ...     index = write(path, layer,
+    {"weight": torch.tensor([0.0, 3.0, 1.0, 2.0])}) ...     with PacketReader(path) as reader: ...
+    partial = reader.read_above(1.5)
     >>> partial.read["weight"].tolist(), reader.reads, reader.bytes_read
     ([False, True, False, True], 4, 16432)
     """
@@ -107,7 +114,7 @@ def write(
 def _shard_names(
     name: str, shards: int, index: PacketIndex, blocked: Mapping[str, Tensor]
 ) -> tuple[str, ...]:
-    """Names of the files beside the first, made of what they hold: other weights, other names."""
+    """Names of the files after the first, from their contents: other weights, other names."""
     digest = hashlib.sha256(index.encoded())
     for tensor in blocked.values():
         digest.update(_bytes(tensor))
@@ -121,13 +128,13 @@ def _distinct(
     weights: nn.Module | Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], tuple[tuple[str, str], ...]]:
     """Tensors by name, each once, and the further names of tied ones."""
-    given = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    state = weights.state_dict() if isinstance(weights, nn.Module) else weights
     tensors: dict[str, Tensor] = {}
     aliases, seen = [], {}
-    for name, tensor in given.items():
+    for name, tensor in state.items():
         if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES.values():
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise BadInput(f"{name}: expected a tensor of {', '.join(DTYPES)}, found {kind}")
+            raise BadInput(f"{name}: expected a tensor of {', '.join(DTYPES)}, got {kind}")
         if tensor.is_meta:
             raise BadInput(f"{name} has no values (it is on the meta device); load them first")
         key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
@@ -143,7 +150,7 @@ def _priorities(blocked: Mapping[str, Tensor], data: Any) -> dict[str, Array]:
     """A float32 per row of each tensor."""
     if data is None:
         return {n: _norms(t) for n, t in blocked.items()}
-    told, unused = {}, set()
+    row_priorities, unused = {}, set()
     named = data.magnitudes if hasattr(data, "magnitudes") else data
     if not isinstance(named, Mapping):
         raise BadInput(f"expected an ExecutionData or a mapping from names to priorities, got "
@@ -153,30 +160,36 @@ def _priorities(blocked: Mapping[str, Tensor], data: Any) -> dict[str, Array]:
         if weight is None:
             unused.add(name)
             continue
-        found = data.priorities(name) if hasattr(data, "priorities") else named[name]
-        told[weight] = _numbers(torch.as_tensor(found), name, len(blocked[weight]))
-    if unused and (named is data or not told):
-        raise BadInput(f"priorities are given for {sorted(unused)[:5]}, which have no weights in "
+        values = data.priorities(name) if hasattr(data, "priorities") else named[name]
+        row_priorities[weight] = _numbers(torch.as_tensor(values), name, len(blocked[weight]))
+    if unused and (named is data or not row_priorities):
+        raise BadInput(f"there are priorities for {sorted(unused)[:5]}, which have no weights in "
                        f"packets; those that have: {sorted(blocked)[:10]}")  # fmt: skip
-    top = max((float(v.max()) for v in told.values()), default=0.0)
-    return {n: told.get(n, np.full(len(t), top, dtype=np.float32)) for n, t in blocked.items()}
+    top = max((float(v.max()) for v in row_priorities.values()), default=0.0)
+    return {
+        n: row_priorities.get(n, np.full(len(t), top, dtype=np.float32)) for n, t in blocked.items()
+    }
 
 
 def _norms(weight: Tensor) -> Array:
-    """Of each row; one that is not finite is the largest."""
+    """The L2 norm of each row; one that is not finite is the largest float32."""
     norms = torch.linalg.vector_norm(weight.flatten(1).double(), dim=1).cpu()
     most = torch.finfo(torch.float32).max
     return norms.nan_to_num(most, most).clamp(max=most).to(torch.float32).numpy()
 
 
 def _numbers(values: Tensor, name: str, rows: int) -> Array:
-    made = values.detach().cpu().to(torch.float32).numpy()
-    if made.shape != (rows,) or not np.isfinite(made).all():
+    numbers = values.detach().cpu().to(torch.float32).numpy()
+    if numbers.shape != (rows,) or not np.isfinite(numbers).all():
         raise BadInput(
-            f"priorities of {name}: expected {rows} finite numbers, one per row, found "
-            + (f"shape {made.shape}" if made.shape != (rows,) else "values that are not finite")
+            f"priorities of {name}: expected {rows} finite numbers, one per row, got "
+            + (
+                f"shape {numbers.shape}"
+                if numbers.shape != (rows,)
+                else "values that are not finite"
+            )
         )
-    return made
+    return numbers
 
 
 def _sections(plain: Mapping[str, Tensor]) -> Iterator[StoredTensor]:
@@ -196,14 +209,14 @@ def _placed(
     rest: int,
     plane: bool,
 ) -> tuple[Array, dict[str, tuple[int, int]]]:
-    """Packets at their addresses, their CRCs open, and where the 8-bit forms lie."""
-    made = []
+    """Packets at their addresses, without CRCs, and the addresses of the 8-bit forms."""
+    entries = []
     for number, tensor in enumerate(kinds):
         each = min(-(-least // tensor.row_bytes), tensor.rows)
         for first in range(0, tensor.rows, each):
             top = float(priorities[tensor.name][tensor.order[first]])
-            made.append((number, first, min(each, tensor.rows - first), 0, 0, top, 0))
-    packets = np.array(made, dtype=COLUMNS)
+            entries.append((number, first, min(each, tensor.rows - first), 0, 0, top, 0))
+    packets = np.array(entries, dtype=COLUMNS)
     packets = packets[np.argsort(-packets["priority"], kind="stable")]
     packets["file"] = np.arange(len(packets)) % shards
     row_bytes = np.array([t.row_bytes for t in kinds], dtype=np.int64)
@@ -226,8 +239,8 @@ def _placed(
 def _written(
     final: Path, index: PacketIndex, blocked: list[Tensor], plain: Mapping[str, Tensor]
 ) -> PacketIndex:
-    """The files of an index; the first one last, so that what it names is there. The index with
-    its CRCs."""
+    """Write the files of an index, the first one last, so that what it names exists; the index with
+    CRCs."""
     shards = [final.with_name(name) for name in index.shards]
     added = [path for path in shards if not path.exists()]
     try:
@@ -300,7 +313,7 @@ def _put(file: BinaryIO, offset: int, data: bytes) -> None:
 def _put_sections(
     file: BinaryIO, start: int, sections: tuple[StoredTensor, ...], plain: Mapping[str, Tensor]
 ) -> int:
-    """Write the tensors beside the packets; the CRC of them all."""
+    """Write the tensors outside of packets; the CRC of them all."""
     data = bytearray()
     for section in sections:
         data += bytes(section.offset - len(data)) + _bytes(plain[section.name])
@@ -320,9 +333,9 @@ def _packet(packet: Any, index: PacketIndex, weight: Tensor) -> tuple[bytes, int
         float(packet["priority"]), _float32(torch.linalg.vector_norm(wide)), exponent,
         _float32(wide.abs().max() / 127), int(packet["tensor"]), first, count,
     )  # fmt: skip
-    head, body = marker.packed(), _bytes(rows)
-    crc = zlib.crc32(body, zlib.crc32(head))
-    return head + crc.to_bytes(4, "little") + body, crc
+    header, body = marker.packed(), _bytes(rows)
+    crc = zlib.crc32(body, zlib.crc32(header))
+    return header + crc.to_bytes(4, "little") + body, crc
 
 
 def _float32(value: Tensor) -> float:

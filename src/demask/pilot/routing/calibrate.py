@@ -1,4 +1,4 @@
-"""The threshold of a route, from examples: as bold as a guarantee allows, and only if it pays."""
+"""The threshold of a route, from examples: the boldest with a guarantee, if routing is faster."""
 
 from __future__ import annotations
 
@@ -25,11 +25,18 @@ PAIRS, SECONDS = 15, 10.0  # calls of each network that are timed, and how long 
 class Calibrated:
     """A route, what is guaranteed of it, and what it costs on this machine.
 
-    route: with a threshold of inf where nothing can be guaranteed or routing never pays. router:
-    the networks behind it; the full network alone where single calls do not pay. share: of the
-    rows, those for the full network. pilot, full, rest: seconds of the pilot and of the full
-    network for a batch, and of the full network for `share` of one. reason: why routing is
-    refused, "" where it is not.
+    route: with a threshold of inf where nothing can be guaranteed or routing is never faster.
+    router: its networks; the full network alone where single calls are not faster. share: of rows,
+    those for the full network. pilot, full, rest: seconds of the pilot and of the full network for
+    a batch, and of the full network for `share` of one. reason: why routing is refused, "" where it
+    is not.
+
+    >>> from demask.pilot import Route
+    >>> _ = torch.manual_seed(0)
+    >>> net = nn.Linear(4, 3).eval()
+    >>> calibration = Route.calibrated(net, net, torch.randn(1000, 4), loss=0.05)
+    >>> isinstance(calibration, Calibrated), calibration.guarantee.loss
+    (True, 0.05)
     """
 
     route: ThresholdRoute
@@ -79,8 +86,11 @@ def calibrated(
     batch: int,
     dealt: tuple[int, Sequence[float]],
 ) -> Calibrated:
-    """As `Route.calibrated` says, for networks in eval mode. wanted: the route but for its
-    threshold. promise: loss and level. dealt: seed and parts of the splits."""
+    """The result of `Route.calibrated`, for networks in eval mode.
+
+    wanted: the route but for its threshold. promise: loss and level. dealt: seed and parts of the
+    splits.
+    """
     rows = _rows(args, labels, batch)
     sure, mine, better, full = _answers(Router(model, pilot, wanted), args, rows, batch)
     split = splits(rows, *dealt)
@@ -88,13 +98,13 @@ def calibrated(
     # Values that occur: rounded to float32, where they are compared, they stay the same.
     known = sure[split.choose].nan_to_num(nan=-1.0)
     knobs = known.quantile(shares, interpolation="lower").unique().flip(0)
-    made = torch.where(sure > knobs[:, None], mine, better)
-    found = guarantee(compared(knobs.tolist(), full, made, labels), *promise, split=split)
-    threshold = math.inf if found.threshold is None else found.threshold
+    answers = torch.where(sure > knobs[:, None], mine, better)
+    bound = guarantee(compared(knobs.tolist(), full, answers, labels), *promise, split=split)
+    threshold = math.inf if bound.threshold is None else bound.threshold
     seen = sure[torch.cat([split.bound, split.report])]
     share = float((~(seen > threshold)).float().mean())
     times = _times(model, pilot, args, rows, batch, share)
-    return _judged(replace(wanted, threshold=threshold), model, pilot, found, share, times)
+    return _judged(replace(wanted, threshold=threshold), model, pilot, bound, share, times)
 
 
 def _rows(args: tuple[Any, ...], labels: Tensor | None, batch: int) -> int:
@@ -114,23 +124,25 @@ def _rows(args: tuple[Any, ...], labels: Tensor | None, batch: int) -> int:
 def _answers(
     router: Router, args: tuple[Any, ...], rows: int, batch: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of all rows: how sure the pilot is, its classes, those of the rows for the full network, and
-    those of the full network by itself."""
-    found = []
+    """For all rows: the confidence of the pilot, its classes, those of the rows for the full
+    network, and those of the full network alone."""
+    parts = []
     for part in torch.arange(rows, device=args[0].device).split(batch):
         some = picked(args, part, rows)
         cheap, full = router.pilot(*some), router.full(*some)
         better = router.merged(cheap, full, torch.arange(len(part), device=part.device))
         sure = CONFIDENCES[router.route.confidence](scores(cheap))
-        found.append((sure.double(), *(scores(made).argmax(1) for made in (cheap, better, full))))
-    sure, mine, better, full = (torch.cat(one).cpu() for one in zip(*found, strict=True))
+        parts.append(
+            (sure.double(), *(scores(output).argmax(1) for output in (cheap, better, full)))
+        )
+    sure, mine, better, full = (torch.cat(one).cpu() for one in zip(*parts, strict=True))
     return sure, mine, better, full
 
 
 def _times(
     model: nn.Module, pilot: nn.Module, args: tuple[Any, ...], rows: int, batch: int, share: float
 ) -> tuple[float, float, float]:
-    """Seconds: the pilot, the full network, the full network for so many rows of a batch."""
+    """Seconds of the pilot, of the full network, and of the full network for `share` of a batch."""
     count = min(batch, rows)
     device = args[0].device
     some = picked(args, torch.arange(count, device=device), rows)
@@ -145,19 +157,19 @@ def _judged(
     route: ThresholdRoute,
     model: nn.Module,
     pilot: nn.Module,
-    found: Guarantee,
+    bound: Guarantee,
     share: float,
     times: tuple[float, float, float],
 ) -> Calibrated:
-    """Never slower: routed only where pilot and rest take less than the full network."""
+    """The route, if pilot and rest take less than the full network; else the full network alone."""
     cheap, full, rest = times
     rest = rest if share else 0.0
     words = (f"the pilot takes {1e3 * cheap:.3g} ms of the full network's {1e3 * full:.3g}, and "
              f"{share:.1%} of the rows need both")  # fmt: skip
     reason = ""
-    if found.threshold is None:
-        kind = "a loss" if found.reported.labelled else "a disagreement"
-        reason = f"do not route: {kind} of {found.loss:.2%} cannot be guaranteed for any threshold"
+    if bound.threshold is None:
+        kind = "a loss" if bound.reported.labelled else "a disagreement"
+        reason = f"do not route: {kind} of {bound.loss:.2%} cannot be guaranteed for any threshold"
     elif cheap + share * full >= full:
         reason = f"do not route: it does not pay, for {words}"
         route = replace(route, threshold=math.inf)
@@ -165,7 +177,7 @@ def _judged(
         reason = f"route streams only: a single call does not pay, for {words}"
     router = Router(model, pilot, route)
     router = router.alone(reason) if reason else router
-    return Calibrated(route, router, found, share, *times[:2], rest, reason)
+    return Calibrated(route, router, bound, share, *times[:2], rest, reason)
 
 
 __all__ = ["Calibrated", "calibrated"]

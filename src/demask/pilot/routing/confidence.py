@@ -19,9 +19,11 @@ SMALL = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """What the last call did: rows, how many went to the full network, in how many calls of it.
+    """What the last call did.
 
-    latency: of a stream, seconds from taking a batch in to its answers being complete.
+    rows: of the call. escalated: rows that the full network ran. calls: of the full network.
+    latency:
+    of a stream, seconds from the arrival of a batch to its complete answers.
     """
 
     rows: int
@@ -31,18 +33,18 @@ class Routed:
 
     @property
     def share(self) -> float:
-        """Of the rows, those that went to the full network."""
+        """The share of rows that the full network ran."""
         return self.escalated / self.rows if self.rows else 0.0
 
 
-def scores(made: Any) -> Tensor:
+def scores(outputs: Any) -> Tensor:
     """The class scores of a network's outputs: the first tensor, [rows, classes]."""
-    leaves = pytree.tree_leaves(made)
+    leaves = pytree.tree_leaves(outputs)
     first = leaves[0] if leaves else None
     if not isinstance(first, Tensor) or first.ndim != 2 or not first.is_floating_point():
-        found = list(first.shape) if isinstance(first, Tensor) else type(first).__name__
+        got = list(first.shape) if isinstance(first, Tensor) else type(first).__name__
         raise BadInput("to route, a network's first output must be class scores, floats [rows, "
-                       f"classes]; found {found}")  # fmt: skip
+                       f"classes]; got {got}")  # fmt: skip
     return first
 
 
@@ -57,13 +59,13 @@ def picked(call: Any, rows: Tensor, count: int) -> Any:
 
 
 def margin(logits: Tensor) -> Tensor:
-    """How far the two largest probabilities are apart: [rows, classes] -> [rows], 0 to 1.
+    """The difference of the two largest probabilities: [rows, classes] -> [rows], 0 to 1.
 
     >>> margin(torch.tensor([[0.0, 0.0], [20.0, -20.0]]))
     tensor([0., 1.])
     """
     if logits.shape[1] < 2:
-        raise BadInput(f"expected scores of two classes or more, found {list(logits.shape)}")
+        raise BadInput(f"expected scores of two classes or more, got {list(logits.shape)}")
     best = logits.softmax(1).topk(2, dim=1).values
     return best[:, 0] - best[:, 1]
 
@@ -74,7 +76,7 @@ def softmax(logits: Tensor) -> Tensor:
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """1 less the entropy, relative to that of not knowing at all: [rows, classes] -> [rows].
+    """1 less the entropy divided by that of equal probabilities: [rows, classes] -> [rows].
 
     >>> entropy(torch.zeros(1, 4)).abs() < 1e-6
     tensor([True])

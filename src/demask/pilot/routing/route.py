@@ -1,10 +1,10 @@
-"""The pilot answers where it is sure, and the full network only where it is not.
+"""A route: the pilot answers where it is confident, and the full network where it is not.
 
 The pilot is any network of the same call: a smaller one, or the network itself with fewer bits. It
-runs for all rows (examples of a batch). Rows whose answer is not sure enough are gathered, the full
-network runs for these alone, and its answers are put in their places. How sure: from the pilot's
-class scores, as Viola and Jones's cascades do with detectors (2001) and IDK cascades with
-classifiers (Wang et al. 2017). What that loses is found out in `demask.pilot.guarantee`.
+runs for all rows (examples of a batch). Rows whose answer is not confident enough are gathered, the
+full network runs for these alone, and its answers replace the pilot's. Confidence comes from the
+pilot's class scores, as in the cascades of Viola and Jones (2001) for detectors and in IDK cascades
+(Wang et al. 2017) for classifiers. `demask.pilot.guarantee` bounds the loss.
 """
 
 from __future__ import annotations
@@ -22,13 +22,23 @@ from demask.pilot.routing.router import Router, ThresholdRoute, call_copy, pilot
 
 @dataclass(frozen=True, slots=True)
 class Route(ThresholdRoute):
-    """Rows of which the pilot is surer than `threshold` keep its answer.
+    """A condition under which rows where the pilot's confidence is above `threshold` keep its
+    answer.
 
-    confidence: "margin" (of the two largest probabilities), "softmax" (the largest one) or
-    "entropy" (1 - entropy / log classes): 0 to 1 each. answer, of the other rows: "full", the full
-    network's, or "both", the logarithm of the mean of both networks' probabilities, which is often
-    right more often than either and costs nothing more. threshold=inf: the full network alone.
-    `Route.calibrated` finds a threshold with a guarantee. Feature row 001-e.
+    Args:
+        threshold: 0 to 1; inf for the full network alone. `Route.calibrated` chooses one with a
+            guarantee.
+        confidence: "margin" (difference of the two largest probabilities), "softmax" (the largest
+        one)
+            or "entropy" (1 - entropy / log classes).
+        answer: of the other rows: "full", the full network's, or "both", the logarithm of the mean
+        of
+            both networks' probabilities, which is often right more often than either and costs
+            nothing
+            more.
+
+    Raises:
+        BadInput: NaN as threshold, or an unknown `confidence` or `answer`.
 
     >>> import torch
     >>> net, small = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
@@ -54,13 +64,18 @@ class Route(ThresholdRoute):
         table: Table = TABLE,
     ) -> Calibrated:
         """The route that runs the full network for as few rows as a guarantee allows: a
-        `demask.pilot.routing.calibrate.Calibrated`, with the guarantee and whether it pays.
+        `Calibrated`, with the guarantee and whether routing is faster.
 
-        pilot: as `applied` takes it. inputs: a tensor or an args tuple of tensors, one example per
-        row; labels: classes, int64 [rows]. loss: of accuracy, as a share of examples, that `level`
-        promises not to exceed; without labels, of answers that differ from the full network's.
-        parts: how examples are split, to choose, bound and report. batch: rows per call.
-        table: the op table, as `demask.demask` takes it.
+        Args:
+            pilot: as `applied` takes it.
+            inputs: a tensor or an args tuple of tensors, one example per row.
+            labels: classes, int64 [rows].
+            loss: of accuracy, as a share of examples, that `level` promises not to exceed; without
+            labels,
+                of answers that differ from the full network's.
+            batch: rows per call.
+            seed, parts: how examples are split, to choose, bound and report.
+            table: the op table, as `demask.demask` takes it.
         """
         args = inputs if isinstance(inputs, tuple) else (inputs,)
         few = tuple(leaf[:batch] if isinstance(leaf, Tensor) else leaf for leaf in args)

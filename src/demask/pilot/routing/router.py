@@ -1,4 +1,4 @@
-"""A network that runs only for the rows of which its pilot is not sure."""
+"""A network that runs only for the rows on which its pilot is not confident."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from demask.pilot.simplifiers.simplify import Simplifier, simplifier, simplify
 
 ANSWERS = ("full", "both")
 PAIRS, SECONDS = 7, 5.0  # calls of pilot and full network that are compared, and how long at most
-NEAR = 1e-3  # of the largest output: a row alone and among others, which kernels sum differently
-ENOUGH = 16  # rows of an example that tell how many are sure
+NEAR = 1e-3  # of the largest output: kernels sum a row alone differently from one among others
+ENOUGH = 16  # rows of an example from which the share of confident ones is estimated
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,14 @@ class ThresholdRoute:
         pilot: Any,
         table: Table = TABLE,
     ) -> Router:
-        """A network of the same call that runs `model` only where `pilot` is not sure.
+        """A network of the same call that runs `model` only where `pilot` is not confident.
 
-        pilot: an nn.Module of the same call, or a simplifier or its text. Where routing is not
-        sound (rows depend on each other, or on how many there are) or does not pay on this
-        machine (pilot and full network are timed with the example; with 16 rows or more, those of
-        them that need the full network count), the full network alone is run, and
-        `conditioned.decisions` says why. Raises BadInput where the two networks' outputs do
-        not match or are no class scores [rows, classes].
+        pilot: an nn.Module of the same call, or a simplifier or its text. The full network alone is
+        run where routing is not sound (rows depend on each other, or on how many there are) or not
+        faster on this machine; `conditioned.decisions` says why. Pilot and full network are timed
+        with the example; with 16 rows or more, those that need the full network count. Raises
+        BadInput where the two networks' outputs do not match or are no class scores [rows,
+        classes].
         """
         named = dict(kwargs or {})
         full = call_copy(model)
@@ -73,11 +73,18 @@ class ThresholdRoute:
 
 
 class Router(nn.Module):
-    """A full network behind a pilot; `last` says what the last call did.
+    """A pilot, and a full network for the rows on which the pilot is not confident.
 
-    Made by `Route.applied`, which checks that routing is sound and pays; made directly, it is the
-    caller's business. Outputs: those of the networks, a tensor [rows, classes] or a structure of
-    tensors whose first holds class scores and all of which have rows first.
+    `Route.applied` builds it and checks that routing is sound and faster; built directly, nothing
+    is checked. Outputs: those of the networks, a tensor [rows, classes] or a structure of tensors
+    whose first has class scores and all of which have rows first. last: what the last call did.
+
+    >>> from demask.pilot import Route
+    >>> net, small = nn.Linear(4, 3), nn.Linear(4, 3)
+    >>> router = Router(net, small, Route(1.0))
+    >>> x = torch.randn(8, 4)
+    >>> torch.allclose(router(x), net(x)), router.last.escalated
+    (True, 8)
     """
 
     def __init__(self, full: nn.Module, pilot: nn.Module, route: ThresholdRoute, words: str = ""):
@@ -92,7 +99,7 @@ class Router(nn.Module):
         self.conditioned = Conditioned(route, name, self.whole, (decision,))
 
     def alone(self, reason: str) -> Router:
-        """The same, but for running the full network alone; reason: why."""
+        """The same router, which runs the full network alone; reason: why."""
         refused = Router(self.full, self.pilot, self.route)
         refused.whole = True
         decision = Decision("network", "the full network alone", reason)
@@ -101,30 +108,30 @@ class Router(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.whole:
-            made = self.full(*args, **kwargs)
-            rows = len(scores(made))
+            outputs = self.full(*args, **kwargs)
+            rows = len(scores(outputs))
             self.last = Routed(rows, rows, 1)
-            return made
-        made = self.pilot(*args, **kwargs)
-        unsure, rows = self.unsure(made), len(scores(made))
+            return outputs
+        outputs = self.pilot(*args, **kwargs)
+        unsure, rows = self.unsure(outputs), len(scores(outputs))
         self.last = Routed(rows, len(unsure), int(len(unsure) > 0))
         if not len(unsure):
-            return made
+            return outputs
         some = picked((args, kwargs), unsure, rows)
-        return self.merged(made, self.full(*some[0], **some[1]), unsure)
+        return self.merged(outputs, self.full(*some[0], **some[1]), unsure)
 
-    def unsure(self, made: Any) -> Tensor:
-        """The rows of a pilot's outputs that need the full network, int64 [rows of them]. Scores
-        that are not numbers are not sure."""
-        sure = CONFIDENCES[self.route.confidence](scores(made)) > self.route.threshold
+    def unsure(self, outputs: Any) -> Tensor:
+        """The rows of a pilot's outputs that need the full network, int64 [rows of them], NaN
+        scores included."""
+        sure = CONFIDENCES[self.route.confidence](scores(outputs)) > self.route.threshold
         return (~sure).nonzero().flatten()
 
-    def merged(self, made: Any, better: Any, rows: Tensor) -> Any:
+    def merged(self, outputs: Any, better: Any, rows: Tensor) -> Any:
         """A pilot's outputs with those of the full network in some rows."""
         if self.route.answer == "both":
-            better = _averaged(pytree.tree_map(lambda leaf: leaf[rows], made), better)
+            better = _averaged(pytree.tree_map(lambda leaf: leaf[rows], outputs), better)
         return pytree.tree_map(lambda old, new: old.to(new.dtype).index_copy(0, rows, new),
-                               made, better)  # fmt: skip
+                               outputs, better)  # fmt: skip
 
     def stream(
         self,
@@ -150,10 +157,10 @@ class Router(nn.Module):
         return Queue(self, batch, wait, fixed).answers(inputs, tagged)
 
 
-def _averaged(made: Any, better: Any) -> Any:
+def _averaged(outputs: Any, better: Any) -> Any:
     """The full network's outputs, its class scores averaged with the pilot's."""
     leaves, spec = pytree.tree_flatten(better)
-    mine, other = scores(better).log_softmax(1), scores(made).log_softmax(1)
+    mine, other = scores(better).log_softmax(1), scores(outputs).log_softmax(1)
     leaves[0] = torch.logaddexp(mine, other.to(mine.dtype)) - math.log(2)
     return pytree.tree_unflatten(leaves, spec)
 
@@ -177,13 +184,15 @@ def pilot_network(
 
 
 def _unsound(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why rows cannot be run apart, in words; "" where they can."""
+    """Why rows cannot be run separately, in words; "" where they can."""
     whole, cheap = router.full(*args, **kwargs), router.pilot(*args, **kwargs)
     rows = len(scores(whole))
     if not rows:
-        raise BadInput("route needs an example of one row or more, to see that rows are apart")
-    shapes = [[(tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(made)]
-              for made in (whole, cheap)]  # fmt: skip
+        raise BadInput(
+            "route needs an example of one row or more, to see that rows are independent"
+        )
+    shapes = [[(tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(outputs)]
+              for outputs in (whole, cheap)]  # fmt: skip
     if shapes[0] != shapes[1]:
         raise BadInput("pilot and full network must have the same outputs: the full network's are "
                        f"{shapes[0]}, the pilot's {shapes[1]}")  # fmt: skip
@@ -192,10 +201,10 @@ def _unsound(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
     places = torch.tensor([rows - 1, 0, rows - 1], device=scores(whole).device)
     some = picked((args, kwargs), places, rows)
     try:
-        apart = router.full(*some[0], **some[1])
+        reordered = router.full(*some[0], **some[1])
     except (RuntimeError, ValueError, TypeError) as error:
         return f"it does not take another number of rows: {str(error).splitlines()[0]:.100}"
-    for one, other in zip(pytree.tree_leaves(whole), pytree.tree_leaves(apart), strict=True):
+    for one, other in zip(pytree.tree_leaves(whole), pytree.tree_leaves(reordered), strict=True):
         expected = one[places]
         if other.shape != expected.shape:
             return "an output has other rows than inputs have: inputs are not rows alone"
@@ -209,15 +218,15 @@ def _slow(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Why routing does not pay, in words; "" where it does."""
     if router.whole:
         return ""
-    made = router.pilot(*args, **kwargs)
-    rows, unsure = len(scores(made)), router.unsure(made)
+    outputs = router.pilot(*args, **kwargs)
+    rows, unsure = len(scores(outputs)), router.unsure(outputs)
     calls = {"pilot": partial(router.pilot, *args, **kwargs),
              "full": partial(router.full, *args, **kwargs)}  # fmt: skip
     known = rows >= ENOUGH
     if known and len(unsure):
         some = picked((args, kwargs), unsure, rows)
         calls["rest"] = partial(router.full, *some[0], **some[1])
-    taken = medians(calls, scores(made).device, PAIRS, SECONDS)
+    taken = medians(calls, scores(outputs).device, PAIRS, SECONDS)
     pilot, full, rest = taken["pilot"], taken["full"], taken.get("rest", 0.0)
     if pilot + rest < full:
         return ""

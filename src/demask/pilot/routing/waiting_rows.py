@@ -1,4 +1,4 @@
-"""Rows that need the full network, kept until they fill a call of it."""
+"""Rows that need the full network, queued until they fill a call of it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Waiting:
 
     number: int
     since: float
-    made: Any
+    outputs: Any
     missing: int
 
 
@@ -49,7 +49,7 @@ class WaitingRows:
     places: Tensor
 
     def taken(self, count: int) -> WaitingRows:
-        """The first of them, which are taken out."""
+        """The first `count` of them, which are removed."""
         first = WaitingRows(
             self.owner, _map(self.inputs, lambda leaf: leaf[:count]), self.places[:count]
         )
@@ -60,7 +60,7 @@ class WaitingRows:
 
 @dataclass(slots=True)
 class Queue:
-    """A router's stream. Answers of a batch are complete once its last row has come back."""
+    """The stream of a router. Answers of a batch are complete once its last row was answered."""
 
     router: StreamRouter
     batch: int
@@ -74,34 +74,37 @@ class Queue:
     calls: int = 0
 
     def answers(self, inputs: Iterable[Any], tagged: bool) -> Iterator[Any]:
-        """The answers to each batch; tagged: with its number, as soon as they are there."""
+        """The answers to each batch; tagged: with its number, as soon as they are complete."""
         number = -1
-        for number, given in enumerate(inputs):
-            self._enter(number, given if isinstance(given, tuple) else (given,))
-            while self._held() >= self.batch:
+        for number, inputs_of_batch in enumerate(inputs):
+            self._enter(
+                number,
+                inputs_of_batch if isinstance(inputs_of_batch, tuple) else (inputs_of_batch,),
+            )
+            while self._waiting_count() >= self.batch:
                 self._run(self.batch)
             while self.wait is not None and self._oldest() < number - self.wait:
-                self._run(min(self.batch, self._held()))
+                self._run(min(self.batch, self._waiting_count()))
             yield from self._complete(tagged)
         while self.rows:
-            self._run(min(self.batch, self._held()))
+            self._run(min(self.batch, self._waiting_count()))
         yield from self._complete(tagged)
-        self._told()
+        self._report()
 
     def _enter(self, number: int, args: tuple[Any, ...]) -> None:
         since, router = perf_counter(), self.router
         if router.whole:
-            made = router.full(*args)
-            rows = len(scores(made))
+            outputs = router.full(*args)
+            rows = len(scores(outputs))
             self.escalated, self.calls = self.escalated + rows, self.calls + 1
-            self.open.append(Waiting(number, since, made, 0))
+            self.open.append(Waiting(number, since, outputs, 0))
         else:
-            made = router.pilot(*args)
-            rows, places = len(scores(made)), router.unsure(made)
+            outputs = router.pilot(*args)
+            rows, places = len(scores(outputs)), router.unsure(outputs)
             if any(not isinstance(t, Tensor) or t.shape[:1] != (rows,) for t in args):
                 raise BadInput(f"expected tensors of {rows} rows in batch {number} of a stream "
                                f"({text(router.route)})")  # fmt: skip
-            one = Waiting(number, since, made, len(places))
+            one = Waiting(number, since, outputs, len(places))
             self.open.append(one)
             self.escalated += len(places)
             if len(places):
@@ -109,7 +112,7 @@ class Queue:
         self.seen += rows
         self._close(self.open[-1])
 
-    def _held(self) -> int:
+    def _waiting_count(self) -> int:
         return sum(len(rows.places) for rows in self.rows)
 
     def _oldest(self) -> float:
@@ -133,7 +136,7 @@ class Queue:
         for one, size in zip(group, sizes, strict=True):
             part = _map(better, lambda leaf, low=start, high=start + size: leaf[low:high])
             owner, start = one.owner, start + size
-            owner.made = self.router.merged(owner.made, part, one.places)
+            owner.outputs = self.router.merged(owner.outputs, part, one.places)
             owner.missing -= size
             self._close(owner)
 
@@ -148,15 +151,15 @@ class Queue:
                 return
             if not one.missing:
                 self.open.remove(one)
-                yield (one.number, one.made) if tagged else one.made
+                yield (one.number, one.outputs) if tagged else one.outputs
 
-    def _told(self) -> None:
+    def _report(self) -> None:
         latency = Timing.of(self.late) if self.late else None
         self.router.last = Routed(self.seen, self.escalated, self.calls, latency)
 
 
 def _filled(leaf: Tensor, rows: int) -> Tensor:
-    """With its last row repeated until there are `rows`."""
+    """The tensor with its last row repeated until there are `rows`."""
     return torch.cat([leaf, leaf[-1:].expand(rows - len(leaf), *leaf.shape[1:])])
 
 

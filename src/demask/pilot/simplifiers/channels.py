@@ -1,10 +1,10 @@
-"""A subset of channels: the ones with the largest weights, cut out by demask().
+"""A subset of channels: those with the largest weights, cut out by demask().
 
-Axes that must agree are found through the table, as placement does, joins included: a residual
-stream is one group, and so is a hidden layer. Of each group the positions with the largest L2 norm
-of weights are kept; the others are masked with zeros, in weights, biases, and scales and shifts of
-norms, in a copy; then demask() removes them. So the graph is consistent whatever was chosen. Source
-of the criterion: Li et al. 2017, "Pruning filters for efficient ConvNets" (there L1). Row 001-a.
+Axes that must agree follow from the table, as in placement, joins included: a residual stream is
+one group, and so is a hidden layer. Of each group the positions with the largest L2 norm of weights
+remain; the others are masked with zeros in a copy of the weights, biases, and scales and shifts of
+norms; then demask() removes them. So the graph is consistent whatever is chosen. The criterion is
+from Li et al. 2017, "Pruning filters for efficient ConvNets" (there with L1).
 """
 
 from __future__ import annotations
@@ -26,17 +26,24 @@ from demask.pilot.weight_layers import layers_of
 from demask.shrink.layout.cells import Cells
 from demask.shrink.pipeline import shrunk
 
-Held = tuple[str, int]  # a constant and one of its axes
+ConstantAxis = tuple[str, int]  # name of a constant and one of its axes
 CellAxes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """The `fraction` of every group of channels, units or features with the largest weights, at
-    least 1. Heads keep their size and number; inputs and outputs keep theirs.
+    """A simplifier that leaves the `fraction` of every group of channels, units or features with
+    the largest weights, at least 1. Heads keep their size and number; inputs and outputs keep
+    theirs.
 
-    >>> Channels(0.5).text()
-    'channels:0.5'
+    Raises:
+        BadInput: a fraction that is not above 0 and at most 1.
+
+    >>> from demask.pilot import simplify
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> small = simplify(net, (torch.zeros(1, 4),), by=Channels(0.5))
+    >>> Channels(0.5).text(), sum(p.numel() for p in small.parameters())
+    ('channels:0.5', 30)
     """
 
     fraction: float
@@ -50,7 +57,7 @@ class Channels:
         return f"channels:{self.fraction:g}"
 
     def applied(self, analysis: Analysis) -> Demasked:
-        """The smaller network; its `demasked.cuts` says what was kept of each weight."""
+        """The smaller network; its `demasked.cuts` says which positions of each weight remain."""
         program, groups = analysis.program, ChannelGroups.of(analysis)
         note = f"{self.text()}: {len(groups.members)} groups of channels cut"
         masked = replace(_masked(program, groups, self.fraction), notes=(*program.notes, note))
@@ -65,31 +72,32 @@ class Channels:
 class ChannelGroups:
     """Axes of constants that run along one group of channels.
 
-    members: by group, the axes of weights that make its positions; held: all that have them.
+    members: by group, the axes of weights whose rows are its positions; axes: all axes with its
+    positions.
     """
 
-    members: Mapping[int, tuple[Held, ...]]
-    held: Mapping[int, tuple[Held, ...]]
+    members: Mapping[int, tuple[ConstantAxis, ...]]
+    axes: Mapping[int, tuple[ConstantAxis, ...]]
 
     @classmethod
     def of(cls, analysis: Analysis) -> ChannelGroups:
         relations = analysis.relations
         ties = _Ties(analysis.program, relations)
-        members: dict[int, dict[Held, None]] = defaultdict(dict)
+        members: dict[int, dict[ConstantAxis, None]] = defaultdict(dict)
         for layer in layers_of(analysis):
             for axis in () if layer.relation.back else layer.rows:
                 cell = ties.group(ties.slots[layer.node, layer.operand][axis])
                 if cell is not None:
                     members[cell][layer.weight, axis] = None
-        held: dict[int, dict[Held, None]] = defaultdict(dict)
+        group_axes: dict[int, dict[ConstantAxis, None]] = defaultdict(dict)
         for (node, k), axes in ties.slots.items():
             for axis, cells in enumerate(axes):
                 cell = ties.group(cells)
                 name = _masked_by(relations[node], k)
                 if cell in members and name is not None:
-                    held[cell][name, axis] = None
+                    group_axes[cell][name, axis] = None
         return cls({c: tuple(m) for c, m in members.items()},
-                   {c: tuple(held[c]) for c in members})  # fmt: skip
+                   {c: tuple(group_axes[c]) for c in members})  # fmt: skip
 
 
 class _Ties:
@@ -110,8 +118,10 @@ class _Ties:
 
     def group(self, cells: Sequence[int]) -> int | None:
         """The one cell that an axis is, if it may be cut."""
-        found = [c for c in self.cells.leaves(cells) if self.cells.size(c) != 1]
-        return found[0] if len(found) == 1 and not self.cells.forced(found[0]) else None
+        cells_left = [c for c in self.cells.leaves(cells) if self.cells.size(c) != 1]
+        return (
+            cells_left[0] if len(cells_left) == 1 and not self.cells.forced(cells_left[0]) else None
+        )
 
     def _call(self, relation: Relation) -> None:
         letters = {letter: self.cells.new(size) for letter, size in relation.size.items()}
@@ -130,12 +140,12 @@ class _Ties:
                 self.cells.force([*a, *b])
 
     def _opaque(self, node: fx.Node) -> None:
-        """What has no line keeps its shape, and so does all that it reads; constants have free
-        axes."""
+        """A call without an entry keeps its shape, and so does all that it reads; constants have
+        free axes."""
         self._fixed(node.all_input_nodes)
-        for k, made in enumerate(schema.outputs(node)):
-            if isinstance(made, Tensor):
-                axes = tuple((self.cells.new(size),) for size in schema.sizes(made))
+        for k, output in enumerate(schema.outputs(node)):
+            if isinstance(output, Tensor):
+                axes = tuple((self.cells.new(size),) for size in schema.sizes(output))
                 self.values[node, k] = axes
                 if node.op != "get_attr":
                     self.cells.force(cell for axis in axes for cell in axis)
@@ -151,8 +161,8 @@ def _cells(axes: Sequence[Sequence[str]], letters: Mapping[str, int]) -> CellAxe
 
 
 def _masked_by(relation: Relation | Declined | None, operand: int) -> str | None:
-    """The constant that is masked where a call reads it: weights, biases, what is added; of norms
-    the scale and the shift alone."""
+    """The constant that is masked where a call reads it: weights, biases, addends; of norms the
+    scale and the shift alone."""
     assert isinstance(relation, Relation)
     value = relation.operands[operand].value
     affine = relation.entry.affine
@@ -166,14 +176,14 @@ def _masked(program: Program, groups: ChannelGroups, fraction: float) -> Program
     for cell, members in groups.members.items():
         scores = sum(_scores(program, members))
         assert isinstance(scores, Tensor)
-        kept = max(1, round(fraction * len(scores)))
-        gone = scores.argsort(descending=True, stable=True)[kept:]
-        for name, axis in groups.held[cell]:
-            constants[name].tensor.index_fill_(axis, gone, 0)
+        count = max(1, round(fraction * len(scores)))
+        removed = scores.argsort(descending=True, stable=True)[count:]
+        for name, axis in groups.axes[cell]:
+            constants[name].tensor.index_fill_(axis, removed, 0)
     return program.with_graph(program.graph, constants)
 
 
-def _scores(program: Program, members: Sequence[Held]) -> Iterator[Tensor]:
+def _scores(program: Program, members: Sequence[ConstantAxis]) -> Iterator[Tensor]:
     """The squared norm of every position's weights, relative to the layer's mean."""
     for name, axis in members:
         weight = program.constants[name].tensor

@@ -1,10 +1,10 @@
 """A network run on smaller images: every spatial axis shrinks, through the whole graph.
 
 Spatial axes of the inputs are interpolated down, and the graph is written again for the sizes that
-follow; the table's lines say which axis of which value a spatial axis has become (a row of tokens,
-a part of a flattened vector). Constants along such an axis are resampled, those summed over it so
-that their sums stay; outputs come back in full size. So ranks and the number of layers are kept. A
-network in which a size cannot shrink is refused, with the call and the reason. Feature row 001-a.
+follow. The table says which axis of each value a spatial axis has become (a row of tokens, a part
+of a flattened vector). Constants along such an axis are resampled; for those that are summed over
+it, the sum is preserved. Outputs are resized to full size. So ranks and the number of layers stay.
+A network in which a size cannot shrink is refused, with the call and the reason.
 """
 
 from __future__ import annotations
@@ -58,9 +58,19 @@ _AREA = {3: aten.adaptive_avg_pool1d.default, 4: aten.adaptive_avg_pool2d.defaul
 
 @dataclass(frozen=True, slots=True)
 class Downsample:
-    """Spatial axes of the inputs shorter by `factor`, by interpolation: "nearest", "bilinear"
-    (linear along one axis and three), "bicubic" or "area" (the mean). Spatial are axes 2 and on of
-    floating inputs with four or five axes, and of those with three that windows read.
+    """A simplifier that shortens spatial axes of the inputs by `factor`.
+
+    Spatial are axes 2 and on of floating-point inputs with four or five axes, and of those with
+    three that windows read.
+
+    Args:
+        factor: above 1.
+        mode: of interpolation: "nearest", "bilinear" (linear along one axis and three), "bicubic"
+        or
+            "area" (the mean).
+
+    Raises:
+        BadInput: another factor or mode.
 
     >>> Downsample(2, "bicubic").text()
     'downsample:2:bicubic'
@@ -79,10 +89,10 @@ class Downsample:
 
     def applied(self, analysis: Analysis) -> Demasked:
         """The network on smaller images, which takes and returns full ones."""
-        walk = _Smaller(analysis, self.factor, self.mode)
-        made = walk.made()
-        note = f"{self.text()}: {walk.resampled} constants resampled"
-        return finished(analysis, made, [note])
+        smaller = _Smaller(analysis, self.factor, self.mode)
+        program = smaller.build()
+        note = f"{self.text()}: {smaller.resampled} constants resampled"
+        return finished(analysis, program, [note])
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """Bytes of one weight as it is."""
@@ -106,7 +116,8 @@ class _Smaller:
         self.reads: dict[tuple[str, tuple[Axis, ...]], fx.Node] = {}
         self.resampled = 0
 
-    def made(self) -> Program:
+    def build(self) -> Program:
+        """The program for smaller images."""
         inputs = self.program.graph.find_nodes(op="placeholder")
         if not any(_spatial(node, self.relations) for node in inputs):
             raise BadInput(
@@ -168,25 +179,27 @@ class _Smaller:
         return self.editor.call(target, x, sizes, *([False] if corners else []), None)
 
     def _returned(self, args: Any) -> tuple[Any, ...]:
-        """What the graph returns, in full size."""
+        """The outputs of the graph, in full size."""
         return tuple(self._output(v) if isinstance(v, fx.Node) else v for v in args[0])
 
     def _output(self, node: fx.Node) -> fx.Node:
-        made, axes = self._mapped(node), self.axes.get(key_of(node), ())
+        output, axes = self._mapped(node), self.axes.get(key_of(node), ())
         changed = [k for k, axis in enumerate(axes) if scaled(axis)]
         plain = all(len(axes[k]) == len(axes[k][0]) == 1 for k in changed)
         if not changed:
-            return made
+            return output
         if plain and changed == list(range(2, len(axes))) and 3 <= len(axes) <= 5:
-            return self._resized(made, [size(axes[k], full=True) or 0 for k in changed])
+            return self._resized(output, [size(axes[k], full=True) or 0 for k in changed])
         for k in changed:
-            matrix = full_matrix(axes[k], self.mode).to(made.meta["val"].dtype)
+            matrix = full_matrix(axes[k], self.mode).to(output.meta["val"].dtype)
             read = self._constant(f"resampling_{len(self.constants)}", matrix, parameter=False)
             last = len(axes) - 1
-            turned = self.editor.call(aten.transpose.int, made, k, last) if k < last else made
-            full = self.editor.call(aten.linear.default, turned, read)
-            made = self.editor.call(aten.transpose.int, full, k, last) if k < last else full
-        return made
+            transposed = (
+                self.editor.call(aten.transpose.int, output, k, last) if k < last else output
+            )
+            full = self.editor.call(aten.linear.default, transposed, read)
+            output = self.editor.call(aten.transpose.int, full, k, last) if k < last else full
+        return output
 
     # --------------------------------------------------------------------------------- calls
 
@@ -197,25 +210,25 @@ class _Smaller:
             if short and not _reads_sizes(node):
                 reason = relation.text if isinstance(relation, Declined) else "it has no rule"
                 raise _CannotShorten(reason)
-            found = map_arg((node.args, node.kwargs), self._mapped)
-            self._made(node, found[0], found[1])
+            arguments = map_arg((node.args, node.kwargs), self._mapped)
+            self._call_with(node, arguments[0], arguments[1])
             for k in range(len(schema.outputs(node))):
                 self._plain(node, k)
             return
         letters = self._letters(relation)
         self._check_moves(relation)
-        found = self._arguments(relation, letters)
-        self._made(node, *schema.call(node.target, found))
+        arguments = self._arguments(relation, letters)
+        self._call_with(node, *schema.call(node.target, arguments))
         self._out(relation, letters)
 
-    def _made(self, node: fx.Node, args: Any, kwargs: Any) -> None:
+    def _call_with(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         try:
-            made = self.editor.call(node.target, *args, **kwargs)
+            call = self.editor.call(node.target, *args, **kwargs)
         except (RuntimeError, ValueError, TypeError, IndexError, DemaskError) as error:
             first = str(error).strip().splitlines()[0]
             raise _CannotShorten(f"it does not take the smaller sizes ({first})") from error
-        made.meta |= {k: v for k, v in node.meta.items() if k != "val"}
-        self.env[node] = made
+        call.meta |= {k: v for k, v in node.meta.items() if k != "val"}
+        self.env[node] = call
 
     def _letters(self, relation: Relation) -> dict[str, Axis]:
         """The axis that each letter of the operands has become."""
@@ -223,8 +236,8 @@ class _Smaller:
         for k, operand in enumerate(relation.operands):
             if not isinstance(operand.value, fx.Node) or operand.value.op == "get_attr":
                 continue
-            held = self.axes.get(key_of(operand.value))
-            for axis, mine in zip(relation.ins[k], held or (), strict=False):
+            operand_axes = self.axes.get(key_of(operand.value))
+            for axis, mine in zip(relation.ins[k], operand_axes or (), strict=False):
                 if not axis:
                     continue
                 parts = split(mine, [relation.size[letter] for letter in axis])
@@ -239,58 +252,59 @@ class _Smaller:
         return letters
 
     def _check_moves(self, relation: Relation) -> None:
-        """Positions along an axis that shrinks may be moved in ways that mean the same on it."""
+        """Raise _CannotShorten for a move of positions that has another meaning on the shorter
+        axis."""
         name = op_name(relation.node.target).split(".")[1]
-        found = schema.arguments(relation.node)
+        arguments = schema.arguments(relation.node)
         for k, operand in enumerate(relation.operands):
-            held = self.axes.get(key_of(operand.value), ())
-            for dim, (axis, mine) in enumerate(zip(relation.ins[k], held, strict=False)):
+            operand_axes = self.axes.get(key_of(operand.value), ())
+            for dim, (axis, mine) in enumerate(zip(relation.ins[k], operand_axes, strict=False)):
                 if not (set(axis) & relation.moved and scaled(mine)):
                     continue
                 if name in ("cat", "flip") or name.startswith(_PADS):
                     continue
-                if name == "select" and found["index"] in (0, -1):
+                if name == "select" and arguments["index"] in (0, -1):
                     continue
-                if name == "slice" and _whole_end(found, operand.value, dim):
-                    start = found["start"] or 0
-                    if start == 0 or (found["step"] == 1 and _leads(mine, start)):
+                if name == "slice" and _whole_end(arguments, operand.value, dim):
+                    start = arguments["start"] or 0
+                    if start == 0 or (arguments["step"] == 1 and _leads(mine, start)):
                         continue
                 raise _CannotShorten("it picks positions along an axis that shrinks")
 
     def _arguments(self, relation: Relation, letters: Mapping[str, Axis]) -> dict[str, Any]:
         node = relation.node
-        found = map_arg(schema.arguments(node), self._mapped)
+        arguments = map_arg(schema.arguments(node), self._mapped)
         values = [self._operand(relation, k, letters) for k in range(len(relation.operands))]
-        found = schema.replaced(found, relation.operands, values)
+        arguments = schema.replaced(arguments, relation.operands, values)
         name = op_name(node.target).split(".")[1]
         if name in _SIZED and relation.entry.args is not None:
-            made = self._sizes(relation, letters, name)
-            every: Any = [made]
-            found |= relation.entry.args(node, every)
-        if "normalized_shape" in found:
-            count = len(found["normalized_shape"])
-            held = self.axes[key_of(relation.operands[0].value)][-count:]
-            found["normalized_shape"] = [size(axis) for axis in held]
-        if found.get("output_size") is not None and name.startswith(("upsample", "_upsample")):
-            found["output_size"] = self._enlarged(relation, found["output_size"])
-        if "kernel_size" in found and relation.window:
-            found |= self._global_pool(relation, found)
-        return found
+            sizes = self._sizes(relation, letters, name)
+            every: Any = [sizes]
+            arguments |= relation.entry.args(node, every)
+        if "normalized_shape" in arguments:
+            count = len(arguments["normalized_shape"])
+            axes = self.axes[key_of(relation.operands[0].value)][-count:]
+            arguments["normalized_shape"] = [size(axis) for axis in axes]
+        if arguments.get("output_size") is not None and name.startswith(("upsample", "_upsample")):
+            arguments["output_size"] = self._enlarged(relation, arguments["output_size"])
+        if "kernel_size" in arguments and relation.window:
+            arguments |= self._global_pool(relation, arguments)
+        return arguments
 
     def _sizes(self, relation: Relation, letters: Mapping[str, Axis], name: str) -> list[Any]:
-        """Sizes of the output as arguments; dynamic ones as they were given, or inferred."""
-        given: Any = schema.arguments(relation.node)
-        given = given.get("size", given.get("shape"))
+        """Sizes of the output as arguments; dynamic ones as in the call, or inferred."""
+        arguments: Any = schema.arguments(relation.node)
+        arguments = arguments.get("size", arguments.get("shape"))
         sizes: list[Any] = []
         value = relation.node.meta["val"]
         for k, axis in enumerate(relation.outs[0]):
             full = value.shape[k]
-            found = self._axis(relation, axis, letters, full if isinstance(full, int) else None)
-            sizes.append(size(found))
+            new_axis = self._axis(relation, axis, letters, full if isinstance(full, int) else None)
+            sizes.append(size(new_axis))
         dynamic = [k for k, n in enumerate(sizes) if n is None]
         for k in dynamic:
             alone = len(dynamic) == 1 and name != "expand"
-            sizes[k] = -1 if alone or given is None else self._mapped_any(given[k])
+            sizes[k] = -1 if alone or arguments is None else self._mapped_any(arguments[k])
         return sizes
 
     def _axis(
@@ -304,17 +318,17 @@ class _Smaller:
 
     def _enlarged(self, relation: Relation, sizes: list[Any]) -> list[int]:
         """Sizes of an upsampling call, smaller by as much as its input is."""
-        held = self.axes[key_of(relation.operands[0].value)][-len(sizes) :]
-        ratios = [(size(axis) or 1) / (size(axis, full=True) or 1) for axis in held]
+        axes = self.axes[key_of(relation.operands[0].value)][-len(sizes) :]
+        ratios = [(size(axis) or 1) / (size(axis, full=True) or 1) for axis in axes]
         return [max(1, round(n * ratio)) for n, ratio in zip(sizes, ratios, strict=True)]
 
-    def _global_pool(self, relation: Relation, found: Mapping[str, Any]) -> dict[str, Any]:
-        """A pool of the whole image stays one."""
-        kernel = list(found["kernel_size"])
-        held = self.axes[key_of(relation.operands[0].value)][-len(kernel) :]
-        if any(found.get("padding") or [0]) or kernel != [size(a, full=True) for a in held]:
+    def _global_pool(self, relation: Relation, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a pool of the whole image, for the smaller one; {} for other pools."""
+        kernel = list(arguments["kernel_size"])
+        axes = self.axes[key_of(relation.operands[0].value)][-len(kernel) :]
+        if any(arguments.get("padding") or [0]) or kernel != [size(a, full=True) for a in axes]:
             return {}
-        return {"kernel_size": [size(axis) for axis in held], "stride": []}
+        return {"kernel_size": [size(axis) for axis in axes], "stride": []}
 
     def _operand(self, relation: Relation, k: int, letters: Mapping[str, Axis]) -> Any:
         """An operand of the new call: constants along axes that shrank are resampled."""
@@ -342,7 +356,7 @@ class _Smaller:
         tensor = constant.tensor
         if not tensor.is_floating_point():
             raise _CannotShorten(
-                f"{constant.name} holds {tensor.dtype}, which cannot be interpolated"
+                f"{constant.name} has dtype {tensor.dtype}, which cannot be interpolated"
             )
         check_finite(tensor, constant.name)
         for dim in changed:
@@ -351,7 +365,7 @@ class _Smaller:
         return self._constant(constant.name, tensor, parameter=constant.parameter)
 
     def _constant(self, name: str, tensor: Tensor, *, parameter: bool) -> fx.Node:
-        """A constant of ours, under the name unless the full one is read elsewhere."""
+        """A new constant: under this name unless the full one is still read, else under another."""
         taken = self.constants.get(name)
         full = any(n.op == "get_attr" and n.target == name and n.users for n in self.graph.nodes)
         key = f"{name}_small" if taken is not None and full else name
@@ -361,39 +375,39 @@ class _Smaller:
     def _out(self, relation: Relation, letters: Mapping[str, Axis]) -> None:
         """What the axes of the call's outputs have become."""
         node = relation.node
-        made = schema.outputs(self.env[node])
-        for k, (old, new) in enumerate(zip(schema.outputs(node), made, strict=True)):
+        outputs = schema.outputs(self.env[node])
+        for k, (old, new) in enumerate(zip(schema.outputs(node), outputs, strict=True)):
             axes = []
             for dim, axis in enumerate(relation.outs[k]):
                 full, small = (v.shape[dim] if isinstance(v.shape[dim], int) else None
                                for v in (old, new))  # fmt: skip
                 known = not set(axis) & (relation.window | relation.moved)
                 if known:
-                    found = self._axis(relation, axis, letters, full)
+                    new_axis = self._axis(relation, axis, letters, full)
                 else:
-                    found = self._moved_axis(relation, dim, full, small)
-                if size(found) != small:
+                    new_axis = self._moved_axis(relation, dim, full, small)
+                if size(new_axis) != small:
                     raise _CannotShorten(f"axis {dim} of its result has {small} positions, not "
-                                   f"{size(found)}")  # fmt: skip
-                axes.append(found)
+                                   f"{size(new_axis)}")  # fmt: skip
+                axes.append(new_axis)
             self.axes[node, k] = tuple(axes)
 
     def _moved_axis(self, relation: Relation, dim: int, full: Any, small: Any) -> Axis:
-        """The axis of a value that windows made, or whose positions were moved along it."""
+        """The axis of an output of windows, or of a call that moves positions along it."""
         name = op_name(relation.node.target).split(".")[1]
         if name == "cat":
-            parts = [self._held(operand.value)[dim] for operand in relation.operands]
+            parts = [self._axes_of(operand.value)[dim] for operand in relation.operands]
             return tuple(segment for part in parts for segment in part)
         if name == "slice":
-            before = self._held(relation.operands[0].value)[dim]
+            before = self._axes_of(relation.operands[0].value)[dim]
             start = schema.arguments(relation.node)["start"] or 0
             if len(before) > 1 and start:
-                return _behind(before, start)
+                return _segments_after(before, start)
         return axis_of(full, small)
 
     # ------------------------------------------------------------------------------ helpers
 
-    def _held(self, node: fx.Node) -> tuple[Axis, ...]:
+    def _axes_of(self, node: fx.Node) -> tuple[Axis, ...]:
         return self.axes[key_of(node)]
 
     def _plain(self, node: fx.Node, k: int = 0) -> None:
@@ -414,8 +428,8 @@ def _spatial(node: fx.Node, relations: Mapping[fx.Node, Relation | Declined]) ->
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return []
-    found = [relations.get(user) for user in node.users]
-    windows = any(isinstance(r, Relation) and r.window for r in found)
+    readers = [relations.get(user) for user in node.users]
+    windows = any(isinstance(r, Relation) and r.window for r in readers)
     if value.ndim in (4, 5) or (value.ndim == 3 and windows):
         return list(range(2, value.ndim))
     return []
@@ -425,18 +439,20 @@ def _reads_sizes(node: fx.Node) -> bool:
     return "sym_size" in str(node.target) or not isinstance(node.meta.get("val"), Tensor)
 
 
-def _whole_end(found: Mapping[str, Any], source: fx.Node, dim: int) -> bool:
-    """Does a slice go to the end?"""
+def _whole_end(arguments: Mapping[str, Any], source: fx.Node, dim: int) -> bool:
+    """Whether a slice ends at the end of the axis."""
     full = source.meta["val"].shape[dim]
-    return found["end"] is None or (isinstance(found["end"], int) and found["end"] >= full)
+    return arguments["end"] is None or (
+        isinstance(arguments["end"], int) and arguments["end"] >= full
+    )
 
 
 def _leads(axis: Axis, start: int) -> bool:
-    """Does a position begin a segment, behind segments that did not shrink?"""
-    return _rest(axis, start) is not None
+    """Whether a position begins a segment, after segments that did not shrink."""
+    return _segments_from(axis, start) is not None
 
 
-def _rest(axis: Axis, start: int) -> Axis | None:
+def _segments_from(axis: Axis, start: int) -> Axis | None:
     for k, segment in enumerate(axis):
         if start == 0:
             return axis[k:]
@@ -448,7 +464,7 @@ def _rest(axis: Axis, start: int) -> Axis | None:
     return None
 
 
-def _behind(axis: Axis, start: int) -> Axis:
-    found = _rest(axis, start)
-    assert found is not None
-    return found
+def _segments_after(axis: Axis, start: int) -> Axis:
+    segments = _segments_from(axis, start)
+    assert segments is not None
+    return segments

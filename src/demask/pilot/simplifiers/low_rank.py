@@ -4,7 +4,7 @@
 
 A convolution is a matrix (o, i·k·k): A is a convolution of the same windows to r channels, B one of
 1 x 1. The factors are those of the singular value decomposition, the best of their rank in the
-Frobenius norm (Eckart and Young 1936). Feature row 001-a.
+Frobenius norm (Eckart and Young 1936).
 """
 
 from __future__ import annotations
@@ -29,11 +29,19 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Weights of a rank that is `fraction` of the full one, at least 1; as two layers where that is
-    fewer multiplications, else as one product. Grouped and recurrent layers stay as they are.
+    """A simplifier that reduces the rank of weights to `fraction` of the full one, at least 1.
 
-    >>> LowRank(0.25).text()
-    'rank:0.25'
+    A layer becomes two where that is fewer multiplications, else it has one product as its weight.
+    Grouped and recurrent layers stay as they are.
+
+    Raises:
+        BadInput: a fraction that is not above 0 and at most 1.
+
+    >>> from demask.pilot import simplify
+    >>> net = torch.nn.Sequential(torch.nn.Linear(16, 16)).eval()
+    >>> thin = simplify(net, (torch.zeros(1, 16),), by=LowRank(0.25))
+    >>> LowRank(0.25).text(), sum(p.numel() for p in thin.parameters())
+    ('rank:0.25', 144)
     """
 
     fraction: float
@@ -47,7 +55,7 @@ class LowRank:
         return f"rank:{self.fraction:g}"
 
     def applied(self, analysis: Analysis) -> Demasked:
-        """The network with thin layers; what stays as it is is noted."""
+        """The network with thin layers; layers that stay as they are have a note."""
         editor = GraphEditor(analysis.program)
         layers = layers_of(analysis.again(editor.finish()))
         notes = [note for layer in layers for note in self._layer(editor, layer)]
@@ -70,16 +78,16 @@ class LowRank:
         basis, mixed = factors(matrix, rank)
         thin = rank * (count + columns) < count * columns
         if not (thin and _split(editor, layer, basis, mixed)):
-            made = from_rows(mixed @ basis, weight, layer.rows)
-            read = editor.replace_constant(layer.read, made, layer.node)
+            product = from_rows(mixed @ basis, weight, layer.rows)
+            read = editor.replace_constant(layer.read, product, layer.node)
             layer.node.replace_input_with(layer.read, read)
-        words = "two layers" if thin else "one product"
-        yield f"{layer.name}: rank {rank} of {min(count, columns)}, {words}"
+        form = "two layers" if thin else "one product"
+        yield f"{layer.name}: rank {rank} of {min(count, columns)}, {form}"
 
 
 def factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """(A, B) of shapes (rank, columns) and (rows, rank) with B @ A the nearest matrix of that rank;
-    each holds the square roots of the singular values. Float64 inside."""
+    each has the square roots of the singular values as a factor. Computed in float64."""
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     root = values[:rank].sqrt()
     return root[:, None] * right[:rank], left[:, :rank] * root
@@ -90,10 +98,10 @@ def _groups(node: fx.Node) -> int:
 
 
 def _split(editor: GraphEditor, layer: WeightLayer, basis: Tensor, mixed: Tensor) -> bool:
-    """Put two calls in the place of one; False for ops that have no such form here."""
+    """Replace one call by two; False for ops for which that is not implemented."""
     node, weight = layer.node, editor.constants[layer.weight].tensor
     rank = len(basis)
-    found = schema.arguments(node)
+    arguments = schema.arguments(node)
 
     def thin(tensor: Tensor) -> fx.Node:
         name = f"{layer.name}.basis.weight"
@@ -103,20 +111,20 @@ def _split(editor: GraphEditor, layer: WeightLayer, basis: Tensor, mixed: Tensor
         return editor.replace_constant(layer.read, tensor.to(weight.dtype).contiguous(), node)
 
     if layer.operand == 1 and node.target is aten.linear.default:
-        first = editor.insert(node, None, node.target, found["input"], thin(basis))
-        parts = [first, wide(mixed), *([found["bias"]] if found["bias"] else [])]
-        made = editor.insert(node, node, node.target, *parts)
+        first = editor.insert(node, None, node.target, arguments["input"], thin(basis))
+        parts = [first, wide(mixed), *([arguments["bias"]] if arguments["bias"] else [])]
+        call = editor.insert(node, node, node.target, *parts)
     elif layer.operand == 1 and node.target in CONVOLUTIONS_ANY_PADDING:
         kernel = basis.reshape(rank, *weight.shape[1:])
-        args, kwargs = schema.call(node.target, found | {"weight": thin(kernel), "bias": None})
+        args, kwargs = schema.call(node.target, arguments | {"weight": thin(kernel), "bias": None})
         first = editor.insert(node, None, node.target, *args, **kwargs)
         point = mixed.reshape(len(mixed), rank, *[1] * (weight.ndim - 2))
         plain = CONV_OF_AXES[weight.ndim - 2]
-        made = editor.insert(node, node, plain, first, wide(point), found["bias"])
+        call = editor.insert(node, node, plain, first, wide(point), arguments["bias"])
     elif node.target is aten.addmm.default and layer.operand == 2:
-        first = editor.insert(node, None, aten.mm.default, found["mat1"], thin(basis.T))
-        made = editor.repeat_call(node, mat1=first, mat2=wide(mixed.T))
+        first = editor.insert(node, None, aten.mm.default, arguments["mat1"], thin(basis.T))
+        call = editor.repeat_call(node, mat1=first, mat2=wide(mixed.T))
     else:
         return False
-    editor.replace(node, made)
+    editor.replace(node, call)
     return True

@@ -1,11 +1,10 @@
-"""Axes that became shorter: what they are made of, and how values along them are resampled.
+"""Axes that became shorter: their segments and factors, and how values along them are resampled.
 
-An axis is a run of segments, one behind the other (a class token, then patches), and a segment is
-a product of factors, major first (rows, columns). A factor has a full size and a small one.
-Resampling is linear along each factor: D, a matrix (small, full), goes down, R, a matrix (full,
-small), up.
+An axis is a sequence of segments (a class token, then patches), and a segment is a product of
+factors, major first (rows, columns). A factor has a full size and a small one. Resampling is linear
+along each factor: D, a matrix (small, full), shortens, R, a matrix (full, small), lengthens.
 
-    W x ~ W R x_small      so a weight that sums over a full axis becomes W R: its sum is kept
+    W x ~ W R x_small      so a weight that sums over a full axis becomes W R: its sum is preserved
 
 since every row of R sums to one.
 """
@@ -49,7 +48,7 @@ def axis_of(full: int | None, small: int | None) -> Axis:
 
 
 def scaled(axis: Axis) -> bool:
-    """Is an axis shorter than it was?"""
+    """Whether an axis is shorter than it was."""
     return any(factor.scaled for segment in axis for factor in segment)
 
 
@@ -72,36 +71,35 @@ def split(axis: Axis, sizes: list[int | None]) -> list[Axis] | None:
     """An axis as a product of axes of these full sizes, major first; None where it is not one.
 
     >>> split(((Factor(8, 8), Factor(6, 3)),), [4, 12]) == [
-    ...     ((Factor(4, 4),),), ((Factor(2, 2), Factor(6, 3)),)]
-    True
+    ...     ((Factor(4, 4),),), ((Factor(2, 2), Factor(6, 3)),)] True
     """
     if len(sizes) == 1:
         return [axis]
     if len(axis) != 1:
         return None
-    left, found = list(axis[0]), []
+    left, parts = list(axis[0]), []
     for wanted in sizes:
         taken: list[Factor] = []
         if wanted is None:
             if not left or left[0].full is not None:
                 return None
-            found.append(((left.pop(0),),))
+            parts.append(((left.pop(0),),))
             continue
-        while (held := prod(f.full or 0 for f in taken)) < wanted:
+        while (product := prod(f.full or 0 for f in taken)) < wanted:
             if not left or left[0].full is None:
                 return None
-            rest = wanted // held
-            if wanted % held == 0 and left[0].full > rest and left[0].full % rest == 0:
+            rest = wanted // product
+            if wanted % product == 0 and left[0].full > rest and left[0].full % rest == 0:
                 pair = _halved(left[0], rest)
                 if pair is None:
                     return None
                 left[:1] = pair
             taken.append(left.pop(0))
-        if held != wanted:
+        if product != wanted:
             return None
         alone = taken[0].inner if len(taken) == 1 else None
-        found.append(alone or (tuple(taken) or (Factor(1, 1),),))
-    return None if any(factor.full != 1 for factor in left) else found
+        parts.append(alone or (tuple(taken) or (Factor(1, 1),),))
+    return None if any(factor.full != 1 for factor in left) else parts
 
 
 def _halved(factor: Factor, major: int) -> list[Factor] | None:
@@ -174,7 +172,7 @@ def matrix_of(before: int, after: int, mode: str) -> Tensor:
 
 
 def full_matrix(axis: Axis, mode: str) -> Tensor:
-    """The matrix (full, small) that brings a value along an axis back, float64."""
+    """The matrix (full, small) that resizes a value along an axis to full size, float64."""
     total = size(axis, full=True)
     assert total is not None
     # Of every full position, its weight on every small one: the identity, summed.
@@ -182,6 +180,6 @@ def full_matrix(axis: Axis, mode: str) -> Tensor:
 
 
 def check_mode(mode: str) -> None:
-    """Raise BadInput for a mode there is none of."""
+    """Raise BadInput for an unknown mode."""
     if mode not in MODES:
         raise BadInput(f"expected one of {', '.join(MODES)}, got {mode!r}")

@@ -2,7 +2,7 @@
 
     Q(W)[r, c] == s_r * round(W[r, c] / s_r),   s_r = max|W[r, :]| / (2^(k-1) - 1)
 
-The graph stays as it is; rounded weights are held in their own dtype. Feature row 001-a.
+The graph stays as it is; rounded weights are stored in their own dtype.
 """
 
 from __future__ import annotations
@@ -27,9 +27,14 @@ MOST_BITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """Weights of k bits, symmetric, with a scale per output row, or per `group` columns of a row.
+    """A simplifier that rounds weights to k bits, symmetric, with one scale per output row.
 
-    One bit is the sign times the row's mean magnitude. bits: 1 to 16.
+    Args:
+        bits: 1 to 16. One bit is the sign times the row's mean magnitude.
+        group: columns that share a scale; None for the whole row.
+
+    Raises:
+        BadInput: other values.
 
     >>> Bits(8).text(), Bits(4, group=64).text()
     ('bits:8', 'bits:4:64')
@@ -61,8 +66,8 @@ class Bits:
 
 @dataclass(frozen=True, slots=True)
 class Exponents:
-    """Weights of their exponents alone: each becomes the nearest ±2^e, nearest by difference; zeros
-    stay. A weight halfway goes up.
+    """A simplifier that rounds each weight to the nearest ±2^e, nearest by difference; zeros stay.
+    A weight halfway between two is rounded up.
 
     >>> Exponents().text()
     'exponents'
@@ -76,9 +81,9 @@ class Exponents:
         return _rounded(analysis, powers, self.text())
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
-        """A sign and an exponent of as many bits as the exponents that occur need."""
-        found = torch.frexp(weight[weight != 0].float()).exponent
-        span = int(found.max() - found.min()) + 1 if found.numel() else 1
+        """Bytes of one weight: a sign, and an exponent of as many bits as its range needs."""
+        exponents = torch.frexp(weight[weight != 0].float()).exponent
+        span = int(exponents.max() - exponents.min()) + 1 if exponents.numel() else 1
         return weight.numel() * (1 + math.ceil(math.log2(span + 1))) / 8
 
 
@@ -94,17 +99,17 @@ def quantized(rows: Tensor, bits: int, group: int | None = None) -> Tensor:
     columns = wide.shape[1]
     if bits == 1:
         parts, filled = _parts(wide, group), _parts(torch.ones_like(wide), group)
-        made = parts.sign() * parts.abs().sum(-1, keepdim=True) / filled.sum(-1, keepdim=True)
+        rounded = parts.sign() * parts.abs().sum(-1, keepdim=True) / filled.sum(-1, keepdim=True)
     else:
         q, scale = levels(wide, bits, group)
-        made = torch.where(scale == 0, _parts(wide, group), q * scale)
-    return made.flatten(1)[:, :columns]
+        rounded = torch.where(scale == 0, _parts(wide, group), q * scale)
+    return rounded.flatten(1)[:, :columns]
 
 
 def levels(rows: Tensor, bits: int, group: int | None = None) -> tuple[Tensor, Tensor]:
     """(q [rows, groups, columns of a group], scale [rows, groups, 1]) of a matrix [rows, columns],
     floating point: whole numbers in its dtype, so that q times scale are the rounded weights. q is
-    0 where the scale is, and in the columns that fill the last group. bits: 2 or more.
+    0 where the scale is, and in the padding of the last group. bits: 2 or more.
 
     >>> q, scale = levels(torch.tensor([[0.5, -2.0, 1.0]]), 3)
     >>> q.tolist(), scale.flatten().tolist()
@@ -116,7 +121,7 @@ def levels(rows: Tensor, bits: int, group: int | None = None) -> tuple[Tensor, T
 
 
 def _parts(rows: Tensor, group: int | None) -> Tensor:
-    """[rows, columns] as [rows, groups, columns of a group], zeros behind the last."""
+    """[rows, columns] as [rows, groups, columns of a group], zeros after the last column."""
     count, columns = rows.shape
     width = max(columns if group is None else min(group, columns), 1)
     padded = torch.nn.functional.pad(rows, (0, -columns % width))
@@ -141,8 +146,8 @@ def _rounded(analysis: Analysis, change: Callable[[Tensor], Tensor], text: str) 
     for key, rows in {layer.weight: layer.rows for layer in layers}.items():
         weight = constants[key].tensor
         check_finite(weight, constants[key].name)
-        made = from_rows(change(by_rows(weight, rows)), weight, rows)
-        constants[key] = replace(constants[key], tensor=made)
+        rounded = from_rows(change(by_rows(weight, rows)), weight, rows)
+        constants[key] = replace(constants[key], tensor=rounded)
     after = program.with_graph(program.graph, constants)
     changed = {layer.weight for layer in layers}
     return finished(analysis, after, [f"{text}: {len(changed)} weights rounded"])

@@ -1,8 +1,8 @@
 """simplify(): a cheaper network of the same call, from the graph of the full one.
 
-A simplifier is a frozen dataclass that turns a program into a module: fewer bits, exponents, low
-rank, a channel subset, a smaller image. Each stands in a file of its own and has a text, by which
-the command line and tables call it.
+A simplifier is a frozen dataclass that derives a module from a program: fewer bits, exponents, low
+rank, a channel subset, a smaller image. Each has a file of its own and a text, which the command
+line and tables use.
 """
 
 from __future__ import annotations
@@ -28,10 +28,15 @@ from demask.shrink.pipeline import given
 
 @runtime_checkable
 class Simplifier(Protocol):
-    """Turns a program into a cheaper module of the same call."""
+    """Derives a cheaper module of the same call from a program.
+
+    >>> from demask.pilot import Bits
+    >>> isinstance(Bits(8), Simplifier), Bits(8).text()
+    (True, 'bits:8')
+    """
 
     def text(self) -> str:
-        """What it is called: "bits:8"."""
+        """Its text: "bits:8"."""
         ...
 
     def applied(self, analysis: Analysis) -> Demasked:
@@ -39,7 +44,7 @@ class Simplifier(Protocol):
         ...
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
-        """Bytes of one of the cheaper network's weights, as it would be stored. rows: of it."""
+        """Bytes of one of the cheaper network's weights, as it would be stored. rows: its rows."""
         ...
 
 
@@ -55,10 +60,16 @@ def simplify(
 ) -> Demasked:
     """A cheaper network that takes the same call and returns outputs of the same shapes.
 
-    args, kwargs, dynamic_shapes, table: as of `demask.demask`. by: a simplifier or its text:
-    "bits:8", "bits:4:64" (groups of 64 columns), "exponents", "rank:0.25", "channels:0.5",
-    "downsample:2:bilinear". Layers keep their names. The model is not changed. Raises BadInput
-    where the text or the network does not fit, with the reason; NotExportable. Feature row 001-a.
+    Layers keep their names. The model is not changed.
+
+    Args:
+        args, kwargs, dynamic_shapes, table: as of `demask.demask`.
+        by: a simplifier or its text: "bits:8", "bits:4:64" (groups of 64 columns), "exponents",
+            "rank:0.25", "channels:0.5", "downsample:2:bilinear".
+
+    Raises:
+        BadInput: the text or the network does not fit, with the reason.
+        NotExportable: torch.export cannot capture the model.
 
     >>> import torch
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -74,7 +85,7 @@ def simplify(
 
 
 def simplifier(text: str | Simplifier) -> Simplifier:
-    """The simplifier of a text; BadInput, which names those there are, for any other.
+    """The simplifier of a text; raises BadInput, which lists the texts, for any other.
 
     >>> simplifier("rank:0.5"), simplifier("downsample:2")
     (LowRank(fraction=0.5), Downsample(factor=2, mode='bilinear'))
