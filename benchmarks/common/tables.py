@@ -17,16 +17,16 @@ import demask
 from benchmarks import ROOT
 from demask.machine import describe
 from demask.machine.allocator import fix_allocator
-from demask.machine.describe import load, spread
+from demask.machine.describe import load_average
 
-__all__ = ["RESULTS", "command", "load", "machine", "markdown", "spread"]
+__all__ = ["RESULTS", "command", "format_spread", "load_average", "machine", "markdown"]
 
 RESULTS = Path(__file__).parents[1] / "results"
 
 
 def machine() -> str:
     """A description of this machine, the versions and the commit."""
-    return f"{describe.machine()}, demask {demask.__version__} ({commit()})"
+    return f"{describe.describe_machine()}, demask {demask.__version__} ({commit()})"
 
 
 def commit() -> str:
@@ -69,12 +69,12 @@ def command(
         parser.add_argument("--networks", nargs="+", choices=networks, default=networks)
     asked = parser.parse_args()
     first = [asked.networks] if networks else []
-    allocator, before = fix_allocator(), load()
+    allocator, before = fix_allocator(), load_average()
     console = Console()
     with Progress(console=console, transient=True) as bar:
         found = list(rows(*first, asked.threads, asked.pairs, asked.seconds, bar))
     today = datetime.date.today().isoformat()
-    words = f"{today}. {machine()}; {allocator}. Load before and after: {before}, {load()}."
+    words = f"{today}. {machine()}; {allocator}. Load before and after: {before}, {load_average()}."
     table = Table(*head, title=words)
     for row in found:
         table.add_row(*cells(row))

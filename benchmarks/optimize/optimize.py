@@ -31,13 +31,13 @@ from demask.cli.bench import contenders
 from demask.graph.provenance import Provenance
 from demask.graph.queries import ExampleSizes
 from demask.machine.benchmark import ALLOWED
-from demask.machine.cost import Costs, Error
-from demask.machine.describe import count_words, thread_words
-from demask.machine.timing import Timing, sampled
+from demask.machine.cost import CostError, Costs
+from demask.machine.describe import format_counts, format_threads
+from demask.machine.timing import Timing, sample_seconds
 from demask.ops import TABLE
-from demask.shrink.pipeline import given, reduced
-from demask.tune.candidates import forms
-from demask.tune.layer_costs import PLAIN, Asker
+from demask.shrink.pipeline import capture_program, shrink_program
+from demask.tune.candidates import generate_candidates
+from demask.tune.layer_costs import PLAIN, LayerCosts
 
 BENCHMARK = Benchmark(
     "optimize(), torch.compile and ONNX Runtime on masked networks",
@@ -165,10 +165,10 @@ class Setting:
     threads: int
     rows: Mapping[str, Row]
     made: Provenance
-    error: Error
+    error: CostError
 
     def __str__(self) -> str:
-        return f"{self.network}, batch {self.batch}, {thread_words(self.threads)}"
+        return f"{self.network}, batch {self.batch}, {format_threads(self.threads)}"
 
     def speed(self, who: str, beside: str = OPTIMIZED) -> float:
         """How many times as fast `beside` is: the ratio of the medians; NaN where one fails."""
@@ -180,13 +180,13 @@ class Setting:
         return round(self.speed(who), 2) < 1
 
 
-def analytic(model: nn.Module, x: Tensor, threads: int, path: Path) -> Error:
+def analytic(model: nn.Module, x: Tensor, threads: int, path: Path) -> CostError:
     """The error of the cost model's analytic answers, over what optimize() measured into the file:
     its forms are made once more, with a cost model that times nothing."""
     costs = Costs.open(path, threads=threads, measure=False)
-    program = reduced(given(model, (x,), {}, None), TABLE)[0]
-    for _ in forms(
-        program, Asker(costs, ExampleSizes.of(program.graph, [x])), TABLE, lambda words: None
+    program = shrink_program(capture_program(model, (x,), {}, None), TABLE)[0]
+    for _ in generate_candidates(
+        program, LayerCosts(costs, ExampleSizes.of(program.graph, [x])), TABLE, lambda words: None
     ):
         pass
     return costs.error()
@@ -222,7 +222,9 @@ def timed(calls: Mapping[str, Call], pairs: int, seconds: float) -> dict[str, Ti
     most = seconds / len(starts) / len(pools)
     for start, pool in product(starts, filter(None, pools)):
         time.sleep(PAUSE)
-        for who, part in sampled(pool, min(BLOCK, pairs - start), WARMUP, seconds=most).items():
+        for who, part in sample_seconds(
+            pool, min(BLOCK, pairs - start), WARMUP, seconds=most
+        ).items():
             taken[who] += part
     return {who: Timing.of(part) for who, part in taken.items()}
 
@@ -255,7 +257,7 @@ def rows(
     step = bar.add_task("", total=len(tasks))
     contenders.set_up_compiler()
     for network, batch, count in tasks:
-        bar.update(step, description=f"{network.title}, batch {batch}, {thread_words(count)}")
+        bar.update(step, description=f"{network.title}, batch {batch}, {format_threads(count)}")
         found = measured(network, batch, count, pairs, seconds)
         bar.console.log(*cells(found), sep="; ")
         bar.advance(step)
@@ -342,7 +344,7 @@ alone (joins and the rest are not in it); *whole*: what the network took in that
 
 def page(found: Sequence[Setting], words: str) -> str:
     """The results as markdown, a pair of tables per network."""
-    calls = count_words(row.timing for s in found for row in s.rows.values() if row.timing)
+    calls = format_counts(row.timing for s in found for row in s.rows.values() if row.timing)
     parts = [INTRO.format(
         words=words, versions=", ".join(f"{name} {version(name)}" for name in PACKAGES),
         calls=calls, block=BLOCK, count=len(found), losses=losses(found),

@@ -22,7 +22,7 @@ import networks
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.tables import RESULTS, command, markdown, spread
 from benchmarks.shrink import encoder, residual
-from demask.machine.timing import Timing, alternate
+from demask.machine.timing import Timing, time_alternately
 from demask.optimize_onnx import deploy
 
 BENCHMARK = Benchmark(
@@ -128,7 +128,7 @@ def rows(
                     kind: call(path, inputs, count)
                     for kind, path in (("given", given), ("minimal", minimal), ("result", result))
                 }
-                found = alternate(calls, pairs, seconds=seconds)
+                found = time_alternately(calls, pairs, seconds=seconds)
                 same = made.slim.demasked.after == made.slim.demasked.before
                 form = "as it was" if same else made.slim.demasked.decisions[0].chosen
                 yield Row(name, count, demask.report(made.slim), form, made.error or 0.0,

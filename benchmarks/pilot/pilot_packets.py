@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from benchmarks.common.catalog import DEV, Benchmark
 from benchmarks.common.tables import RESULTS, machine, markdown
 from benchmarks.pilot.trained_networks import images, network
-from demask.machine.byte_sizes import human
+from demask.machine.byte_sizes import format_bytes
 from demask.machine.threads import set_threads
 from demask.pilot.packets.writer import PacketReader, write
 
@@ -240,15 +240,15 @@ def _looked(
 def page(rows: list[Row], found: list[Exact], words: str, count: int) -> str:
     """The page of the results."""
     lines = [
-        [NETWORKS[r.network], r.priorities, r.fill, human(r.nbytes), f"{r.whole / r.nbytes:.2f} x",
-         str(r.reads), f"{r.right:.2f} %", f"{-r.lost:+.2f}", f"{r.same:.2f} %"]
+        [NETWORKS[r.network], r.priorities, r.fill, format_bytes(r.nbytes),
+         f"{r.whole / r.nbytes:.2f} x", str(r.reads), f"{r.right:.2f} %", f"{-r.lost:+.2f}", f"{r.same:.2f} %"]
         for r in rows
     ]  # fmt: skip
     head = ["network", "priorities", "rows not read", "bytes read", "fewer", "reads", "right",
             "points", "same class"]  # fmt: skip
     told = [
-        [NETWORKS[e.network], human(e.nbytes), f"{e.whole / e.nbytes:.2f} x", human(e.worst),
-         " / ".join(f"{100 * s:.1f} %" for s in e.rows), f"{e.changed} of {e.count}"]
+        [NETWORKS[e.network], format_bytes(e.nbytes), f"{e.whole / e.nbytes:.2f} x",
+         format_bytes(e.worst), " / ".join(f"{100 * s:.1f} %" for s in e.rows), f"{e.changed} of {e.count}"]
         for e in found
     ]  # fmt: skip
     asked = ["network", "bytes per image, mean", "fewer", "most", "rows demanded, by layer",

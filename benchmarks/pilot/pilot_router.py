@@ -29,7 +29,7 @@ from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.tables import RESULTS, load, machine, markdown, spread
 from demask.machine.allocator import fix_allocator
 from demask.machine.threads import set_threads
-from demask.machine.timing import Timing, alternate, sampled
+from demask.machine.timing import Timing, sample_seconds, time_alternately
 from demask.pilot import Route, Router, by_mean, guarantee, splits
 from demask.pilot.guarantee import LEVEL, Outcomes, compared
 from demask.pilot.rate_bounds import upper_bound
@@ -152,7 +152,7 @@ def timed(found: list[Network], x: Tensor, rounds: int) -> None:
 
     calls = {f"{one.name}|{name}": call(engine)
              for one in found for name, engine in one.engines.items()}  # fmt: skip
-    for key, timing in alternate(calls, rounds, 2).items():
+    for key, timing in time_alternately(calls, rounds, 2).items():
         name, _, engine = key.partition("|")
         next(one for one in found if one.name == name).times[engine] = timing
 
@@ -284,7 +284,7 @@ def streamed(cascades: list[Cascade], rows: list[Row], x: Tensor, rounds: int) -
     calls: dict[str, Callable[[], object]] = {"full": lambda: [network(part) for part in parts]}
     for name, (_, router) in routers.items():
         calls[name] = lambda router=router: list(router.stream(parts, batch=BATCH, fixed=True))
-    taken = sampled(calls, rounds, 1)
+    taken = sample_seconds(calls, rounds, 1)
     found = []
     for name, (row, router) in routers.items():
         ratios = [a / b for a, b in zip(taken["full"], taken[name], strict=True)]

@@ -25,7 +25,7 @@ from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.tables import RESULTS, load, machine, markdown
 from benchmarks.pilot.trained_networks import DATA, images
 from demask.machine.allocator import fix_allocator
-from demask.machine.byte_sizes import human
+from demask.machine.byte_sizes import format_bytes
 from demask.pilot import Comparison, compare
 from demask.pilot.compare import ComparisonRow
 
@@ -181,7 +181,8 @@ def page(found: Sequence[Found], asked: argparse.Namespace, words: str) -> str:
         lines = [cells([one.comparison.rows[k] for one in mine], mine) for k in range(len(BY))]
         parts += [
             f"## {name}",
-            f"Accuracy {accuracy} %, {human(first.weight_bytes)}, {zeros} % zeros behind ReLU.",
+            f"Accuracy {accuracy} %, {format_bytes(first.weight_bytes)}, "
+            f"{zeros} % zeros after ReLU.",
             markdown(HEAD, lines),
         ]
     return "\n\n".join(parts) + "\n"

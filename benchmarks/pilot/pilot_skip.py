@@ -30,14 +30,14 @@ from demask.graph.result.demasked_module import Demasked
 from demask.machine.allocator import fix_allocator
 from demask.machine.benchmark import ALLOWED, lower_bound
 from demask.machine.threads import set_threads
-from demask.machine.timing import sampled
+from demask.machine.timing import sample_seconds
 from demask.ops import TABLE
 from demask.pilot.conditions.channel_conditions import Skip
 from demask.pilot.conditions.conditioned_values import observing, targets_of
 from demask.pilot.conditions.indexed_module import Supported
 from demask.pilot.rate_bounds import clopper_pearson
-from demask.shrink.build_uncut import finished
-from demask.shrink.pipeline import given, simplified
+from demask.shrink.build_uncut import build_uncut
+from demask.shrink.pipeline import canonicalize, capture_program
 
 BENCHMARK = Benchmark(
     "ResNet-56 with channels chosen by a pilot, image by image", "not timed", (),
@@ -70,10 +70,10 @@ class Row:
 
 def observer(model: nn.Module, x: Tensor, layers: tuple[str, ...]) -> Demasked:
     """The full network, to the magnitudes of these layers."""
-    program = simplified(given(model, (x,), None, None))
+    program = canonicalize(capture_program(model, (x,), None, None))
     analysis = Analysis(program, TABLE)
     found = [t for t in targets_of(analysis)[0] if t.layer in layers]
-    return finished(analysis, observing(program, found), ())
+    return build_uncut(analysis, observing(program, found), ())
 
 
 def macs(call: Callable[[], object]) -> float:
@@ -128,7 +128,7 @@ def row(
         magnitudes = seen(first) if runs else held
         return made.run(made.chosen.indices(magnitudes), (first,))
 
-    taken = sampled({"full": lambda: model(first), "this": live}, pairs)
+    taken = sample_seconds({"full": lambda: model(first), "this": live}, pairs)
     return Row(
         pattern, name, made.chosen.keep or 0, int((got == answers).sum()),
         int((got == labels).sum()), len(x), macs(live) / whole, median(taken["full"]),

@@ -22,7 +22,7 @@ import demask
 from architectures import transformers
 from benchmarks.common.catalog import DEV, Benchmark
 from benchmarks.common.tables import RESULTS, command, markdown, spread
-from demask.machine.timing import Timing, alternate
+from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
     "a MiniLM-sized encoder: masked, demasked, and built by hand", "at most 60 s a setting",
@@ -144,7 +144,7 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
                     for name, made in (("given", model), ("result", slim), ("hand", hand))
                 }
                 with torch.inference_mode():
-                    found = alternate(calls, pairs, seconds=seconds)
+                    found = time_alternately(calls, pairs, seconds=seconds)
                 times = [found[name] for name in calls]
                 yield Row(attention, batch, length, count, demask.report(slim), difference, *times)
                 bar.advance(step)

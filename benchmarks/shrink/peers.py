@@ -52,7 +52,7 @@ from benchmarks.shrink.peers_called import (
 )
 from benchmarks.shrink.peers_picture import Point, picture
 from demask.machine.allocator import fix_allocator
-from demask.machine.timing import Timing, alternate
+from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
     "demask, torch-pruning, torch-simplify and OpenVINO on the same masks: speed and error",
@@ -164,7 +164,7 @@ def timed(found: Case, images: Tensor, threads: int, pairs: int, seconds: float)
         for family in (TORCH, OPENVINO):
             ready = {w: o.ready(images, threads) for w in family if (o := found.outcomes[w]).ready}
             calls = {w: (lambda call=call: call(images)) for w, call in ready.items()}
-            timings |= alternate(calls, pairs, 2, seconds=seconds) if calls else {}
+            timings |= time_alternately(calls, pairs, 2, seconds=seconds) if calls else {}
     return Row(found, len(images), threads, timings)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import demask
 from benchmarks.common.catalog import Benchmark
 from benchmarks.common.tables import machine, markdown
-from demask.machine.timing import alternate
+from demask.machine.timing import time_alternately
 
 BENCHMARK = Benchmark(
     "pretrained networks from packages, from the first call to the last", "not timed",
@@ -326,7 +326,7 @@ def _steps(row: Run, folder: Path, timed: bool) -> None:
         calls["ONNX Runtime"] = lambda: first.run(None, _feed(first, inputs, fixed))
     calls["ONNX Runtime, demasked"] = lambda: session.run(None, _feed(session, inputs))
     with torch.no_grad():
-        timings = alternate(calls, seconds=SECONDS)
+        timings = time_alternately(calls, seconds=SECONDS)
     row.calls = {name: 1e3 * timing.median for name, timing in timings.items()}
 
 
@@ -366,7 +366,7 @@ def tiles(source: Source, folder: Path) -> list[list[str]]:
     calls: dict[str, Callable[[], Any]] = {"": lambda: model(x)}
     calls |= {budget: (lambda run=run: run(x)) for budget, run in made.items()}
     with torch.no_grad():
-        timings, expected = alternate(calls, seconds=SECONDS), _arrays(model(x))
+        timings, expected = time_alternately(calls, seconds=SECONDS), _arrays(model(x))
         for budget, run in made.items():
             plan = run.plan
             lines.append([budget, f"{plan.peak / 2**20:.1f} MiB", f"{plan.recompute:.2f}",

@@ -21,7 +21,7 @@ import demask
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.tables import RESULTS, command, markdown, spread
 from demask.graph.capture.capture import capture
-from demask.machine.timing import Timing, alternate
+from demask.machine.timing import Timing, time_alternately
 from demask.verify import ULPS
 from networks import randomised
 
@@ -115,7 +115,7 @@ def timed(
     torch.set_num_threads(threads)
     calls = {name: lambda model=model: model(images) for name, model in models.items()}
     with torch.inference_mode():
-        found = alternate(calls, pairs, seconds=seconds)
+        found = time_alternately(calls, pairs, seconds=seconds)
     return [found[name] for name in models]
 
 

@@ -58,7 +58,7 @@ from benchmarks.sparse.sparse_engines import (
     export,
 )
 from demask.machine.allocator import fix_allocator
-from demask.machine.describe import thread_words
+from demask.machine.describe import format_threads
 
 BENCHMARK = Benchmark(
     "unstructured zeros: optimize(), ONNX Runtime, torch, OpenVINO and DeepSparse", "not timed",
@@ -149,7 +149,7 @@ def rows(asked: argparse.Namespace, bar: Progress) -> Iterator[Row]:
     step = bar.add_task("", total=len(tasks))
     game = limits.compiled(limits.PING)
     for case, threads in tasks:
-        bar.update(step, description=f"{case}, {thread_words(threads)}")
+        bar.update(step, description=f"{case}, {format_threads(threads)}")
         row = measured(case, threads, asked.rounds, asked.deepsparse, game)
         bar.console.log(case.title, *time_cells(row), sep="; ")
         bar.advance(step)

@@ -27,7 +27,7 @@ from benchmarks.sparse.sparse_engines import (
     WHO,
     Entry,
 )
-from demask.machine.describe import count_words, is_wide, thread_words
+from demask.machine.describe import format_counts, format_threads, has_wide_spread
 from demask.machine.timing import Timing
 
 # A peer may have several forms: the fastest one counts.
@@ -57,7 +57,7 @@ class Row:
     latencies: Sequence[float]
 
     def __str__(self) -> str:
-        return f"{self.case}, {thread_words(self.threads)}"
+        return f"{self.case}, {format_threads(self.threads)}"
 
     def timing(self, who: str) -> Timing | None:
         """A contender's timing; None where it was not timed."""
@@ -230,7 +230,7 @@ def losses(found: Sequence[Row]) -> str:
     ]  # fmt: skip
     wide = [
         f"{who} in {row}" for row in found for who in WHO
-        if (timing := row.timing(who)) and is_wide([timing])
+        if (timing := row.timing(who)) and has_wide_spread([timing])
     ]  # fmt: skip
     missing = any(row.entries[DEEPSPARSE].failure == NOT_RUN for row in found)
     lines += [f"- Fails: {'; '.join(failed)}."] if failed else []
@@ -286,7 +286,7 @@ def page(
     goals = [f"## Goals\n\nLatency: {latency}.", markdown(GOAL, lines)] if lines else []
     parts = [
         INTRO.format(
-            words=words, pruned=nets.RESNET, random=nets.RANDOM, calls=count_words(every),
+            words=words, pruned=nets.RESNET, random=nets.RANDOM, calls=format_counts(every),
             least=1e3 * LEAST, allowed=allowed, border=1e6 * limits.BORDER,
         ),
         f"## This machine\n\nLatency, all rounds: {latency}. Multiply-adds of its widest vectors, "

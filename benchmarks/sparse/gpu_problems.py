@@ -30,8 +30,8 @@ PIXELS = {"group1": 3136, "group2": 784, "group3": 196, "group4": 49}  # of ResN
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """task: "spmm" w [m, k] @ x [k, n]; "transposed" w.T @ y [m, n]; "sddmm" a [m, n] @ b [k, n].T at
-    w. make: of a generator, the mask [m, k] on its device."""
+    """task: "spmm" w [m, k] @ x [k, n]; "transposed" w.T @ y [m, n]; "sddmm" a [m, n] @ b [k, n].T
+    at w. make: of a generator, the mask [m, k] on its device."""
 
     suite: str
     name: str

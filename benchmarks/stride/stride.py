@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import demask
 from benchmarks.common.catalog import DEV, Benchmark
 from benchmarks.common.tables import RESULTS, command, markdown, spread
-from demask.machine.timing import Timing, alternate
+from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
     "convolutions that are subsampled afterwards, and the same with strides restored",
@@ -103,7 +103,7 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
                     "optimize": lambda m=fast, x=x: m(x),
                 }  # fmt: skip
                 with torch.inference_mode():
-                    times = alternate(calls, pairs, seconds=seconds)
+                    times = time_alternately(calls, pairs, seconds=seconds)
                     expected = model(x)
                     gap = max(float((expected - made).abs().max() / expected.abs().max())
                               for made in (raised(x), last(wide), fast(x)))  # fmt: skip

@@ -30,9 +30,9 @@ from benchmarks import ROOT
 from benchmarks.common.catalog import DEV, Benchmark
 from benchmarks.common.tables import RESULTS, load, machine, markdown, spread
 from demask.files.weight_file import WeightFile
-from demask.machine.describe import thread_words
+from demask.machine.describe import format_threads
 from demask.machine.threads import set_threads
-from demask.machine.timing import Timing, alternate
+from demask.machine.timing import Timing, time_alternately
 from demask.traverse.batching.batch import Batched, batch, traffic
 
 BENCHMARK = Benchmark(
@@ -147,12 +147,12 @@ def file_rows(path: Path, pairs: int) -> list[dict[str, Any]]:
     seen = {way: measured(path, way) for way in WAYS}
     calls: dict[str, Callable[..., Any]] = {WAYS[0]: streamed(path, 16), WAYS[1]: streamed(path, 1)}
     # Pages that a process maps are not dropped: the file is mapped when this is done.
-    late = alternate({w: cold(path, lambda c=c: c(x)) for w, c in calls.items()}, 3, 0)
+    late = time_alternately({w: cold(path, lambda c=c: c(x)) for w, c in calls.items()}, 3, 0)
     calls[WAYS[2]] = layer()
     calls[WAYS[2]].load_state_dict(load_file(path), assign=True)
     with torch.inference_mode():
         results = {way: call(x) for way, call in calls.items()}
-        warm = alternate({w: lambda c=c: c(x) for w, c in calls.items()}, pairs, 1)
+        warm = time_alternately({w: lambda c=c: c(x) for w, c in calls.items()}, pairs, 1)
     expected = results[WAYS[2]]
     rows = []
     for way in WAYS:
@@ -190,8 +190,8 @@ def head_times(model: nn.Module, module: nn.Module, x: Tensor, pairs: int) -> di
             model(x[k : k + 1])
 
     with torch.inference_mode():
-        return alternate({"single": single, "given": lambda: model(x), "ours": lambda: module(x)},
-                         pairs, 1)  # fmt: skip
+        calls = {"single": single, "given": lambda: model(x), "ours": lambda: module(x)}
+        return time_alternately(calls, pairs, 1)
 
 
 def _numbers(timing: Timing) -> dict[str, float]:
@@ -231,7 +231,7 @@ Milliseconds are the median (10 %–90 % quantile) of alternated calls in one pr
 
 ## A layer of 1 GiB in a file, within {MEMORY}
 
-16384 × 16384, float32, sixteen inputs, {thread_words(found["threads"])}; {max(counts)} calls with
+16384 × 16384, float32, sixteen inputs, {format_threads(found["threads"])}; {max(counts)} calls with
 the file in the kernel's cache, 3 with its pages dropped before each call. *Read*: bytes asked for
 by reads (a mapped file is read by page faults, which are not asked for), and those that came from
 the disk, of one call with no page in the cache. This machine's memory holds the file, so that only

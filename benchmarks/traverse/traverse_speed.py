@@ -48,7 +48,7 @@ from benchmarks.traverse.traverse_memory import (
     work,
 )
 from demask.machine.allocator import fix_allocator
-from demask.machine.describe import thread_words
+from demask.machine.describe import format_threads
 from traverse_networks import named
 
 BENCHMARK = Benchmark(
@@ -221,7 +221,9 @@ def measured(setting: Setting, asked: argparse.Namespace, console: Console) -> R
             stack.callback(child.stop)
             patience = asked.patience if who == COMPILED else float("inf")
             row.checked[who] = found = child.answer(patience)
-            console.print(f"{setting.title}, {thread_words(setting.threads)}: {who}: {told(found)}")
+            console.print(
+                f"{setting.title}, {format_threads(setting.threads)}: {who}: {told(found)}"
+            )
             if isinstance(found, Checked):
                 running[who] = child
             elif who == NHWC:

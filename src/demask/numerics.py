@@ -20,7 +20,7 @@ NARROW = (torch.float16, torch.bfloat16, torch.float32)
 _CREATES = re.compile(r"aten\.(new_|full|zeros|ones|arange|empty|scalar_tensor|linspace)")
 
 
-def unit(largest: float, eps: float) -> float:
+def ulp_size(largest: float, eps: float) -> float:
     """The size of one unit in the last place of `largest` >= 0, in a float type with machine
     epsilon `eps`."""
     return eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
@@ -28,11 +28,11 @@ def unit(largest: float, eps: float) -> float:
 
 def in_units(gap: float, largest: float, eps: float) -> float:
     """The difference `gap` in units in the last place of `largest`, the largest value compared."""
-    ulp = unit(largest, eps)
+    ulp = ulp_size(largest, eps)
     return gap / ulp if ulp else (math.inf if gap else 0.0)
 
 
-def readable(x: Tensor) -> Tensor:
+def to_computable(x: Tensor) -> Tensor:
     """A tensor detached from autograd; floats of 8 bits, which torch cannot compute with, as
     float32."""
     x = x.detach()
@@ -74,9 +74,9 @@ def _parts(leaf: Any) -> Mapping[str, Any] | None:
     }
 
 
-def sizes_and_gap(a: Tensor, b: Tensor) -> tuple[float, float]:
+def max_size_and_gap(a: Tensor, b: Tensor) -> tuple[float, float]:
     """max |a| and max |a - b|, computed in float64; a and b are finite, not empty, of one shape."""
-    a, b = readable(a), readable(b)
+    a, b = to_computable(a), to_computable(b)
     dtype = torch.complex128 if a.is_complex() else torch.float64
     return float(a.abs().max()), float((a.to(dtype) - b.to(dtype)).abs().max())
 
@@ -132,16 +132,16 @@ def compare(expected: Any, actual: Any) -> Difference:
         return Difference(f"is {own}, expected {other}")
     if not expected.is_floating_point() and not expected.is_complex():
         same = torch.equal(expected, actual)
-        size, gap = (0.0, 0.0) if same else sizes_and_gap(expected.double(), actual.double())
+        size, gap = (0.0, 0.0) if same else max_size_and_gap(expected.double(), actual.double())
         return Difference("" if same else f"({expected.dtype}) is not equal", size, gap)
-    eps, a, b = torch.finfo(expected.dtype).eps, readable(expected), readable(actual)
+    eps, a, b = torch.finfo(expected.dtype).eps, to_computable(expected), to_computable(actual)
     finite, also = torch.isfinite(a), torch.isfinite(b)
     others = not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num())
     whole = bool(finite.all() and also.all())
     a, b = (x if whole else x[finite] for x in (a, b))
     if not a.numel():
         return Difference("", 0.0, 0.0, eps, whole, others)
-    size, gap = sizes_and_gap(a, b)
+    size, gap = max_size_and_gap(a, b)
     return Difference("", size, gap if gap == gap else math.inf, eps, whole, others)
 
 
@@ -156,14 +156,14 @@ def _is_same(expected: Any, actual: Any) -> bool:
     return not is_plain or expected == actual or expected != expected
 
 
-def is_as_exact(exact: Tensor, before: Tensor, after: Tensor) -> bool:
+def is_about_as_exact(exact: Tensor, before: Tensor, after: Tensor) -> bool:
     """Whether the error of `after` is at most WORSE times that of `before`, both measured against
     the float64 result: rounding errors of an ill-conditioned network are large in both."""
-    error_before, error_after = (sizes_and_gap(exact, x.to(exact))[1] for x in (before, after))
+    error_before, error_after = (max_size_and_gap(exact, x.to(exact))[1] for x in (before, after))
     return error_after <= WORSE * error_before
 
 
-def narrowed(module: nn.Module) -> list[tuple[str, torch.dtype]]:
+def find_narrow_casts(module: nn.Module) -> list[tuple[str, torch.dtype]]:
     """The calls that cast to a float type narrower than that of the parameters: name and dtype."""
     if not isinstance(module, fx.GraphModule):
         return []
@@ -180,7 +180,7 @@ def narrowed(module: nn.Module) -> list[tuple[str, torch.dtype]]:
     return casts
 
 
-def widen(module: nn.Module) -> None:
+def widen_dtypes(module: nn.Module) -> None:
     """Replace the float dtypes among the arguments of a graph's calls by float64, in place."""
     if not isinstance(module, fx.GraphModule):
         return
@@ -194,7 +194,7 @@ def widen(module: nn.Module) -> None:
     module.recompile()
 
 
-def names_narrow(module: nn.Module) -> bool:
+def has_narrow_dtypes(module: nn.Module) -> bool:
     """Whether an argument of a graph's calls is a float dtype narrower than float64."""
     if not isinstance(module, fx.GraphModule):
         return False

@@ -17,29 +17,29 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
-from demask.graph.example_inputs import examples, like
+from demask.graph.example_inputs import draw_examples, draw_like
 from demask.graph.module_copy import structural_copy, without_caches
-from demask.graph.program import Program, owned
+from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import GIVEN, WHOLE, Provenance, Speed, TuneDecision
 from demask.graph.queries import ExampleSizes
-from demask.graph.result.class_result import remember
+from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import Demasked, build
 from demask.machine.benchmark import ALLOWED
 from demask.machine.cost import Costs
 from demask.machine.threads import checked_threads, set_threads
 from demask.ops import TABLE, Table
-from demask.shrink.check import in_eval
+from demask.shrink.check import copy_in_eval
 from demask.shrink.demask import demask
-from demask.shrink.on_device import CPU, device_of, moved, on_cpu
-from demask.shrink.pipeline import given as captured
-from demask.shrink.pipeline import left, reduced
-from demask.shrink.program_size import count_removed, sizes_of
-from demask.shrink.submodules import merged, sizes_of_parts, with_parts
+from demask.shrink.on_device import CPU, copy_to_cpu, device_of, move_module
+from demask.shrink.pipeline import capture_program as captured
+from demask.shrink.pipeline import shrink_program, sliced_shape
+from demask.shrink.program_size import count_removed, measure_program
+from demask.shrink.submodules import merge_records, part_dynamic_shapes, replace_submodules
 from demask.sparse.segment.build_segments import layers_of
-from demask.sparse.segment.candidates import Sparse
-from demask.tune.candidates import Candidate, forms
-from demask.tune.epilogue import is_fused, plain
-from demask.tune.layer_costs import Asker
+from demask.sparse.segment.candidates import SparseCandidates
+from demask.tune.candidates import Candidate, generate_candidates
+from demask.tune.epilogue import is_fused, unfuse
+from demask.tune.layer_costs import LayerCosts
 from demask.tune.module.optimized_module import Optimized
 from demask.tune.race import CandidateRace, clone_inputs
 
@@ -109,23 +109,23 @@ def optimize(
     count = checked_threads(threads)
     if modules is not None:
         options = {
-            "dynamic_shapes": sizes_of_parts(dynamic_shapes), "threads": threads, "table": table,
-            "precision": precision, "backends": backends, "cache": cache,
+            "dynamic_shapes": part_dynamic_shapes(dynamic_shapes), "threads": threads,
+            "table": table, "precision": precision, "backends": backends, "cache": cache,
         }  # fmt: skip
         parts = _Parts(model, args, dict(kwargs or {}), modules, options)
         return parts.fastest(count, progress)
-    args, named = examples((model,), args, dict(kwargs or {}))
+    args, named = draw_examples((model,), args, dict(kwargs or {}))
     device = device_of(model, args, named)
-    here = on_cpu(model, args, named) if device != CPU else (model, args, named)
+    here = copy_to_cpu(model, args, named) if device != CPU else (model, args, named)
     # Graph rewrites run small tensor ops: two threads are no faster than one, and many times slower
     # while another process uses the second processor. Networks run with `count` threads.
     with set_threads(1):
         progress("capturing")
         program = captured(*here, dynamic_shapes)
         progress("removing what is masked")
-        smaller, provenance = reduced(program, table)
+        smaller, provenance = shrink_program(program, table)
         args, named = clone_inputs((args, named))
-        race = CandidateRace(in_eval(model), program, args, named, device, count)
+        race = CandidateRace(copy_in_eval(model), program, args, named, device, count)
         wanted = _Wanted("sparse" in backends, precision, cache, table)
         return _choose(race, program, smaller, provenance, wanted, progress)
 
@@ -173,10 +173,10 @@ class _Parts:
 
             return optimize(self._module(name), args, named, progress=tell, **self.options)
 
-        fast = with_parts(self.model, self.args, self.kwargs, self.names, part)
+        fast = replace_submodules(self.model, self.args, self.kwargs, self.names, part)
         args, kwargs = clone_inputs((self.args, self.kwargs))
         device = device_of(self.model, args, kwargs)
-        race = CandidateRace(in_eval(self.model), None, args, kwargs, device, threads)
+        race = CandidateRace(copy_in_eval(self.model), None, args, kwargs, device, threads)
         notes = list(_enter_network(race, PARTS, fast))
         progress("measuring against the original network")
         best, speed = _winner(race, PARTS, notes) if race.modules else (GIVEN, None)
@@ -200,14 +200,14 @@ class _Parts:
         def part(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> nn.Module:
             return demask(self._module(name), args, named, dynamic_shapes=shapes, table=table)
 
-        return with_parts(self.model, self.args, self.kwargs, self.names, part)
+        return replace_submodules(self.model, self.args, self.kwargs, self.names, part)
 
     def _copy(self) -> nn.Module:
         """A copy of the model, with its own provenance."""
         assert isinstance(self.model, nn.Module)
         copy = structural_copy(self.model, share=False)
-        record = merged(self.model, copy, {}, self.args, self.kwargs)
-        remember(copy, record, self.args, self.kwargs)
+        record = merge_records(self.model, copy, {}, self.args, self.kwargs)
+        record_call(copy, record, self.args, self.kwargs)
         return copy
 
     def _recorded(self, chosen: Any, best: str, speed: Speed | None, notes: list[str]) -> nn.Module:
@@ -216,13 +216,13 @@ class _Parts:
         seconds = {GIVEN: speed.given[0], best: speed.result[0]} if speed else {}
         decisions = (TuneDecision(WHOLE, best, seconds), *record.decisions)
         record = replace(record, notes=(*record.notes, *notes), decisions=decisions, speed=speed)
-        remember(chosen, record, self.args, self.kwargs)
+        record_call(chosen, record, self.args, self.kwargs)
         return chosen
 
 
 def _enter_network(race: CandidateRace, name: str, network: nn.Module) -> Iterator[str]:
     """Add a network with replaced parts to the race; yield the reason if it cannot be added."""
-    copy = in_eval(network)
+    copy = copy_in_eval(network)
     try:
         failure = race.difference(copy)
     except Exception as error:  # of any type: another network is returned
@@ -273,14 +273,14 @@ def _choose(
     if wanted.precision is not None:
         notes.append(_describe_loss(race, best, wanted.precision))
     measured = optimized_provenance(candidate.program, provenance, wanted.table)
-    removed = count_removed(program, plain(candidate.program))
+    removed = count_removed(program, unfuse(candidate.program))
     record = replace(
         measured, removed=removed, notes=tuple(notes), decisions=decisions, speed=speed
     )
     module_type = _module_type(candidate)
     race.modules.clear()
     return _build_module(
-        race, owned(candidate.program, program.constants.values()), record, module_type
+        race, copy_tensors(candidate.program, program.constants.values()), record, module_type
     )
 
 
@@ -306,7 +306,7 @@ def _describe_loss(race: CandidateRace, name: str, precision: str) -> str:
     for seed in range(DRAWS + 1):
         inputs, draw = (race.args, race.kwargs), torch.Generator().manual_seed(seed)
         if seed:
-            inputs = pytree.tree_map_only(Tensor, partial(like, draw=draw), inputs)
+            inputs = pytree.tree_map_only(Tensor, partial(draw_like, draw=draw), inputs)
         exact, lossy = (race.outputs(module, inputs)
                        for module in (race.exact[name], race.modules[name]))  # fmt: skip
         for a, b in zip(exact, lossy, strict=True):
@@ -320,15 +320,15 @@ def _describe_loss(race: CandidateRace, name: str, precision: str) -> str:
 
 def optimized_provenance(program: Program, provenance: Provenance, table: Table) -> Provenance:
     """The provenance of an optimized program: its sizes, cuts, and ops that only adapt shapes."""
-    whole = plain(program)
-    sizes = sizes_of(whole, Analysis(whole, table).relations)
+    whole = unfuse(program)
+    sizes = measure_program(whole, Analysis(whole, table).relations)
     sparse = layers_of(whole.graph)
     sizes = replace(sizes, macs=sizes.macs + sum(layer.products for layer in sparse))
     densities = {layer.name: layer.stored / layer.weights for layer in sparse if layer.weights}
     cuts = {
         name: cut
         for name, cut in provenance.cuts.items()
-        if name in program.constants and left(cut) == program.constants[name].tensor.shape
+        if name in program.constants and sliced_shape(cut) == program.constants[name].tensor.shape
     }
     marks = [node.meta["effect"] for node in program.graph.nodes if "effect" in node.meta]
     return replace(provenance, after=sizes, cuts=cuts, effects=dict(Counter(marks)),
@@ -351,7 +351,7 @@ def _original(
         return copy  # type: ignore[return-value]
     same = replace(unchanged_provenance(provenance), notes=notes, decisions=decisions, speed=speed)
     first = build(program, same).eval()
-    return moved(first, race.device) if race.device != CPU else first  # type: ignore[return-value]
+    return move_module(first, race.device) if race.device != CPU else first  # type: ignore[return-value]
 
 
 def _enter_candidates(
@@ -361,8 +361,8 @@ def _enter_candidates(
     """Add sparse candidates to the race, then dense ones; yield which fail, and why."""
     costs = Costs.open(wanted.cache, threads=race.threads, measure=race.device == CPU)
     leaves = pytree.tree_leaves((race.args, race.kwargs))
-    asker = Asker(costs, ExampleSizes.of(smaller.graph, leaves))
-    sparse = Sparse(asker, wanted.table, wanted.precision)
+    asker = LayerCosts(costs, ExampleSizes.of(smaller.graph, leaves))
+    sparse = SparseCandidates(asker, wanted.table, wanted.precision)
     if wanted.sparse and race.device == CPU:
         yield from _enter_all(race, sparse.forms(smaller, program, progress), provenance, progress)
     dense = _dense_candidates(race, smaller, asker, sparse, progress)
@@ -393,13 +393,15 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__} {line:.120}".strip()
 
 
-def _dense_candidates(race: CandidateRace, smaller: Program, asker: Asker, sparse: Sparse,
-                      progress: ProgressCallback) -> Iterator[Candidate]:  # fmt: skip
+def _dense_candidates(
+    race: CandidateRace, smaller: Program, asker: LayerCosts, sparse: SparseCandidates,
+    progress: ProgressCallback,
+) -> Iterator[Candidate]:  # fmt: skip
     """The dense candidates, unless a sparse one is far faster."""
     if race.modules and min(race.screened().values()) < AHEAD * sparse.least:
         return  # the layers of a dense candidate alone take longer
     yield Candidate(DEMASKED, smaller)
-    yield from forms(smaller, asker, sparse.table, progress)
+    yield from generate_candidates(smaller, asker, sparse.table, progress)
 
 
 def _enter(race: CandidateRace, candidate: Candidate, provenance: Provenance) -> str:
@@ -436,6 +438,6 @@ def _build_module(
 ) -> Demasked:
     module = build(program, provenance, module_type).eval()
     if race.device != CPU:
-        moved(module, race.device)
+        move_module(module, race.device)
     race.outputs(module)  # the first call prepares buffers: it must not be timed
     return module

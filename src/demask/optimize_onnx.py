@@ -16,28 +16,36 @@ from demask.errors import BadInput, DemaskError, Mismatch
 from demask.failures import public
 from demask.files.atomic_write import check_writable
 from demask.files.onnx import from_onnx
-from demask.files.onnx.check import Arrays, Draw, Judge, draws, first_line, onnxruntime, session
+from demask.files.onnx.check import (
+    Arrays,
+    Draw,
+    OutputComparator,
+    draws,
+    first_line,
+    onnxruntime,
+    session,
+)
 from demask.files.onnx.write.writer import (
+    as_demasked,
     check_tolerance,
+    comparator_of,
     copy_file,
-    judge_of,
     proto_of,
-    remembering,
     save,
     serialized,
     size_of,
 )
-from demask.graph.example_inputs import examples
+from demask.graph.example_inputs import draw_examples
 from demask.graph.program import Program
 from demask.graph.provenance import GIVEN, WHOLE, Provenance, TuneDecision
 from demask.graph.result.demasked_module import Demasked, build
 from demask.machine.benchmark import ALLOWED, PAIRS
 from demask.machine.threads import checked_threads
-from demask.machine.timing import sampled
+from demask.machine.timing import sample_seconds
 from demask.ops import TABLE, Table
 from demask.optimize import optimized_provenance, unchanged_provenance
-from demask.shrink.pipeline import given as captured
-from demask.shrink.pipeline import reduced
+from demask.shrink.pipeline import capture_program as captured
+from demask.shrink.pipeline import shrink_program
 from demask.tune.onnxruntime_candidate import for_runtime
 from demask.tune.race import speed_of
 
@@ -131,11 +139,11 @@ def deploy(
     check_writable(path)
     check_tolerance(tolerance)
     progress("capturing")
-    args, named = examples((model,), args, dict(kwargs or {}))
+    args, named = draw_examples((model,), args, dict(kwargs or {}))
     inputs = [t for t in pytree.tree_leaves((args, named)) if isinstance(t, Tensor)]
     program = captured(model, args, named, dynamic_shapes)
-    whole = remembering(program)
-    judge = judge_of(whole, (args, named), tolerance, table)
+    whole = as_demasked(program)
+    judge = comparator_of(whole, (args, named), tolerance, table)
     source = serialized(proto_of(whole)) if file is None else os.fspath(file)
     race = _SessionRace(source, inputs, threads, judge)
     candidates = _OnnxCandidates(program, race, table, progress)
@@ -214,7 +222,7 @@ class _OnnxCandidates:
         """The demasked program, with or without border maps."""
         if borders not in self.reductions:
             self.progress("removing what is masked")
-            self.reductions[borders] = reduced(self.program, self.table, borders=borders)
+            self.reductions[borders] = shrink_program(self.program, self.table, borders=borders)
         return self.reductions[borders]
 
     @property
@@ -260,7 +268,11 @@ class _SessionRace:
     original network's file, or its bytes."""
 
     def __init__(
-        self, baseline: str | bytes, inputs: Sequence[Tensor], threads: int | None, judge: Judge
+        self,
+        baseline: str | bytes,
+        inputs: Sequence[Tensor],
+        threads: int | None,
+        judge: OutputComparator,
     ):
         self.runtime, self.baseline, self.judge = onnxruntime(), baseline, judge
         self.threads = checked_threads(threads)
@@ -302,7 +314,7 @@ class _SessionRace:
         """Seconds of each round, of the named networks and of the original one."""
         example = self.draws[0]
         calls = {name: self._call(self.sessions[name], example) for name in (GIVEN, *names)}
-        return sampled(calls, pairs, seconds=seconds)
+        return sample_seconds(calls, pairs, seconds=seconds)
 
     def _call(self, runner: Any, draw: Draw) -> Callable[[], Any]:
         feed = {n: x.cpu().numpy() for n, x in zip(self.names, draw.inputs, strict=True)}

@@ -21,7 +21,7 @@ def number_table(head: str, *numbers: str, **style: Any) -> Table:
     return table
 
 
-def as_lines(*parts: RenderableType, width: int = WIDTH) -> list[str]:
+def render_lines(*parts: RenderableType, width: int = WIDTH) -> list[str]:
     """Renderables as lines of plain text, without colors and trailing blanks."""
     console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
     with console.capture() as capture:
@@ -30,6 +30,6 @@ def as_lines(*parts: RenderableType, width: int = WIDTH) -> list[str]:
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def as_text(*parts: RenderableType) -> str:
+def render_text(*parts: RenderableType) -> str:
     """Renderables as one plain text, without empty lines at its start and end."""
-    return "\n".join(as_lines(*parts)).strip("\n")
+    return "\n".join(render_lines(*parts)).strip("\n")

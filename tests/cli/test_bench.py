@@ -16,7 +16,7 @@ import demask
 import test_cli
 from demask.cli.bench import bench, contenders, plot
 from demask.cli.read_network import read_network
-from demask.machine.describe import milliseconds
+from demask.machine.describe import format_milliseconds
 from demask.machine.timing import Timing
 
 run, saved = test_cli.run, test_cli.saved  # fixtures
@@ -368,4 +368,4 @@ def test_the_example_in_the_help_runs(run, saved, optimized, compiler, tmp_path)
     ("seconds", "words"), [(12.84, "12840.0"), (0.001, "1.0"), (0.0004, "0.400")]
 )
 def test_milliseconds(seconds, words):
-    assert milliseconds(seconds) == words
+    assert format_milliseconds(seconds) == words

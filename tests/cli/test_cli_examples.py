@@ -9,7 +9,7 @@ import demask
 import test_cli
 from demask.cli.read_network import read_network
 from demask.errors import BadInput
-from demask.graph.example_inputs import PIXELS, Span, examples, spans_of
+from demask.graph.example_inputs import PIXELS, Span, draw_examples, expected_spans
 
 run = test_cli.run  # a fixture
 onnx = pytest.importorskip("onnx")
@@ -197,7 +197,7 @@ def test_numbers_are_those_that_the_first_ops_expect(tmp_path, kind):
         slim = demask.demask(program)
         (demask.save if kind == "demask" else demask.to_onnx)(slim, path)
     found = read_network(path)
-    spans = spans_of(found.model)
+    spans = expected_spans(found.model)
     assert sorted(spans.values()) == sorted(EXPECTED.values())
     if kind != "onnx":  # whose inputs are counted
         assert spans.items() >= EXPECTED.items()
@@ -206,5 +206,5 @@ def test_numbers_are_those_that_the_first_ops_expect(tmp_path, kind):
     assert places.max() < 5 and image.max() > 200 and byte.max() > 200
     assert rate == 16000 and bool(mask.all()) and not bool(free.any())
     if kind == "pt2":
-        drawn, _ = examples((found.model,), (), {})
+        drawn, _ = draw_examples((found.model,), (), {})
         assert all(map(torch.equal, drawn, found.example))

@@ -17,9 +17,9 @@ import demask
 import test_cli
 from demask.errors import BadInput
 from demask.files.arrays import read_arrays
-from demask.graph.capture.fold_constants import folded
+from demask.graph.capture.fold_constants import fold_constants
 from demask.ops import TABLE
-from demask.shrink.pipeline import reduced
+from demask.shrink.pipeline import shrink_program
 
 run = test_cli.run  # a fixture
 
@@ -248,5 +248,7 @@ def test_a_small_file_does_not_ask_for_a_large_constant():
     program = demask.graph.capture.capture.capture(
         torch.export.export(Large(), (torch.randn(2, 3),))
     )
-    assert any(node.target is torch.ops.aten.ones.default for node in folded(program).graph.nodes)
-    reduced(program, TABLE)  # not demask(), which runs the network to check its result
+    assert any(
+        node.target is torch.ops.aten.ones.default for node in fold_constants(program).graph.nodes
+    )
+    shrink_program(program, TABLE)  # not demask(), which runs the network to check its result

@@ -9,7 +9,7 @@ from torch import fx, nn
 import demask
 import test_cli
 from demask.cli.read_network import read_network
-from demask.graph.result.module_calls import in_calls
+from demask.graph.result.module_calls import graph_of_calls
 
 run = test_cli.run  # a fixture
 
@@ -28,7 +28,7 @@ def model(tmp_path) -> nn.Module:
 
 def strides(path) -> list[list[int]]:
     program = read_network(path).model
-    graph = in_calls(program) if isinstance(program, fx.GraphModule) else program.graph
+    graph = graph_of_calls(program) if isinstance(program, fx.GraphModule) else program.graph
     return [list(n.args[3]) if len(n.args) > 3 else [1, 1] for n in graph.nodes
             if "conv2d" in str(n.target)]  # fmt: skip
 

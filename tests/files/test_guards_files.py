@@ -18,7 +18,7 @@ from demask.files.onnx.write import writer as write
 from demask.files.onnx.write.size_conditions import refuse_sizes
 from demask.files.pt2.io import read_model
 from demask.graph.capture import export_guards
-from demask.graph.guards import hold
+from demask.graph.guards import are_true
 from demask.graph.provenance import InputSpec
 from pt2_files import quietly
 from test_guards import CONDITIONS, Branches, ByShape
@@ -111,7 +111,7 @@ def test_conditions_come_out_as_in_python(expression: str, relu) -> None:
             except Exception:
                 ran = False
             if b != 3 or "(b - 3)" not in expression:
-                assert ran == hold([expression], {"a": a, "b": b}), (a, b)
+                assert ran == are_true([expression], {"a": a, "b": b}), (a, b)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_conditions_come_out_as_in_python(expression: str, relu) -> None:
 )  # fmt: skip
 def test_a_condition_of_a_file_compares_sizes(text: str) -> None:
     with pytest.raises(RefusedFile, match="expected a comparison of sizes"):
-        export_guards.check(text)
+        export_guards.check_condition(text)
 
 
 @pytest.mark.parametrize(
@@ -141,4 +141,4 @@ def test_a_condition_of_a_file_compares_sizes(text: str) -> None:
     ],
 )  # fmt: skip
 def test_what_torch_writes_is_taken(text: str) -> None:
-    export_guards.check(text)
+    export_guards.check_condition(text)

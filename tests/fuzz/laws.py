@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from demask.graph.result.module_calls import in_calls
+from demask.graph.result.module_calls import graph_of_calls
 from demask.ops.laws import missed
 from fuzz.program import Program, smaller
 from graphs import to_graph
@@ -304,7 +304,7 @@ def count_missed(program: Program, slim: fx.GraphModule, found: Outcome) -> None
 def _readers(slim: fx.GraphModule) -> dict[str, str]:
     """Per weight, the op that reads it."""
     found = {}
-    for node in in_calls(slim).nodes:
+    for node in graph_of_calls(slim).nodes:
         if node.op == "get_attr" and node.users:
             found[str(node.target)] = str(next(iter(node.users)).target)
     return found

@@ -224,12 +224,12 @@ def sparse(example: Example) -> Iterator[tuple[str, str]]:
     from demask.kernels.llvm.isa import AVX2
     from demask.kernels.llvm.jit import source
     from demask.ops import TABLE
-    from demask.shrink.pipeline import given, reduced
+    from demask.shrink.pipeline import capture_program, shrink_program
     from demask.sparse.plan.segment_plan import SegmentPlan
     from demask.sparse.segment.build_segments import segmented, segments_of
     from demask.sparse.segment.candidates import _bases
 
-    program = reduced(given(*example.call, None), TABLE)[0]
+    program = shrink_program(capture_program(*example.call, None), TABLE)[0]
     base = next(iter(_bases(program, None, TABLE)))[1]
     whole = segmented(base, lambda *_: True, lambda *_: True)
     yield "segments", program_text(whole)
@@ -249,14 +249,14 @@ def candidates(example: Example) -> Iterator[tuple[str, str]]:
     """The programs that `optimize` would try, with costs that are not measured."""
     from demask.graph.queries import ExampleSizes as Sizes
     from demask.ops import TABLE
-    from demask.shrink.pipeline import given, reduced
-    from demask.tune.candidates import forms
-    from demask.tune.layer_costs import Asker
+    from demask.shrink.pipeline import capture_program, shrink_program
+    from demask.tune.candidates import generate_candidates
+    from demask.tune.layer_costs import LayerCosts
 
-    program = reduced(given(*example.call, None), TABLE)[0]
+    program = shrink_program(capture_program(*example.call, None), TABLE)[0]
     leaves = pytree.tree_leaves((example.args, example.kwargs or {}))
-    asker = Asker(FixedCosts(), Sizes.of(program.graph, leaves))  # type: ignore[arg-type]
-    for k, form in enumerate(forms(program, asker, TABLE, lambda words: None)):
+    asker = LayerCosts(FixedCosts(), Sizes.of(program.graph, leaves))  # type: ignore[arg-type]
+    for k, form in enumerate(generate_candidates(program, asker, TABLE, lambda words: None)):
         rows = [form.name, *map(str, form.decisions), program_text(form.program)]
         yield f"candidate_{k}", "\n".join(rows)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import demask
-from demask.graph.guards import REFUSE_VALUE, checks, hold, value_checks
+from demask.graph.guards import REFUSE_VALUE, are_true, size_checks, value_checks
 from demask.graph.provenance import InputSpec
 from graphs import to_graph
 
@@ -226,17 +226,18 @@ def test_a_static_size_is_checked(tmp_path) -> None:
 )
 def test_a_guard_from_elsewhere_is_a_comparison_of_sizes_or_nothing(guard: str) -> None:
     spec = InputSpec("x", ("s0", "y"), "float32", (2, 3))
-    assert list(checks({"x": "x"}, [spec], [guard])) == []
-    (line,) = checks({"x": "x"}, [spec], ["(s0) == (2*y)"])
+    assert list(size_checks({"x": "x"}, [spec], [guard])) == []
+    (line,) = size_checks({"x": "x"}, [spec], ["(s0) == (2*y)"])
     assert line.startswith("if not (x.shape[0] == 2 * x.shape[1]): _refuse_sizes(")
 
 
 def test_names_from_elsewhere_are_not_code() -> None:
     assert (
-        list(checks({"x": "x"}, [InputSpec("__import__('os')", (3,), "float32", (3,))], [])) == []
+        list(size_checks({"x": "x"}, [InputSpec("__import__('os')", (3,), "float32", (3,))], []))
+        == []
     )
     spec = InputSpec("x", ("__import__('os')", 3), "float32", (1, 3))
-    assert "import" not in "".join(checks({"x": "x"}, [spec], []))
+    assert "import" not in "".join(size_checks({"x": "x"}, [spec], []))
 
 
 def test_inputs_of_one_size_are_refused_with_two() -> None:
@@ -253,4 +254,6 @@ def test_inputs_of_one_size_are_refused_with_two() -> None:
 
 
 def test_a_condition_that_divides_by_zero_does_not_hold() -> None:
-    assert hold(["7 % (s0 - 2) == 1"], {"s0": 5}) and not hold(["7 % (s0 - 2) == 1"], {"s0": 2})
+    assert are_true(["7 % (s0 - 2) == 1"], {"s0": 5}) and not are_true(
+        ["7 % (s0 - 2) == 1"], {"s0": 2}
+    )

@@ -19,7 +19,7 @@ from demask.machine.byte_sizes import BUDGET
 from demask.ops import TABLE
 from demask.pilot.conditions.regions import Regions
 from demask.pilot.routing.route import Route, Router
-from demask.shrink.pipeline import given, reduced
+from demask.shrink.pipeline import capture_program, shrink_program
 from demask.traverse.execution.tiled_module import Tiled
 from demask.tune.module.optimized_module import Optimized
 
@@ -37,7 +37,9 @@ def rows() -> nn.Module:
 
 
 def optimized() -> nn.Module:
-    program, provenance = reduced(given(images().eval(), (IMAGE,), None, None), TABLE)
+    program, provenance = shrink_program(
+        capture_program(images().eval(), (IMAGE,), None, None), TABLE
+    )
     return build(program, provenance, Optimized).eval()
 
 

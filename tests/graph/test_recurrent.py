@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import demask
-from demask.graph.result.module_calls import in_calls
+from demask.graph.result.module_calls import graph_of_calls
 from demask.ops import TABLE, Declined, Relation, Table, bind
 from demask.ops.laws import call_node, missed
 from graphs import to_graph
@@ -262,7 +262,7 @@ def test_names_and_gradients_are_those_of_the_layer() -> None:
 def test_what_cannot_become_smaller_stays_one_call() -> None:
     config = next(c for c in CONFIGS if c.name == "stacked_bidirectional")
     slim = to_graph(made(config, "nothing"), example(config, 5, 2))
-    assert [n.target for n in in_calls(slim).nodes].count(aten.rnn_tanh.input) == 1
+    assert [n.target for n in graph_of_calls(slim).nodes].count(aten.rnn_tanh.input) == 1
     assert slim.demasked.before == slim.demasked.after
     steps, two = 5 * 2, 2
     count = two * HIDDEN * (FEATURES + HIDDEN + 2 * HIDDEN + HIDDEN)

@@ -142,7 +142,7 @@ X = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
 
 def test_a_shared_program_is_the_one_that_a_capture_makes() -> None:
     model = model_of(Block)
-    with sharing.sharing():
+    with sharing.share_captures():
         shared = [next(sharing.shared_captures(b, (X,), None, "all")) for b in model.blocks]
     for program, block in zip(shared, model.blocks, strict=True):
         assert dump(program) == dump(next(capture_programs(block, (X,), None, "all")))
@@ -153,7 +153,7 @@ def test_a_shared_program_is_the_one_that_a_capture_makes() -> None:
 def test_what_is_asked_for_after_the_shared_programs_is_captured() -> None:
     """The first block was captured with all sizes dynamic; of the second, fewer are asked for."""
     model = model_of(lambda k: Block())
-    with sharing.sharing():
+    with sharing.share_captures():
         next(sharing.shared_captures(model.blocks[0], (X,), None, "all"))
         several = [*sharing.shared_captures(model.blocks[1], (X,), None, "all")]
     expected = [*capture_programs(model.blocks[1], (X,), None, "all")]
@@ -167,7 +167,7 @@ def test_parts_with_a_shared_capture_are_as_without(
     model, seen = model_of(Block, 6), counted(monkeypatch)
     slim: Any = demask.demask(model, (X,), modules="auto", result=form)
     assert len(seen) == (2 if form == "graph" else 4), "one more, to watch what is read"
-    monkeypatch.setattr(partial, "sharing", contextlib.nullcontext)
+    monkeypatch.setattr(partial, "share_captures", contextlib.nullcontext)
     alone: Any = demask.demask(model, (X,), modules="auto", result=form)
     assert len(seen) >= 8
     assert slim.demasked.to_dict() == alone.demasked.to_dict()
@@ -283,7 +283,7 @@ def test_shapes_of_inputs_and_weights_count(monkeypatch: pytest.MonkeyPatch) -> 
     calls = [(blocks[0], X), (blocks[0], X.double()), (blocks[0], X.T.contiguous().T),
              (blocks[0], X[:2]), (blocks[1], X), (blocks[2].double(), X.double()),
              (Block().eval(), X), (Block().requires_grad_(False), X)]  # fmt: skip
-    with sharing.sharing():
+    with sharing.share_captures():
         for block, x in calls:
             with contextlib.suppress(demask.DemaskError):
                 next(sharing.shared_captures(block, (x,), None, None))

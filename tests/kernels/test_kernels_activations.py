@@ -25,9 +25,9 @@ from demask.ops.activations import (
     Act,
     Activation,
     act_of,
-    activate,
-    by_onednn,
-    module_of,
+    activation_module,
+    apply_activation,
+    find_onednn_activation,
 )
 from interpreted import DEVICES, rows_of, run_on
 
@@ -73,7 +73,7 @@ def exact(x: Tensor, act: Act) -> Tensor:
         return x * torch.special.erfc(-x * math.sqrt(0.5)) / 2
     if name == "gelu_tanh":
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
-    return activate(x, act)
+    return apply_activation(x, act)
 
 
 def check(found: Tensor, x: Tensor, act: Act) -> None:
@@ -86,7 +86,7 @@ def check(found: Tensor, x: Tensor, act: Act) -> None:
     assert not far.any(), torch.stack([x, found])[:, far][:, :9]
     # one number at a time: torch's vectors give gelu(inf) = NaN, and gelu(-0) = 0 on some machines
     zero = x == 0
-    torchs = torch.stack([activate(v, act) for v in x[~finite | zero]])
+    torchs = torch.stack([apply_activation(v, act) for v in x[~finite | zero]])
     mine = found[~finite | zero]
     torch.testing.assert_close(mine, torchs, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(mine[torchs == 0].signbit(), torchs[torchs == 0].signbit())
@@ -159,12 +159,12 @@ def test_every_activation_has_every_lowering() -> None:
 def test_ops_and_modules_compute_the_reference(activation: Activation) -> None:
     x = torch.linspace(-8, 8, 999)
     numbers = (-0.5, 0.25)[: activation.count]
-    wanted = activate(x, (activation.name, numbers))
+    wanted = apply_activation(x, (activation.name, numbers))
     assert wanted.shape == x.shape and activation.nonnegative(*numbers) <= bool((wanted >= 0).all())
     for op in activation.ops:
         if all(isinstance(number, str) for number in op.numbers):
             assert torch.equal(op.target(x, *numbers, **op.where), wanted)
-    made = module_of((activation.name, numbers))
+    made = activation_module((activation.name, numbers))
     assert act_of(made) == (activation.name, numbers) and torch.equal(made(x), wanted)
     if activation.onednn:
-        assert by_onednn(activation.onednn, activation.algorithm) is activation
+        assert find_onednn_activation(activation.onednn, activation.algorithm) is activation

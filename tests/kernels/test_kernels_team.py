@@ -110,10 +110,10 @@ def test_no_memory_at_a_call(monkeypatch):
 def test_windows_runs_on_torch(monkeypatch):
     """Where the system lacks what the kernels need, one warning says so."""
     monkeypatch.setattr("sys.platform", "win32")
-    llvm.installed.cache_clear()
+    llvm.is_installed.cache_clear()
     try:
         with pytest.warns(UserWarning, match="Linux or macOS"):
-            assert not llvm.installed()
+            assert not llvm.is_installed()
         program, weights = layer("tokens", matrix(8, 8, 0.5, dtype=torch.float32))
         x, w = torch.randn(2, 8), torch.randn(4, 8)
         assert torch.equal(segment([x], weights, program.text())[0],
@@ -122,7 +122,7 @@ def test_windows_runs_on_torch(monkeypatch):
         assert torch.equal(chain(x, [w], "columns"), linear)
         assert torch.equal(OrderedLayer(w, None, Bits(8)).rows(x, torch.arange(4)), linear)
     finally:
-        llvm.installed.cache_clear()
+        llvm.is_installed.cache_clear()
 
 
 def test_registers_of_macs(monkeypatch):

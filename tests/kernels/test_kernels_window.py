@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from demask.kernels.cpu.window import Runner, WindowKernel, WindowSizes, WindowTask
+from demask.kernels.cpu.window import WindowKernel, WindowRunner, WindowSizes, WindowTask
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
 from demask.kernels.llvm.jit import assembly
 from guarded import guarded
@@ -201,7 +201,7 @@ def test_what_is_no_number_stays(mode, act):
 
 def test_a_runner_serves_threads_and_sizes_at_once():
     window = WindowKernel((3, 3), (1, 1), (1, 1), 10)
-    runner, wrong = Runner(window), []
+    runner, wrong = WindowRunner(window), []
 
     def work(seed: int) -> None:
         for k in range(20):

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demask.machine import arena
-from demask.machine.arena import ALIGNMENT, ArenaPlan, Block, View, allocate, extent, peak, planned
+from demask.machine.arena import (
+    ALIGNMENT,
+    ArenaPlan,
+    Block,
+    View,
+    allocate,
+    peak_bytes,
+    plan_arena,
+    strided_bytes,
+)
 
 
 @st.composite
@@ -34,30 +43,30 @@ def broken(blocks: list[Block], plan: ArenaPlan) -> list[str]:
 
 
 def aligned_peak(blocks: list[Block]) -> int:
-    return peak([Block(-(-b.size // ALIGNMENT) * ALIGNMENT, b.start, b.end) for b in blocks])
+    return peak_bytes([Block(-(-b.size // ALIGNMENT) * ALIGNMENT, b.start, b.end) for b in blocks])
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(block(), max_size=25))
 def test_blocks_alive_at_once_do_not_overlap(blocks):
-    plan = planned(blocks)
+    plan = plan_arena(blocks)
     assert broken(blocks, plan) == []
-    assert plan.size >= peak(blocks)
+    assert plan.size >= peak_bytes(blocks)
     assert plan.size <= sum(-(-b.size // ALIGNMENT) * ALIGNMENT for b in blocks)
-    assert planned(blocks) == plan
+    assert plan_arena(blocks) == plan
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(block(), max_size=25))
 def test_the_peak_is_the_most_bytes_at_any_step(blocks):
     steps = [sum(b.size for b in blocks if b.start <= s <= b.end) for s in range(45)]
-    assert peak(blocks) == max(steps)
+    assert peak_bytes(blocks) == max(steps)
 
 
 def test_blocks_one_after_another_share_a_place():
     blocks = [Block(640, k, k) for k in range(9)]
-    assert planned(blocks) == ArenaPlan((0,) * 9, 640)
-    assert planned([]) == ArenaPlan((), 0)
+    assert plan_arena(blocks) == ArenaPlan((0,) * 9, 640)
+    assert plan_arena([]) == ArenaPlan((), 0)
 
 
 @settings(max_examples=100, deadline=None)
@@ -74,8 +83,8 @@ def test_views_are_where_the_plan_says(drawn):
         for axis in order:
             stride[axis], step = step, step * max(shape[axis], 1)
         views.append((tuple(shape), tuple(stride), dtype))
-        blocks.append(Block(extent(shape, stride, dtype), 0, 0))
-    plan = planned(blocks)
+        blocks.append(Block(strided_bytes(shape, stride, dtype), 0, 0))
+    plan = plan_arena(blocks)
     placed = [View(at, *view) for at, view in zip(plan.offsets, views, strict=True)]
     tensors = allocate(plan.size, placed, torch.device("cpu"))
     base = min((t.data_ptr() - v.offset for t, v in zip(tensors, placed, strict=True)
@@ -104,12 +113,12 @@ def test_an_overlap_is_noticed(monkeypatch):
     blocks = [Block(64, 0, 1), Block(64, 1, 2)]
     assert broken(blocks, ArenaPlan((0, 0), 64)) == ["1 overlaps 0"]
     assert broken(blocks, ArenaPlan((0, 63), 128)) != []
-    monkeypatch.setattr(arena, "aligned", lambda size: size)
-    assert broken([Block(3, 0, 1), Block(3, 0, 1)], planned([Block(3, 0, 1)] * 2)) != []
+    monkeypatch.setattr(arena, "align_size", lambda size: size)
+    assert broken([Block(3, 0, 1), Block(3, 0, 1)], plan_arena([Block(3, 0, 1)] * 2)) != []
 
 
 @pytest.mark.nightly
 @settings(max_examples=5000, deadline=None)
 @given(st.lists(block(), max_size=60))
 def test_many_plans(blocks):
-    assert broken(blocks, planned(blocks)) == []
+    assert broken(blocks, plan_arena(blocks)) == []

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from demask.errors import BadInput
-from demask.machine.byte_sizes import human, parse_memory
+from demask.machine.byte_sizes import format_bytes, parse_memory
 
 
 @pytest.mark.parametrize(
@@ -34,5 +34,5 @@ def test_a_unit_that_could_be_two_asks_which():
 
 @given(st.integers(1, 2**50))
 def test_an_amount_in_words_reads_back_as_about_itself(size):
-    back = parse_memory(human(size))
+    back = parse_memory(format_bytes(size))
     assert abs(back - size) <= size / 100

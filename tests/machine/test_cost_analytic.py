@@ -6,7 +6,7 @@ from math import inf, isnan, log
 import pytest
 import torch
 
-from demask.machine.cost import COPY, MATMUL, SMALLEST, Costs, Error, Question
+from demask.machine.cost import COPY, MATMUL, SMALLEST, CostError, Costs, Question
 from test_cost import Asked, Clock, raising, refused, ticking, write
 
 
@@ -84,7 +84,7 @@ def test_the_error_is_that_of_the_questions_asked_and_measured(tmp_path):
     assert costs.error().median == pytest.approx(log(2))
     costs.seconds(Question("quarter", 0, 0, refused))
     found = costs.error()
-    assert found == Error(4, found.median, found.high)
+    assert found == CostError(4, found.median, found.high)
     assert found.median == pytest.approx(log(2))
     assert found.high == pytest.approx(log(2) * 1.7)  # 0.7 of the way from log(2) to log(4)
     costs.seconds(Question("exact", inf, 0, refused))  # no analytic answer

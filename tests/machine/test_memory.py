@@ -17,13 +17,13 @@ import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.graph.result.demasked_module import build, build_plain
 from demask.ops import TABLE
-from demask.shrink.pipeline import given, reduced
+from demask.shrink.pipeline import capture_program, shrink_program
 from demask.tune.module import buffer_assignment as memory
 from demask.tune.module import shape_cache as plans
 from demask.tune.module.buffer_assignment import InArena, InPlace, assign_buffers
 from demask.tune.module.optimized_module import Optimized
 from demask.tune.passes.channels_last import convert_layouts
-from demask.tune.passes.fold_affine import absorbed
+from demask.tune.passes.fold_affine import fold_affine
 from demask.tune.passes.fuse_epilogues import fuse_epilogues
 from fuzz.laws import difference
 from micro import MICROS, Micro
@@ -58,7 +58,7 @@ def plain_form(program):
 
 
 def fused_form(program):
-    return fuse_epilogues(absorbed(program), lambda *_: True)
+    return fuse_epilogues(fold_affine(program), lambda *_: True)
 
 
 def last_form(program):
@@ -70,7 +70,7 @@ FORMS = {"plain": plain_form, "fused": fused_form, "last": last_form}
 
 def pair_of(model: nn.Module, args: tuple, form=plain_form) -> tuple[nn.Module, Optimized]:
     """The network demasked as plain ops, and as the fast module."""
-    program, provenance = reduced(given(model.eval(), args, None, None), TABLE)
+    program, provenance = shrink_program(capture_program(model.eval(), args, None, None), TABLE)
     return build_plain(program), build(form(program), provenance, Optimized).eval()
 
 
@@ -329,8 +329,8 @@ def test_images_in_one_dimension() -> None:
 
 def calls_of(run: Callable[..., object], **parts) -> dict[str, InPlace | InArena]:
     """By op, what was decided (of several calls of one op, of the last)."""
-    program, provenance = reduced(given(Calls(run, **parts).eval(), (torch.randn(2, 4),),
-                                        None, None), TABLE)  # fmt: skip
+    captured = capture_program(Calls(run, **parts).eval(), (torch.randn(2, 4),), None, None)
+    program, provenance = shrink_program(captured, TABLE)
     graph = build(program, provenance, Optimized).graph
     found = assign_buffers(graph)
     return {n.target._opname: found.get(n) for n in graph.nodes if hasattr(n.target, "_opname")}

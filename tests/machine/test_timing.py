@@ -16,7 +16,7 @@ from demask.errors import BadInput
 from demask.machine import timing
 from demask.machine.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, THRESHOLDS, fix_allocator
 from demask.machine.benchmark import lower_bound
-from demask.machine.timing import Timing, alternate
+from demask.machine.timing import Timing, time_alternately
 
 
 def recording(calls, *names):
@@ -25,7 +25,7 @@ def recording(calls, *names):
 
 def test_rounds_alternate_their_order_after_the_warmup():
     calls = []
-    alternate(recording(calls, "a", "b", "c"), pairs=3, warmup=2)
+    time_alternately(recording(calls, "a", "b", "c"), pairs=3, warmup=2)
     assert calls[:6] == ["a", "a", "b", "b", "c", "c"]
     assert calls[6:] == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
 
@@ -33,7 +33,9 @@ def test_rounds_alternate_their_order_after_the_warmup():
 def test_timings_come_from_the_clock():
     # First round: a took 1, b took 5. Second round, turned: b took 7, a took 3.
     seconds = iter([0, 1, 10, 15, 20, 27, 30, 33])
-    timings = alternate(recording([], "a", "b"), pairs=2, warmup=0, clock=lambda: next(seconds))
+    timings = time_alternately(
+        recording([], "a", "b"), pairs=2, warmup=0, clock=lambda: next(seconds)
+    )
     assert timings == {"a": Timing(2.0, 1.2, 2.8, 2), "b": Timing(6.0, 5.2, 6.8, 2)}
 
 
@@ -41,7 +43,7 @@ def test_timings_come_from_the_clock():
 def test_no_round_starts_after_the_time_is_up(seconds, rounds):
     ticks = iter(range(100))  # each call takes one tick, so a round of two takes 2
     contenders = recording([], "a", "b")
-    timings = alternate(contenders, 5, 0, seconds=seconds, clock=lambda: next(ticks))
+    timings = time_alternately(contenders, 5, 0, seconds=seconds, clock=lambda: next(ticks))
     assert {timing.count for timing in timings.values()} == {rounds}
 
 
@@ -60,9 +62,9 @@ def test_collection_is_off_meanwhile_and_put_back(enabled):
     (gc.enable if enabled else gc.disable)()
     try:
         seen = []
-        alternate({"a": lambda: seen.append(gc.isenabled())}, pairs=2)
+        time_alternately({"a": lambda: seen.append(gc.isenabled())}, pairs=2)
         with pytest.raises(ZeroDivisionError):
-            alternate({"a": lambda: 1 / 0}, pairs=2)
+            time_alternately({"a": lambda: 1 / 0}, pairs=2)
         after = gc.isenabled()
     finally:
         (gc.enable if before else gc.disable)()
@@ -73,7 +75,7 @@ def test_collection_is_off_meanwhile_and_put_back(enabled):
 @pytest.mark.parametrize(("pairs", "warmup"), [(0, 3), (-1, 3), (5, -1)])
 def test_senseless_counts_are_refused(pairs, warmup):
     with pytest.raises(BadInput, match=f"got pairs={pairs}, warmup={warmup}"):
-        alternate({"a": lambda: None}, pairs, warmup)
+        time_alternately({"a": lambda: None}, pairs, warmup)
 
 
 def test_a_timing_of_nothing_is_refused():
@@ -133,7 +135,7 @@ def test_the_example_in_the_docstring_runs():
 
 def test_neighbours_are_never_twice_in_the_same_order():
     calls = []
-    alternate(recording(calls, "a", "b"), pairs=6, warmup=0)
+    time_alternately(recording(calls, "a", "b"), pairs=6, warmup=0)
     orders = [tuple(calls[turn : turn + 2]) for turn in range(0, len(calls), 2)]
     assert all(one != other for one, other in pairwise(orders))
 

@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from demask.graph.capture.capture import capture
-from demask.graph.capture.fold_constants import folded
-from demask.graph.capture.functionalize import functionalized
+from demask.graph.capture.fold_constants import fold_constants
+from demask.graph.capture.functionalize import functionalize
 from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.stride.accelerator.instructions import Instructions, listed
 from demask.stride.accelerator.machine import Machine
-from demask.tune.passes.fold_affine import absorbed
+from demask.tune.passes.fold_affine import fold_affine
 
 
 def drawn(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -38,9 +38,9 @@ def images(*shape: int) -> torch.Tensor:
 def plain(model, args, machine=None, kwargs=None) -> Instructions:
     """The list of a network that has no strides."""
     given = canonicalize_calls(
-        folded(functionalized(capture(model, args, kwargs, dynamic_shapes={})))
+        fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={})))
     )
-    return listed(absorbed(given), machine or Machine())
+    return listed(fold_affine(given), machine or Machine())
 
 
 def far(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demask.facts.ranges import ANY, Range, of_dtype
+from demask.facts.ranges import ANY, Range, dtype_range
 from demask.stride.lowering.forms import FORMS, StrideForm
 from demask.stride.lowering.strided_conv import ConvAxis, FormInputs, StridedConv
 from demask.stride.targets import Target
@@ -194,7 +194,7 @@ class Cell:
 
     def site(self) -> StridedConv:
         chosen = FUNCTIONS[self.dtype][self.function]
-        known = (of_dtype(self.dtype), *chosen.ranges)
+        known = (dtype_range(self.dtype), *chosen.ranges)
         return StridedConv(self.axes, (self.channels, 8), self.groups, self.dtype, known)
 
     def call(self) -> FormInputs:

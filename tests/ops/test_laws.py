@@ -296,29 +296,32 @@ def related(target, *args) -> Relation:
 def test_regions_of_the_documented_forms():
     aten, x = torch.ops.aten, torch.zeros(2, 12, 5)
     gap = related(aten.conv_transpose1d.default, x, torch.zeros(12, 3, 1), None, [2])
-    assert regions.needed(gap, 0, 2, 1, 2) in [(1, 1)]  # no input reaches row 1
-    assert regions.needed(gap, 0, 2, 1, 3) == (1, 2)
+    assert regions.needed_interval(gap, 0, 2, 1, 2) in [(1, 1)]  # no input reaches row 1
+    assert regions.needed_interval(gap, 0, 2, 1, 3) == (1, 2)
     split = related(aten.view.default, x, [2, 3, 4, 5])
     assert [regions.axis_of(split, 0, axis) for axis in range(4)] == [0, 1, 1, 2]
-    assert regions.needed(split, 0, 1, 1, 2) == (4, 8)
-    assert regions.needed(split, 0, 2, 1, 2) == (0, 12)
+    assert regions.needed_interval(split, 0, 1, 1, 2) == (4, 8)
+    assert regions.needed_interval(split, 0, 2, 1, 2) == (0, 12)
     joined = related(aten.view.default, x, [2, 60])
-    assert regions.needed(joined, 0, 1, 12, 16) == (2, 4)
+    assert regions.needed_interval(joined, 0, 1, 12, 16) == (2, 4)
     normed = related(aten.layer_norm.default, x, [5])
-    assert (regions.needed(normed, 0, 1, 3, 4), regions.needed(normed, 0, 2, 3, 4)) == (
+    assert (
+        regions.needed_interval(normed, 0, 1, 3, 4),
+        regions.needed_interval(normed, 0, 2, 3, 4),
+    ) == (
         (3, 4),
         (0, 5),
     )
     both = related(aten.cat.default, [x, x[:, :7]], 1)
-    assert [regions.needed(both, k, 1, 10, 14) for k in (0, 1)] == [(10, 12), (0, 2)]
+    assert [regions.needed_interval(both, k, 1, 10, 14) for k in (0, 1)] == [(10, 12), (0, 2)]
     flipped = related(aten.flip.default, x, [1])
-    assert regions.needed(flipped, 0, 1, 2, 4) == (8, 10)
+    assert regions.needed_interval(flipped, 0, 1, 2, 4) == (8, 10)
     assert regions.input_start(flipped, 0, 1, 2) == 0
     assert regions.input_end(flipped, 0, 1, 4) == 12
     linear = related(aten.linear.default, x, torch.zeros(7, 5), torch.zeros(7))
     assert regions.axis_of(linear, 0, 2) is None
     with pytest.raises(ValueError, match="operand 'input' has no axis along axis 2"):
-        regions.needed(linear, 0, 2, 0, 1)
+        regions.needed_interval(linear, 0, 2, 0, 1)
 
 
 class Put(nn.Module):

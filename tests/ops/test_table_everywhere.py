@@ -23,12 +23,12 @@ from demask.kernels.llvm.isa import host
 from demask.ops import TABLE, Entry, Table
 from demask.ops.activations import ACTIVATIONS, Activation, Equivalent, act_of
 from demask.pilot import collect, compare, condition, explain, simplify
-from demask.shrink.pipeline import given
+from demask.shrink.pipeline import capture_program
 from demask.sparse import SparseLinear, spmm
 from demask.sparse.segment.build_segments import segmented, segments_of
 from demask.sparse.segment_program import SegmentProgram
 from demask.traverse import batch, halo, plan, stream, tile, traffic
-from demask.tune.epilogue import epilogue
+from demask.tune.epilogue import epilogue_of
 from demask.tune.passes.fuse_epilogues import fuse_epilogues
 from interpreted import DEVICES, rows_of, run_on
 from test_kernels_activations import check, computed, points
@@ -154,7 +154,7 @@ def test_a_sparse_layer_computes_it() -> None:
 
 def test_a_segment_takes_it() -> None:
     model, x = network(), torch.randn(4, 9)
-    program = segmented(given(model, (x,), None, None), always, always)
+    program = segmented(capture_program(model, (x,), None, None), always, always)
     ((_, segment),) = segments_of(program.graph)
     assert [getattr(step, "act", None) for step in segment.steps] == [("softshrink", (0.25,)), None]
     assert SegmentProgram.parse(segment.text()) == segment
@@ -164,9 +164,9 @@ def test_a_segment_takes_it() -> None:
 
 def test_onednn_leaves_it() -> None:
     model, x = network(), torch.randn(4, 9)
-    program = fuse_epilogues(given(model, (x,), None, None), lambda *_: True)
+    program = fuse_epilogues(capture_program(model, (x,), None, None), lambda *_: True)
     (node,) = (n for n in program.graph.nodes if n.target is aten.softshrink.default)
-    assert epilogue(node) is None
+    assert epilogue_of(node) is None
     close(ran(program, (x,))[0], model(x).detach())
 
 

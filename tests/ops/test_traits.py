@@ -9,7 +9,7 @@ import pytest
 
 from demask.compat.dispatch import OpOverload
 from demask.ops import TABLE, traits
-from demask.ops.activations import by_op
+from demask.ops.activations import activations_by_op
 
 aten = traits.aten
 WINDOWS = {
@@ -53,6 +53,10 @@ def test_number_of_axes() -> None:
 
 
 def test_relus_and_clamps_are_activations() -> None:
-    names = {op: activation.name for op, entries in by_op().items() for activation, _ in entries}
+    names = {
+        op: activation.name
+        for op, entries in activations_by_op().items()
+        for activation, _ in entries
+    }
     assert {names[op] for op in traits.RELUS} == {"relu", "clamp"}
     assert {names.get(op, "clamp") for op in traits.CLAMPS} == {"clamp"}

@@ -19,7 +19,7 @@ from demask.pilot.data.collect import collect
 from demask.pilot.data.execution_data import ExecutionData
 from demask.pilot.simplifiers.rounding import Bits
 from demask.pilot.simplifiers.simplify import simplify
-from demask.shrink.pipeline import given, simplified
+from demask.shrink.pipeline import canonicalize, capture_program
 
 
 class Net(nn.Module):
@@ -75,7 +75,9 @@ def put(value: Tensor, index: Tensor, other: float | Tensor) -> Tensor:
 
 
 def test_targets_end_before_sums(net: Net, x: Tensor):
-    found, left = targets_of(Analysis(simplified(given(net, (x,), None, None), TABLE), TABLE))
+    found, left = targets_of(
+        Analysis(canonicalize(capture_program(net, (x,), None, None), TABLE), TABLE)
+    )
     assert [(t.layer, t.node.name, t.axis, t.size) for t in found] == [
         ("a", "relu", 1, 8), ("b", "conv2d_1", 1, 8),
     ]  # fmt: skip
@@ -209,7 +211,8 @@ def test_texts():
     assert all(issubclass(kind, object) and kind.name for kind in KINDS)
     assert condition_of("skip:0.5") == Skip(0.5)
     for made in (Skip(0.5), Skip(threshold=0.5), Value(0.25), Precision(0.5, bits=4),
-                 ConstantChannels(0.5, value=0.5), ConstantChannels(0.5), Skip(0.5, layers="a.*")):  # fmt: skip
+                 ConstantChannels(0.5, value=0.5), ConstantChannels(0.5),
+                 Skip(0.5, layers="a.*")):  # fmt: skip
         assert isinstance(made, Condition)
         assert condition_of(text(made)) == made
     for wrong, words in (

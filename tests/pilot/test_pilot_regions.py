@@ -19,7 +19,7 @@ from demask.pilot.data.tile_contrast import contrast, per_tile
 from demask.traverse.analysis.flow import flow_of, read
 from demask.traverse.execution import region_runner as windows
 from demask.traverse.execution.rectangles import MANY, Rectangle, rectangles, runs
-from demask.traverse.execution.region_runner import RegionNetwork, fitted, refusals
+from demask.traverse.execution.region_runner import RegionNetwork, fit_cost, refusals
 from demask.traverse.storage.sources_and_sinks import tensor_source
 from fuzz.images import Images
 from fuzz.traversed import flat
@@ -232,7 +232,7 @@ def test_many_tiles_apart_are_coarsened_first():
 def test_costs_say_what_frustums_take():
     model, x = mixed()
     engine = RegionNetwork.of(flow_of(read(model, (x,)), TABLE))
-    cost = fitted(engine, 8)
+    cost = fit_cost(engine, 8)
     for h, w in [(8, 8), (16, 24), (24, 8)]:
         where = Rectangle(7, 7 + h, 9, 9 + w)
         said, exact = float(cost(np.array(h), np.array(w))), engine.seconds(where)

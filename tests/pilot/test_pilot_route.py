@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from demask.errors import BadInput
 from demask.machine import benchmark
-from demask.machine.timing import alternate
+from demask.machine.timing import time_alternately
 from demask.ops import TABLE
 from demask.pilot.routing.confidence import entropy, margin, softmax
 from demask.pilot.routing.route import Route, Router
@@ -35,8 +35,8 @@ class Slow(nn.Module):
 
 @pytest.fixture(autouse=True)
 def a_clock_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = partial(alternate, clock=lambda: NOW[0])
-    monkeypatch.setattr(benchmark, "alternate", timed)
+    timed = partial(time_alternately, clock=lambda: NOW[0])
+    monkeypatch.setattr(benchmark, "time_alternately", timed)
 
 
 def pair() -> tuple[nn.Linear, nn.Linear]:

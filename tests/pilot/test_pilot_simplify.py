@@ -328,9 +328,9 @@ def test_texts_that_mean_nothing_are_refused(text):
 def test_layers_and_rows_of_a_network():
     from demask.facts.analysis import Analysis
     from demask.ops import TABLE
-    from demask.shrink.pipeline import given
+    from demask.shrink.pipeline import capture_program
 
-    program = given(*NETWORKS["unet"], None, None)
+    program = capture_program(*NETWORKS["unet"], None, None)
     found = layers.layers_of(Analysis(program, TABLE))
     assert [(one.name, one.rows, one.axis) for one in found] == [
         ("a", (0,), 1), ("b", (0,), 1), ("up", (1,), 1), ("c", (0,), 1)

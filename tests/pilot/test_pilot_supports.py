@@ -2,7 +2,7 @@
 
     indexed(analysis, picks)(x, index) == masked(analysis, picks)(x, index)
 
-`masked` is held against masks by hand, in plain torch.
+`emit_masked` is held against masks by hand, in plain torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE
 from demask.ops.laws import LawModule, law_cases, relative_error, target_of
-from demask.shrink.build_uncut import finished
+from demask.shrink.build_uncut import build_uncut
 from demask.shrink.layout.cells import RunTimeIndex
-from demask.shrink.pipeline import given, simplified
+from demask.shrink.pipeline import canonicalize, capture_program
 from demask.shrink.runtime_index import analysis as planning
-from demask.shrink.runtime_index.analysis import Pick
-from demask.shrink.runtime_index.rewrite import indexed, masked, with_inputs
+from demask.shrink.runtime_index.analysis import IndexedSupport
+from demask.shrink.runtime_index.rewrite import add_inputs, emit_indexed, emit_masked
 
 CASES = list(law_cases(TABLE))
 SAMPLE = random.Random(0).sample(CASES, 5)
@@ -85,7 +85,7 @@ class Network:
         with torch.no_grad():
             for p in model.parameters() if whole else ():
                 p.copy_(torch.randint(-2, 3, p.shape).double())
-        return simplified(given(model, (x,), None, None), TABLE), x
+        return canonicalize(capture_program(model, (x,), None, None), TABLE), x
 
 
 NETWORKS = (
@@ -126,17 +126,17 @@ def fill_of(kind: str, value: Tensor, axis: int, seed: int) -> Tensor:
 
 def built(program: Program, places: list[tuple[fx.Node, int]], kinds: list[str]) -> Built:
     sizes = [node.meta["val"].shape[axis] for node, axis in places]
-    wide, inputs, mapping = with_inputs(program, {f"index_{k}": n for k, n in enumerate(sizes)})
+    wide, inputs, mapping = add_inputs(program, {f"index_{k}": n for k, n in enumerate(sizes)})
     picks = {}
     for k, (node, axis) in enumerate(places):
         fill = fill_of(kinds[k], node.meta["val"], axis, k)
-        picks[key_of(mapping[node])] = Pick(
+        picks[key_of(mapping[node])] = IndexedSupport(
             axis, RunTimeIndex(inputs[f"index_{k}"], sizes[k]), fill
         )
     analysis = Analysis(wide, TABLE)
-    small, whole = indexed(analysis, picks), masked(analysis, picks)
+    small, whole = emit_indexed(analysis, picks), emit_masked(analysis, picks)
     marks = [n.meta["effect"] for n in small.graph.nodes if "effect" in n.meta]
-    return Built(finished(analysis, small, ()), finished(analysis, whole, ()), sizes, marks)
+    return Built(build_uncut(analysis, small, ()), build_uncut(analysis, whole, ()), sizes, marks)
 
 
 def by_name(program: Program, places: tuple[tuple[str, int], ...]) -> list[tuple[fx.Node, int]]:
@@ -191,7 +191,7 @@ def test_masked_is_the_mask_by_hand():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double().eval()
     x = torch.randn(5, 4, dtype=torch.float64)
-    program = simplified(given(net, (x,), None, None), TABLE)
+    program = canonicalize(capture_program(net, (x,), None, None), TABLE)
     made = built(program, by_name(program, (("relu", 1),)), ["vector"])
     index = torch.tensor([4, 1])
     hidden = fill_of("vector", torch.empty(5, 6), 1, 0).expand(5, 6).clone()
@@ -236,7 +236,7 @@ def check_op(name: str, number: int, case, seed: int) -> None:
     """Any two values of an op's law module picked along any axes."""
     chance = random.Random(f"{name} {number} {seed}")
     module = LawModule(target_of(name), case, seed)
-    program = simplified(given(module, module.inputs(0), None, None), TABLE)
+    program = canonicalize(capture_program(module, module.inputs(0), None, None), TABLE)
     places = {}
     for node in program.graph.nodes:
         value = node.meta.get("val")
@@ -263,7 +263,7 @@ def test_the_law_finds_a_wrong_letter(monkeypatch: pytest.MonkeyPatch):
     )  # fmt: skip
     net = nn.Sequential(nn.ReLU(), nn.AvgPool1d(3, 1, 1), nn.ReLU()).double()
     x = torch.randn(2, 4, 9, dtype=torch.float64)
-    program = simplified(given(net, (x,), None, None), TABLE)
+    program = canonicalize(capture_program(net, (x,), None, None), TABLE)
     with pytest.raises((AssertionError, RuntimeError, IndexError, ValueError)):
         made = built(program, by_name(program, (("relu_1", 2),)), ["zero"])
         index = made.indices(0.4, 0)
@@ -281,10 +281,10 @@ def test_the_law_finds_a_forgotten_fill(monkeypatch: pytest.MonkeyPatch):
 
 def test_an_input_is_not_picked():
     program, _ = NETWORKS[2].program(0, whole=False)
-    wide, inputs, mapping = with_inputs(program, {"index": 12})
+    wide, inputs, mapping = add_inputs(program, {"index": 12})
     first = next(n for n in program.graph.nodes if n.op == "placeholder")
-    pick = Pick(2, RunTimeIndex(inputs["index"], 12), torch.zeros(1, 1, 1))
+    pick = IndexedSupport(2, RunTimeIndex(inputs["index"], 12), torch.zeros(1, 1, 1))
     with pytest.raises(BadInput, match="output of a call"):
-        indexed(Analysis(wide, TABLE), {(mapping[first], 0): pick})
+        emit_indexed(Analysis(wide, TABLE), {(mapping[first], 0): pick})
     with pytest.raises(BadInput, match="at least 2 positions"):
-        with_inputs(program, {"index": 1})
+        add_inputs(program, {"index": 1})

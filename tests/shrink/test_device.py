@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import demask
-from demask.shrink.on_device import device_of, moved, on_cpu
+from demask.shrink.on_device import copy_to_cpu, device_of, move_module
 
 
 class Positions(nn.Module):
@@ -35,7 +35,7 @@ def test_all_of_a_result_moves() -> None:
     x = torch.randn(2, 3, 8, 8)
     slim = demask.demask(masked(), (x,))
     assert slim(x).device.type == "cpu"
-    there = moved(slim, torch.device("meta"))
+    there = move_module(slim, torch.device("meta"))
     assert there(x.to("meta")).device.type == "meta"
     assert {t.device.type for t in there.state_dict().values()} == {"meta"}
 
@@ -45,7 +45,7 @@ def test_a_network_and_its_inputs_come_to_the_cpu() -> None:
     model = masked()
     assert device_of(model, (x,), None) == torch.device("cpu")
     assert device_of(model, (x.to("meta"),), None) == torch.device("meta")
-    copy, args, kwargs = on_cpu(model, (x,), {"scale": 2})
+    copy, args, kwargs = copy_to_cpu(model, (x,), {"scale": 2})
     assert isinstance(copy, Positions)
     assert copy is not model
     assert torch.equal(args[0], x)

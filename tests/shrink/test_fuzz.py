@@ -222,7 +222,7 @@ def test_growth_is_noticed(monkeypatch):
 
 def blind_at_first(monkeypatch) -> None:
     """In its first demask, let the engine take every constant for NaN, which is alive."""
-    known, real, done = pipeline.known, laws.shrunken, []
+    known, real, done = pipeline.compute_facts, laws.shrunken, []
 
     def blind(graph, relations, values, *rest, **options):
         if not done:
@@ -234,7 +234,7 @@ def blind_at_first(monkeypatch) -> None:
         done.append(1)
         return slim
 
-    monkeypatch.setattr(pipeline, "known", blind)
+    monkeypatch.setattr(pipeline, "compute_facts", blind)
     monkeypatch.setattr(laws, "shrunken", shrunken)
 
 

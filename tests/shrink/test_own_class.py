@@ -18,10 +18,10 @@ from torch.nn.utils import parametrize, prune
 import demask
 import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
-from demask.graph.normalize.program_equality import difference
-from demask.graph.result.resize import renumber
+from demask.graph.normalize.program_equality import find_difference
+from demask.graph.result.resize import update_attributes
 from demask.numerics import compare
-from demask.shrink.pipeline import given, simplified
+from demask.shrink.pipeline import canonicalize, capture_program
 from micro import MICROS, Micro
 from rounds import rounds
 from test_micro import made
@@ -138,11 +138,16 @@ def test_a_wrong_number_is_refused() -> None:
     """One head of twice the width has the same shapes; the programs differ."""
     net, x = half_of_heads(), torch.randn(2, 5, 32)
     slim: Any = demask.demask(net, (x,))
-    right = simplified(given(slim, (x,), None, None), demask.ops.TABLE)
-    assert difference(right, simplified(given(slim, (x,), None, None), demask.ops.TABLE)) is None
+    right = canonicalize(capture_program(slim, (x,), None, None), demask.ops.TABLE)
+    assert (
+        find_difference(
+            right, canonicalize(capture_program(slim, (x,), None, None), demask.ops.TABLE)
+        )
+        is None
+    )
     slim.heads, slim.width = 1, 16
-    wrong = simplified(given(slim, (x,), None, None), demask.ops.TABLE)
-    assert difference(right, wrong) is not None
+    wrong = canonicalize(capture_program(slim, (x,), None, None), demask.ops.TABLE)
+    assert find_difference(right, wrong) is not None
 
 
 def test_numbers_are_read_where_the_code_of_a_layer_computes_sizes_first() -> None:
@@ -154,7 +159,7 @@ def test_numbers_are_read_where_the_code_of_a_layer_computes_sizes_first() -> No
     call.meta["val"] = torch.zeros(1, 4, 3, 3)
     layer = nn.Conv2d(8, 8, 3, groups=8)
     layer.weight = nn.Parameter(torch.zeros(4, 1, 3, 3))
-    renumber(layer, [height, call])
+    update_attributes(layer, [height, call])
     assert (layer.groups, layer.in_channels, layer.out_channels) == (4, 4, 4)
 
 
@@ -164,13 +169,13 @@ def test_moves_are_compared_by_where_elements_come_from() -> None:
             def forward(self, x: Tensor) -> Tensor:
                 return change(x) * 2
 
-        return given(Moves(), (torch.randn(3, 8),), None, None)
+        return capture_program(Moves(), (torch.randn(3, 8),), None, None)
 
     halves = program(lambda x: x.split(4, 1)[1])
-    assert difference(halves, program(lambda x: x[:, 4:])) is None
-    assert difference(halves, program(lambda x: x.view(-1, 2, 4)[:, 1])) is None
-    assert difference(halves, program(lambda x: x[:, 3:7])) is not None
-    assert difference(halves, program(lambda x: x.view(-1, 4, 2)[..., 1])) is not None
+    assert find_difference(halves, program(lambda x: x[:, 4:])) is None
+    assert find_difference(halves, program(lambda x: x.view(-1, 2, 4)[:, 1])) is None
+    assert find_difference(halves, program(lambda x: x[:, 3:7])) is not None
+    assert find_difference(halves, program(lambda x: x.view(-1, 4, 2)[..., 1])) is not None
 
 
 def test_a_constant_goes_into_a_bias_that_there_was_not() -> None:

@@ -13,10 +13,10 @@ from torch.nn.utils import parametrize, prune
 
 from demask.graph.result.demasked_module import build
 from demask.ops import TABLE
-from demask.shrink.pipeline import given, reduced
+from demask.shrink.pipeline import capture_program, shrink_program
 from demask.tune.module.optimized_module import Optimized
 from demask.tune.passes.channels_last import convert_layouts
-from demask.tune.passes.fold_affine import absorbed
+from demask.tune.passes.fold_affine import fold_affine
 from demask.tune.passes.fuse_epilogues import fuse_epilogues
 from demask.tune.stale_sources import CountedParameter, Sources
 from fuzz.laws import difference
@@ -41,8 +41,8 @@ class Border(nn.Module):
 
 def optimized(last: bool = True) -> Optimized:
     torch.manual_seed(1)
-    program, provenance = reduced(given(Border().eval(), (X,), None, None), TABLE)
-    program = fuse_epilogues(absorbed(program), lambda *_: True)
+    program, provenance = shrink_program(capture_program(Border().eval(), (X,), None, None), TABLE)
+    program = fuse_epilogues(fold_affine(program), lambda *_: True)
     return build(convert_layouts(program, lambda _: last, TABLE), provenance, Optimized).eval()
 
 

@@ -20,12 +20,12 @@ from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked, build
 from demask.machine.cost import Costs
 from demask.ops import TABLE
-from demask.shrink.pipeline import given, reduced
+from demask.shrink.pipeline import capture_program, shrink_program
 from demask.sparse.segment import candidates as sparse_forms
 from demask.sparse.segment.build_segments import SEGMENT, segmented, segments_of
 from demask.sparse.segment.candidates import ALL, DENSE, EACH, SPARSE
 from demask.tune.module.optimized_module import Optimized
-from demask.tune.passes.fold_affine import absorbed
+from demask.tune.passes.fold_affine import fold_affine
 from test_fast_files import edited
 from test_sparse_segments import always, pruned, resnet
 
@@ -48,9 +48,9 @@ def model() -> nn.Module:
 @pytest.fixture(scope="module")
 def network(model) -> tuple[nn.Module, Optimized, Tensor]:
     """A network, the same as one segment, its input."""
-    program = given(model, (X,), None, None)
-    provenance = reduced(program, TABLE)[1]
-    form = segmented(absorbed(program), always, always)
+    program = capture_program(model, (X,), None, None)
+    provenance = shrink_program(program, TABLE)[1]
+    form = segmented(fold_affine(program), always, always)
     assert len(segments_of(form.graph)) == 1
     return model, build(form, provenance, Optimized), X
 
@@ -144,7 +144,7 @@ def test_bytes_are_the_same_twice(network, tmp_path):
 def test_a_network_that_calls_the_op_itself_is_saved_and_spelled_out(network, tmp_path):
     """Segments need no optimize(): `demask.sparse` has modules of them."""
     model, fast, x = network
-    program = segmented(absorbed(given(model, (x,), None, None)), always, always)
+    program = segmented(fold_affine(capture_program(model, (x,), None, None)), always, always)
     plain = build(program, fast.demasked).eval()
     demask.save(plain, tmp_path / "plain.demask")
     loaded = demask.load(tmp_path / "plain.demask")
@@ -258,7 +258,7 @@ def prefer(monkeypatch, word: str) -> None:
             call(), call()
         return {n: [0.5 if word in n else 1.0] * max(pairs, 2) for n in contenders}
 
-    monkeypatch.setattr(race, "sampled", sampled)
+    monkeypatch.setattr(race, "sample_seconds", sampled)
 
 
 def optimized(model: nn.Module, **options: Any) -> Demasked:

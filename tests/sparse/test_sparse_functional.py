@@ -16,7 +16,7 @@ from demask.errors import BadInput
 from demask.kernels.cpu.csr import pieces, vector
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, host
 from demask.kernels.llvm.jit import assembly
-from demask.ops.activations import module_of, presets
+from demask.ops.activations import activation_module, presets
 from demask.sparse import DCSR, spmm
 from demask.sparse.products.spmm_cpu import (
     CsrMatrix,
@@ -81,7 +81,7 @@ def test_products_with_any_number_of_columns(size, density, index):
 def test_bias_and_activation(n, activation):
     w, bias = uneven(40, 30, 0.1), torch.randn(40)
     x = torch.randn(30, n)
-    act = module_of(presets()[activation]) if activation else lambda y: y
+    act = activation_module(presets()[activation]) if activation else lambda y: y
     wanted = act(exact(w, x, bias))
     close(spmm(as_csr(w), x, bias, activation), wanted)
     close(spmm(DCSR.from_csr(as_csr(w)), x, bias, activation), wanted)

@@ -13,7 +13,7 @@ from torch import nn
 
 import demask.sparse
 from demask.errors import BadInput
-from demask.ops.activations import ACTIVATIONS, act_of, module_of, presets
+from demask.ops.activations import ACTIVATIONS, act_of, activation_module, presets
 from demask.sparse import (
     SparseConv1d,
     SparseConv2d,
@@ -109,7 +109,7 @@ def test_activations(make, activation):
     layer = pruned(make())
     sparse = KINDS[type(layer)].from_dense(layer, activation)
     x = torch.randn(2, 9) if isinstance(layer, nn.Linear) else torch.randn(2, 3, 6, 6)
-    act = module_of(act_of(activation))
+    act = activation_module(act_of(activation))
     torch.testing.assert_close(sparse(x), act(layer(x)), rtol=1e-5, atol=2e-6)
     assert torch.equal(sparse.to_dense()(x), act(layer(x)))
 
@@ -121,7 +121,7 @@ def test_names_of_activations_are_those_of_modules():
     for name, act in presets().items():
         plain = given.get(name) or next(m for m in modules if m.__name__.lower() == name)()
         assert act_of(plain) == act
-        assert torch.equal(module_of(act)(x), plain(x))
+        assert torch.equal(activation_module(act)(x), plain(x))
 
 
 @pytest.mark.parametrize("activation", ["softmax", nn.Softmax(), nn.ReLU, 3])

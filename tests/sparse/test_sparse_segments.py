@@ -20,14 +20,14 @@ from demask.errors import BadInput
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import build_plain
-from demask.shrink.pipeline import given
+from demask.shrink.pipeline import capture_program
 from demask.sparse.segment import build_segments as segments
 from demask.sparse.segment import convex_groups as regions
 from demask.sparse.segment import inline as spell
 from demask.sparse.segment.build_segments import SEGMENT, layers_of, segmented, segments_of
 from demask.sparse.segment.match_calls import MatchedCall
 from demask.sparse.segment_program import NAMES, ConvStep, LinearStep
-from demask.tune.passes.fold_affine import absorbed
+from demask.tune.passes.fold_affine import fold_affine
 from fuzz.generate import generate
 from micro import MICROS, Micro, Net
 from night import every
@@ -59,7 +59,7 @@ def pruned(model: nn.Module, density: float = 0.4) -> nn.Module:
 
 def made(model: nn.Module, *args: Tensor, shapes: Any = None) -> tuple[Program, tuple[Any, ...]]:
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
-    return absorbed(given(pruned(model), args, None, shapes)), args
+    return fold_affine(capture_program(pruned(model), args, None, shapes)), args
 
 
 def all_sparse(program: Program) -> Program:
@@ -249,7 +249,7 @@ def test_every_micro_network(case: Micro) -> None:
     torch.manual_seed(7)
     model, args = case.make()
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
-    program = absorbed(program_of(model.double().eval(), args))
+    program = fold_affine(program_of(model.double().eval(), args))
     check(program, all_sparse, args)
     check(program, and_back, args)
 
@@ -272,7 +272,7 @@ def test_random_networks_with_random_layers_sparse(seeds: range) -> None:
     for seed in seeds:
         network = generate(seed)
         args = network.example(network.batch)
-        program = absorbed(program_of(network.build(), args))
+        program = fold_affine(program_of(network.build(), args))
         for change in (all_sparse, some_sparse(seed), and_back):
             try:
                 check(program, change, args)

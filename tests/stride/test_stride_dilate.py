@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from demask.graph.capture.capture import capture
-from demask.graph.capture.fold_constants import folded
-from demask.graph.capture.functionalize import functionalized
+from demask.graph.capture.fold_constants import fold_constants
+from demask.graph.capture.functionalize import functionalize
 from demask.graph.editor import GraphEditor
 from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
@@ -176,7 +176,9 @@ def test_a_planted_fault_is_found(monkeypatch, name):
 
 
 def read(model: nn.Module, *args: Tensor, shapes: Any = None) -> Program:
-    return canonicalize_calls(folded(functionalized(capture(model.eval(), args, None, shapes))))
+    return canonicalize_calls(
+        fold_constants(functionalize(capture(model.eval(), args, None, shapes)))
+    )
 
 
 def pushed(model: nn.Module, x: Tensor, name: str) -> Program | str:

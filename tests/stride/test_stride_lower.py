@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import demask.stride
 from architectures import transformers
 from demask.errors import BadInput
-from demask.graph.result.module_calls import in_calls
+from demask.graph.result.module_calls import graph_of_calls
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING as CONVS
 from demask.stride import TARGETS, NoSoundForm, Target
 from demask.stride.lowering.lower import lower, lowered
@@ -24,7 +24,7 @@ MASKING = ("max_pool", "avg_pool", "slice", "space_to_depth", "matrix_unit")
 
 
 def strides(module: Any) -> list[Any]:
-    return [n.args[3] for n in in_calls(module).nodes if n.target in CONVS and len(n.args) > 3
+    return [n.args[3] for n in graph_of_calls(module).nodes if n.target in CONVS and len(n.args) > 3
             and any(s > 1 for s in n.args[3])]  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_the_mask_holds_ones_and_zeros_and_windows_are_the_strides() -> None:
     assert mask.shape == (8, 9)
     assert mask.unique().tolist() == [0, 1]
     assert bool((mask[::2, ::3] == 1).all()) and int(mask.sum()) == 4 * 3
-    (pool,) = (n for n in in_calls(made).nodes if n.target is aten.max_pool2d.default)
+    (pool,) = (n for n in graph_of_calls(made).nodes if n.target is aten.max_pool2d.default)
     assert list(pool.args[1]) == list(pool.args[2]) == [2, 3]
 
 
@@ -213,9 +213,11 @@ def test_constants_are_shared_and_the_model_is_not_changed() -> None:
 
 def test_a_program_can_be_lowered() -> None:
     from demask.graph.normalize.canonical_calls import canonicalize_calls
-    from demask.shrink.pipeline import given
+    from demask.shrink.pipeline import capture_program
 
-    program = canonicalize_calls(given(stem(nn.ReLU()), (torch.ones(2, 3, 8, 8),), None, None))
+    program = canonicalize_calls(
+        capture_program(stem(nn.ReLU()), (torch.ones(2, 3, 8, 8),), None, None)
+    )
     after, (choice,) = lowered(program, "slice")
     assert (choice.node, choice.module, choice.form) == ("conv2d", "0", "slice")
     assert choice.cost is not None and choice.cost.macs == 2 * 4 * 64 * 27
@@ -236,7 +238,7 @@ def test_strides_go_downstream_where_nothing_else_is_left() -> None:
         assert set(choices(model, (2, 3, 31, 30), goal)) == {"dilation"}
     made = lower(model, (torch.ones(2, 3, 31, 30),), target="fhe")
     assert not any("pool" in str(n.target) and "adaptive" not in str(n.target)
-                   for n in in_calls(made).nodes if n.op == "call_function")  # fmt: skip
+                   for n in graph_of_calls(made).nodes if n.op == "call_function")  # fmt: skip
     assert choices(stem(nn.ReLU()), (2, 3, 11, 9), "fhe") == ["rotate"]  # what it returns is dense
 
 

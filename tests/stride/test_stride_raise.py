@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from demask.graph.result.module_calls import in_calls
+from demask.graph.result.module_calls import graph_of_calls
 from demask.stride import raise_strides
 from night import at_night, every
 
@@ -74,14 +74,14 @@ class Sampled(nn.Module):
 
 
 def strides(module: nn.Module) -> list[list[int]]:
-    convs = [n for n in in_calls(module).nodes if str(n.target).startswith("aten.conv")]  # type: ignore[union-attr]
+    convs = [n for n in graph_of_calls(module).nodes if str(n.target).startswith("aten.conv")]  # type: ignore[union-attr]
     return [list(n.args[3]) if len(n.args) > 3 else [1, 1] for n in convs]  # type: ignore[arg-type]
 
 
 def others(module: nn.Module) -> set[str]:
     """Calls that keep or drop positions."""
     names = ("slice", "pool", "where", "mul", "sub", "masked_fill", "index")
-    calls = {str(n.target) for n in in_calls(module).nodes if n.op == "call_function"}  # type: ignore[union-attr]
+    calls = {str(n.target) for n in graph_of_calls(module).nodes if n.op == "call_function"}  # type: ignore[union-attr]
     return {call for call in calls if any(name in call for name in names)}
 
 

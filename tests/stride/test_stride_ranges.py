@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from demask.facts.ranges import ANY, Range, of_dtype, of_tensor, ranges, rule_of
+from demask.facts.ranges import ANY, Range, compute_ranges, dtype_range, range_rule, tensor_range
 from demask.graph.capture.capture import capture
-from demask.graph.capture.fold_constants import folded
-from demask.graph.capture.functionalize import functionalized
+from demask.graph.capture.fold_constants import fold_constants
+from demask.graph.capture.functionalize import functionalize
 from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.ops import TABLE, Entry, Table, schema
 from demask.ops.entry import Shape
@@ -40,8 +40,10 @@ class Net(nn.Module):
 def told(function: Function, *args: Tensor, table: Table = TABLE, **buffers: Tensor) -> Range:
     """The range of what a function of inputs makes."""
     net = Net(function, **buffers).eval()
-    program = canonicalize_calls(folded(functionalized(capture(net, args))))
-    found = ranges(program.graph, {k: c.tensor for k, c in program.constants.items()}, table)
+    program = canonicalize_calls(fold_constants(functionalize(capture(net, args))))
+    found = compute_ranges(
+        program.graph, {k: c.tensor for k, c in program.constants.items()}, table
+    )
     (made,) = program.graph.output_node().args[0]  # type: ignore[misc,union-attr]
     return found[made]  # type: ignore[index]
 
@@ -114,7 +116,7 @@ CASES: list[tuple[Function, Range]] = [
     (lambda m, x: F.relu6(x).to(torch.int32), Range(0, 6)),
     (lambda m, x: x.to(torch.int8), Range(-128, 127)),
     (lambda m, x: x > 0, Range(0, 1)),
-    (lambda m, x: x.relu().to(torch.int32) + 1, of_dtype(torch.int32)),
+    (lambda m, x: x.relu().to(torch.int32) + 1, dtype_range(torch.int32)),
     (lambda m, x: x.sin(), Range(-1, 1)),
     (lambda m, x: x.nan_to_num(), ANY),
     (lambda m, x: torch.rand_like(x), ANY),
@@ -137,9 +139,9 @@ def test_constants_count_with_their_least_and_largest_elements() -> None:
     assert told(lambda m, x: F.relu6(x) + m.shift, X, shift=shift) == Range(-1, 8)
     assert told(lambda m, x: F.relu6(x) * m.shift, X, shift=shift) == Range(-6, 12)
     assert told(lambda m, x: x * m.zero, X, zero=torch.zeros(3, 1, 1)) == Range(0, 0)
-    assert of_tensor(torch.tensor([torch.nan, 1, -inf])) == Range(-inf, 1)
-    assert of_tensor(torch.tensor([torch.nan])) == of_tensor(torch.empty(0)) == ANY
-    assert of_tensor(torch.tensor([True, True])) == Range(1, 1)
+    assert tensor_range(torch.tensor([torch.nan, 1, -inf])) == Range(-inf, 1)
+    assert tensor_range(torch.tensor([torch.nan])) == tensor_range(torch.empty(0)) == ANY
+    assert tensor_range(torch.tensor([True, True])) == Range(1, 1)
 
 
 def test_convolutions_norms_and_unknown_ops_are_not_known() -> None:
@@ -173,7 +175,7 @@ def drawn(shape: Shape, bounds: Range, draw: torch.Generator) -> Tensor:
 
 
 BOUNDS = [ANY, Range(0, inf), Range(-inf, 0), Range(-2, 3), Range(0.1, 0.7), Range(-5, -1)]
-RULED = sorted(name for name, entry in TABLE.items() if rule_of(entry) != "")
+RULED = sorted(name for name, entry in TABLE.items() if range_rule(entry) != "")
 
 
 def outside(name: str, table: Table, bounds: Range) -> list[str]:
@@ -200,7 +202,7 @@ def outside(name: str, table: Table, bounds: Range) -> list[str]:
         call = graph.call_function(target, args, dict(case.kwargs))
         args, kwargs = fx.node.map_arg((call.args, call.kwargs), env.__getitem__)
         call.meta["val"] = made = target(*args, **kwargs)
-        values = {n: bounds if t.is_floating_point() else of_dtype(t.dtype)
+        values = {n: bounds if t.is_floating_point() else dtype_range(t.dtype)
                   for n, t in env.items()}  # fmt: skip
         from demask.facts import ranges as module
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from demask.graph.result.module_calls import in_calls
+from demask.graph.result.module_calls import graph_of_calls
 from demask.ops import schema
 from demask.stride import NoSoundForm, Target, lower, raise_strides
 from night import every
@@ -54,7 +54,7 @@ def spelling(module: nn.Module) -> list[Any]:
     whose sizes may be said in several ways; padding in words and in numbers; any stride along an
     axis of one window."""
     found = []
-    for node in in_calls(module).nodes:  # type: ignore[arg-type]
+    for node in graph_of_calls(module).nodes:  # type: ignore[arg-type]
         name = str(node.target)
         if node.op == "call_module":
             found.append(name)

@@ -14,7 +14,7 @@ import demask
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.capture.capture import capture
-from demask.graph.capture.fold_constants import folded
+from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.ops import TABLE
@@ -22,7 +22,7 @@ from demask.ops.laws import check_scatter_law, law_cases
 from demask.traverse.analysis.split_global_ops import (
     folded_scale,
     global_calls,
-    parted,
+    split_global_calls,
 )
 from demask.traverse.axes import axes_of
 from night import at_night
@@ -94,7 +94,7 @@ def program_of(network: str, dtype: torch.dtype = torch.float64) -> tuple[Progra
     net, x = NETWORKS[network]().to(dtype).eval(), torch.randn(1, 3, 13, 10, dtype=dtype)
     for value in net.parameters():
         nn.init.normal_(value, 0.5)
-    return folded(canonicalize_calls(capture(net, (x,), dynamic_shapes={}))), x
+    return fold_constants(canonicalize_calls(capture(net, (x,), dynamic_shapes={}))), x
 
 
 def run(program: Program, x: Tensor, seed: int | None = None) -> tuple[Tensor, ...]:
@@ -126,7 +126,7 @@ def run(program: Program, x: Tensor, seed: int | None = None) -> tuple[Tensor, .
 def test_the_program_in_parts_equals_the_program(network):
     program, x = program_of(network)
     before, expected = str(program.graph), run(program, x)
-    changed = parted(program, SPLIT)
+    changed = split_global_calls(program, SPLIT)
     assert str(program.graph) == before
     for seed in (None, 1, 2):
         found = run(changed, x, seed)
@@ -141,14 +141,18 @@ def test_single_precision_is_in_the_class_of_torch(network):
     single, x = program_of(network, torch.float32)
     double, _ = program_of(network)
     exact = run(double, x.double())
-    for e, plain, mine in zip(exact, run(single, x), run(parted(single, SPLIT), x), strict=True):
+    for e, plain, mine in zip(
+        exact, run(single, x), run(split_global_calls(single, SPLIT), x), strict=True
+    ):
         assert gap(e, mine.double()) <= max(2 * gap(e, plain.double()), 3e-7)
 
 
 @pytest.mark.parametrize("network", ["group norm", "layer norm", "softmax", "rms norm"])
 def test_half_precision_is_rounded_once(network):
     program, x = program_of(network, torch.bfloat16)
-    for plain, mine in zip(run(program, x), run(parted(program, SPLIT), x), strict=True):
+    for plain, mine in zip(
+        run(program, x), run(split_global_calls(program, SPLIT), x), strict=True
+    ):
         assert gap(plain, mine) <= 2 * torch.finfo(torch.bfloat16).eps
 
 
@@ -165,7 +169,7 @@ def spelling(program: Program) -> list[str]:
 def test_an_instance_norm_before_and_after():
     program, _ = program_of("instance norm")
     assert spelling(program)[1:] == ["instance_norm %0 1.weight 1.bias"]
-    assert spelling(parted(program, SPLIT))[1:] == [
+    assert spelling(split_global_calls(program, SPLIT))[1:] == [
         "moments %0",
         "select %1",
         "select %1",
@@ -190,15 +194,15 @@ def test_only_the_calls_named_are_rewritten():
     names = global_calls(program, SPLIT)
     assert len(names) == 2
     for name in names:
-        changed = parted(program, SPLIT, [name])
+        changed = split_global_calls(program, SPLIT, [name])
         kept = {str(n.target) for n in changed.graph.nodes}
         assert {"aten.batch_norm.default", "aten.group_norm.default"} & kept
         assert gap(run(program, x)[0], run(changed, x)[0]) <= EXACT
-    assert parted(program, SPLIT, []).graph is not program.graph
+    assert split_global_calls(program, SPLIT, []).graph is not program.graph
     with pytest.raises(BadInput, match="nothing_like_it"):
-        parted(program, SPLIT, ["nothing_like_it"])
+        split_global_calls(program, SPLIT, ["nothing_like_it"])
     with pytest.raises(BadInput, match="conv2d"):
-        parted(program, SPLIT, ["conv2d"])
+        split_global_calls(program, SPLIT, ["conv2d"])
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -206,15 +210,17 @@ def test_a_norm_goes_into_the_weights_before_it(bias):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=bias), nn.GroupNorm(4, 8), nn.Conv2d(8, 2, 3))
     x = torch.randn(1, 3, 13, 10, dtype=torch.float64)
-    program = parted(
-        folded(canonicalize_calls(capture(net.double(), (x,), dynamic_shapes={}))), SPLIT
+    program = split_global_calls(
+        fold_constants(canonicalize_calls(capture(net.double(), (x,), dynamic_shapes={}))), SPLIT
     )
     changed = folded_scale(program)
     counts = [sum(line.startswith("conv2d") for line in spelling(p)) for p in (program, changed)]
     assert counts == [2, 3]
     assert gap(run(program, x)[0], run(changed, x, 1)[0]) <= EXACT
     wide, _ = program_of("group norm")  # a 3x3 convolution: nothing to fold
-    assert spelling(folded_scale(parted(wide, SPLIT))) == spelling(parted(wide, SPLIT))
+    assert spelling(folded_scale(split_global_calls(wide, SPLIT))) == spelling(
+        split_global_calls(wide, SPLIT)
+    )
 
 
 shrink = partial(demask.demask, check=False)  # the law is the check

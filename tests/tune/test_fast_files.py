@@ -17,10 +17,10 @@ from demask.errors import DemaskError
 from demask.files.archive.archive import GRAPH, TENSORS
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import TABLE
-from demask.shrink.pipeline import given, reduced
+from demask.shrink.pipeline import capture_program, shrink_program
 from demask.tune.module.optimized_module import Optimized
 from demask.tune.passes.channels_last import convert_layouts
-from demask.tune.passes.fold_affine import absorbed
+from demask.tune.passes.fold_affine import fold_affine
 from demask.tune.passes.fuse_epilogues import fuse_epilogues
 from demask.tune.passes.join_as_sum import rewrite_joins
 
@@ -52,8 +52,10 @@ def network():
         model.b.weight[3:6] = model.b.bias[3:6] = 0
         model.norm.bias[0] = 0.5
     x = torch.randn(2, 3, 8, 8)
-    program, provenance = reduced(given(model, (x,), None, None), TABLE)
-    program = fuse_epilogues(rewrite_joins(absorbed(program), lambda *_: "grow"), lambda *_: True)
+    program, provenance = shrink_program(capture_program(model, (x,), None, None), TABLE)
+    program = fuse_epilogues(
+        rewrite_joins(fold_affine(program), lambda *_: "grow"), lambda *_: True
+    )
     return model, build(convert_layouts(program, lambda _: True, TABLE), provenance, Optimized), x
 
 

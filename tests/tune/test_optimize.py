@@ -67,7 +67,7 @@ def prefer(monkeypatch, name: str) -> None:
             call(), call()
         return {n: [0.5 if n == name else 1.0] * max(pairs, 2) for n in contenders}
 
-    monkeypatch.setattr(race, "sampled", sampled)
+    monkeypatch.setattr(race, "sample_seconds", sampled)
 
 
 CHOSEN = ("conv_bn_relu_conv", "misaligned_residual", "lstm", "several_inputs_and_outputs",

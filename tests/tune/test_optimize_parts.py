@@ -72,7 +72,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         slow = (module.GIVEN, module.DEMASKED)
         return {n: [1.0 if n in slow else 0.5] * max(pairs, 2) for n in contenders}
 
-    monkeypatch.setattr(race, "sampled", sampled)
+    monkeypatch.setattr(race, "sample_seconds", sampled)
 
 
 def optimized(model: nn.Module, **options: Any) -> Any:

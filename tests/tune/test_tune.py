@@ -20,7 +20,7 @@ from demask.graph.program import Program
 from demask.graph.queries import ExampleSizes
 from demask.graph.result.demasked_module import build_plain
 from demask.ops import TABLE
-from demask.shrink.pipeline import given, reduced
+from demask.shrink.pipeline import capture_program, shrink_program
 from demask.tune import epilogue as epilogues
 from demask.tune.onnxruntime_candidate import for_runtime
 from demask.tune.passes import channels_last as layout
@@ -28,8 +28,8 @@ from demask.tune.passes import fuse_epilogues as fuse
 from demask.tune.passes import join_as_sum as joins
 from demask.tune.passes import pack_pixels as pair
 from demask.tune.passes import pad_channels as widen
-from demask.tune.passes.absorb_gathers import ungathered
-from demask.tune.passes.fold_affine import absorbed
+from demask.tune.passes.absorb_gathers import absorb_gathers
+from demask.tune.passes.fold_affine import fold_affine
 from demask.tune.passes.one_pixel_as_linear import convert_one_pixel_convs
 from fuzz.generate import generate
 from fuzz.laws import difference
@@ -51,7 +51,7 @@ def any_dtype(monkeypatch):
 
 
 def program_of(model: nn.Module, args: tuple[Tensor, ...], shapes: Any = None) -> Program:
-    return reduced(given(model, args, None, shapes), TABLE)[0]
+    return shrink_program(capture_program(model, args, None, shapes), TABLE)[0]
 
 
 def made(case: Micro) -> tuple[Program, tuple[Tensor, ...]]:
@@ -118,7 +118,7 @@ def check(program: Program, change: Pass, args: tuple[Tensor, ...]) -> Program:
     after = change(program)
     assert text(program) == before, "the pass changed the program it was given"
     after.graph.lint()
-    whole = epilogues.plain(after)
+    whole = epilogues.unfuse(after)
     for inputs in batches(args, program):
         expected, found = ran(program, inputs, metas=False), ran(whole, inputs)
         for a, b in zip(expected, found, strict=True):
@@ -178,16 +178,16 @@ def widened(program: Program) -> Program:
 LAST, FIRST = _laid(lambda: lambda _: True), _laid(lambda: lambda _: False)
 MIXED = _laid(lambda: _alternating())
 PASSES: dict[str, Pass] = {
-    "absorbed": absorbed,
+    "absorbed": fold_affine,
     "grow": _joined("grow"), "place": _joined("place"), "joins as they are": _joined(None),
     "widened": widened, "rounded to 8": _rounded(8), "rounded to 16": _rounded(16),
-    "ungathered": lambda program: ungathered(program, TABLE),
+    "ungathered": lambda program: absorb_gathers(program, TABLE),
     "for a runtime": lambda program: for_runtime(program, TABLE, 8),
     "fused": fused, "last": LAST, "first": FIRST, "mixed": MIXED,
 }  # fmt: skip
 SEQUENCES: dict[str, Pass] = {
     f"{join}, {multiple}, {place}, {width}": then(
-        absorbed, _joined(join), widened, _rounded(multiple), fused, laid, _paired(width)
+        fold_affine, _joined(join), widened, _rounded(multiple), fused, laid, _paired(width)
     )
     for join, multiple, place, laid, width in (
         ("grow", 8, "last", LAST, 2), ("place", 16, "mixed", MIXED, 4),
@@ -209,8 +209,8 @@ def test_constants_that_are_computed_leave_no_border_maps(case: Micro) -> None:
     torch.manual_seed(7)
     model, args = case.make()
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
-    whole = given(model.double().eval(), args, None, None)
-    program, provenance = reduced(whole, TABLE, borders=False)
+    whole = capture_program(model.double().eval(), args, None, None)
+    program, provenance = shrink_program(whole, TABLE, borders=False)
     assert "border map" not in provenance.effects
     check(whole, lambda _: program, args)
     check(program, lambda p: for_runtime(p, TABLE, 8), args)
@@ -274,7 +274,7 @@ def scaled(factor: Tensor) -> nn.Module:
 
 
 def test_rows_of_an_image_without_a_batch_are_no_channels() -> None:
-    alike(scaled(torch.randn(1, 8, 1)), absorbed, torch.randn(3, 10, 9))
+    alike(scaled(torch.randn(1, 8, 1)), fold_affine, torch.randn(3, 10, 9))
 
 
 def test_rows_of_an_image_without_a_batch_are_not_widened() -> None:
@@ -310,7 +310,7 @@ def test_a_norm_by_its_batch_is_not_absorbed() -> None:
         return F.batch_norm(m["a"](x), mean, var, training=True)
 
     net = Net(run, a=nn.Conv2d(3, 8, 3), n=nn.BatchNorm2d(8))
-    alike(net, absorbed, torch.randn(2, 3, 10, 9))
+    alike(net, fold_affine, torch.randn(2, 3, 10, 9))
 
 
 def test_a_norm_goes_into_a_transposed_convolution() -> None:
@@ -319,7 +319,7 @@ def test_a_norm_goes_into_a_transposed_convolution() -> None:
     for vector in (net[1].weight, net[1].bias, net[1].running_mean):
         vector.data.normal_()
     x = torch.randn(2, 4, 7, 5)
-    program = absorbed(given(net, (x,), None, None))
+    program = fold_affine(capture_program(net, (x,), None, None))
     calls = [n.target for n in program.graph.nodes if n.op == "call_function"]
     assert calls == [torch.ops.aten.conv_transpose2d.input]
     torch.testing.assert_close(build_plain(program)(x), net(x))
@@ -375,7 +375,7 @@ def test_rows_at_the_wrong_places_are_noticed(monkeypatch) -> None:
         return real(editor, node, where.roll(1), *rest)
 
     monkeypatch.setattr(joins, "_branch", turned)
-    fails(then(absorbed, _joined("grow")))
+    fails(then(fold_affine, _joined("grow")))
 
 
 def test_every_pass_does_something() -> None:
@@ -411,7 +411,7 @@ class Squeezed(nn.Module):
 
 def test_convolutions_of_one_pixel_are_linear_layers() -> None:
     net, x = Squeezed().eval(), torch.randn(2, 6, 5, 7)
-    program = convert_one_pixel_convs(absorbed(given(net, (x,), None, None)), TABLE)
+    program = convert_one_pixel_convs(fold_affine(capture_program(net, (x,), None, None)), TABLE)
     calls = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
     assert [name for name in calls if "conv" in name or "linear" in name] == (
         ["aten.linear.default"] * 2

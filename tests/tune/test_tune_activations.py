@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from demask.graph.result.demasked_module import build_plain
 from demask.ops import TABLE
-from demask.shrink.pipeline import given, reduced
+from demask.shrink.pipeline import capture_program, shrink_program
 from demask.tune.passes.merge_activations import merge_activations
 from fuzz.laws import difference
 
@@ -30,7 +30,7 @@ class Called(nn.Module):
 def calls(run: Callable[[Tensor], Tensor]) -> list[str]:
     """The ops behind the first one, of a network that computes the same."""
     model = Called(run)
-    program, _ = reduced(given(model, (X,), None, None), TABLE)
+    program, _ = shrink_program(capture_program(model, (X,), None, None), TABLE)
     made = build_plain(merge_activations(program))
     assert difference(model(X), made(X)) < 1e-6
     return [node.target._opname for node in made.graph.nodes if node.op == "call_function"][1:]

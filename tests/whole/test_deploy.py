@@ -14,7 +14,7 @@ from torch import nn
 
 import demask
 from demask.errors import BadInput, Mismatch
-from demask.machine.timing import sampled
+from demask.machine.timing import sample_seconds
 from demask.optimize_onnx import deploy
 from test_cli import run  # noqa: F401  (a fixture)
 
@@ -71,7 +71,7 @@ def fast(monkeypatch):
                 call()
             return {name: [seconds(name)] * pairs for name in calls}
 
-        monkeypatch.setattr(deploying, "sampled", measured)
+        monkeypatch.setattr(deploying, "sample_seconds", measured)
 
     return clock_of
 
@@ -112,7 +112,7 @@ def test_where_nothing_is_faster_the_file_is_written_as_it_was(given, tmp_path, 
 
 
 def test_minimal_is_the_smallest_and_is_not_timed(given, tmp_path, monkeypatch):
-    monkeypatch.setattr(deploying, "sampled", None)
+    monkeypatch.setattr(deploying, "sample_seconds", None)
     net, x = demask.from_onnx(given), (torch.randn(1, 3, 16, 16),)
     deploy(net, x, tmp_path / "slim.onnx", file=given, minimal=True)
     same(given, tmp_path / "slim.onnx")
@@ -160,7 +160,9 @@ def test_a_module_of_pytorch_is_deployed_too(tmp_path, fast):
 
 @pytest.mark.nightly
 def test_real_timings_say_what_they_measured(given, tmp_path, monkeypatch):
-    monkeypatch.setattr(deploying, "sampled", lambda calls, pairs, **_: sampled(calls, 3, 1))
+    monkeypatch.setattr(
+        deploying, "sample_seconds", lambda calls, pairs, **_: sample_seconds(calls, 3, 1)
+    )
     net = demask.from_onnx(given)
     made = deploy(net, (torch.randn(1, 3, 16, 16),), tmp_path / "slim.onnx", file=given, threads=1)
     seconds = made.slim.demasked.decisions[0].seconds

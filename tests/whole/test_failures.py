@@ -133,7 +133,7 @@ def test_macs_that_cannot_be_counted_are_none(monkeypatch):
 
 
 def test_memory_errors_are_raised(monkeypatch):
-    monkeypatch.setattr(PIPELINE, "hoisted", raising(None, MemoryError()))
+    monkeypatch.setattr(PIPELINE, "select_before_view", raising(None, MemoryError()))
     with strict(False), pytest.raises(MemoryError):
         smaller()
     with strict(False), pytest.raises(MemoryError):

@@ -14,7 +14,7 @@ from torch import nn
 
 import demask
 from demask.errors import BadInput, TableError
-from demask.ops.custom import is_own
+from demask.ops.custom import is_custom_op
 from demask.registry import CUSTOM_OPS, RESULT_KINDS, Registry
 from demask.tune.module.optimized_module import Optimized
 
@@ -71,10 +71,10 @@ def test_declared_modules_register_their_names() -> None:
             registry.get(name)
         assert registry.names() == sorted(registry.modules)
     for name, own in CUSTOM_OPS.values.items():
-        assert own.run.__module__ == CUSTOM_OPS.modules[name] and is_own(name)
+        assert own.run.__module__ == CUSTOM_OPS.modules[name] and is_custom_op(name)
     for name, kind in RESULT_KINDS.values.items():
         assert kind.__module__ == RESULT_KINDS.modules[name]
-    assert not is_own("none")
+    assert not is_custom_op("none")
 
 
 def networks() -> dict[str, nn.Module]:

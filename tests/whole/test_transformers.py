@@ -27,7 +27,7 @@ from architectures import (
     token_ids,
     transformers,
 )
-from demask.graph.result.module_calls import in_calls
+from demask.graph.result.module_calls import graph_of_calls
 from demask.ops.laws.minimality import missed
 from demask.verify import RELATIVE, ULPS
 from graphs import form_of, to_graph
@@ -348,7 +348,7 @@ def test_tied_embeddings_stay_tied(kind: str) -> None:
     table = slim.get_parameter("lm_head.weight")
     readers = [
         str(node.target)
-        for read in in_calls(slim).nodes
+        for read in graph_of_calls(slim).nodes
         if read.op == "get_attr" and slim.state_dict(keep_vars=True).get(read.target) is table
         for node in read.users
     ]

@@ -19,15 +19,15 @@ from demask.cli.ports import NAMELESS, NetworkInput, fitted, matched
 from demask.errors import BadInput
 from demask.files.arrays import read_arrays
 from demask.files.onnx.module import OnnxModule, from_onnx
-from demask.files.onnx.write.writer import remembering
+from demask.files.onnx.write.writer import as_demasked
 from demask.files.pt2.io import read_model
 from demask.files.retrace import MAX_EXAMPLE
 from demask.graph import provenance
 from demask.graph.capture.capture import capture
-from demask.graph.example_inputs import drawn, inputs_of_program, spans_of
+from demask.graph.example_inputs import draw_input, expected_spans, inputs_of_program
 from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Interface, Provenance
-from demask.ops.schema import hint
+from demask.ops.schema import example_size
 
 # Sizes that are tried for what an ONNX file leaves open: of images, lines of text at the end; of
 # other axes.
@@ -118,7 +118,7 @@ def _shapes_of(model: ExportedProgram | fx.GraphModule) -> list[tuple[int, ...]]
     """The sizes of the example inputs that a network stores."""
     if isinstance(model, ExportedProgram):
         values = inputs_of_program(model).values()
-        return [tuple(map(hint, v.shape)) for v in values if isinstance(v, Tensor)]
+        return [tuple(map(example_size, v.shape)) for v in values if isinstance(v, Tensor)]
     return [spec.example for spec in cast(Provenance, model.demasked).inputs]
 
 
@@ -126,7 +126,7 @@ def _drawn(
     model: ExportedProgram | fx.GraphModule, shapes: Sequence[Sequence[int]]
 ) -> tuple[Tensor, ...]:
     """Random example inputs in the ranges that the network's first ops accept."""
-    ports, spans = ports_of(NetworkFile(model, ())), spans_of(cast(Any, model))
+    ports, spans = ports_of(NetworkFile(model, ())), expected_spans(cast(Any, model))
     if isinstance(model, ExportedProgram):
         args, kwargs = pytree.tree_unflatten(list(range(len(ports))), _in_spec(model, len(ports)))
         if kwargs or list(args) != list(range(len(ports))):
@@ -148,7 +148,7 @@ def example(port: NetworkInput, shape: Sequence[int], span: Any = None) -> Tenso
     if math.prod(shape) > MAX_EXAMPLE:
         raise BadInput(f"input {port.name!r}: sizes {list(shape)} are too large: more than "
                        f"{MAX_EXAMPLE:,} elements")  # fmt: skip
-    return drawn(shape, port.dtype, span)
+    return draw_input(shape, port.dtype, span)
 
 
 # ----------------------------------------------------------------------------------------- ONNX
@@ -187,11 +187,11 @@ def _read_onnx(path: Path, options: ExampleOptions) -> NetworkFile:
     args = _running(module, ports, chosen, arrays)
     if options.static:
         module.interface = _static(module.interface, args, options.static)
-    model = remembering(capture(module, args))
-    spans = spans_of(model)
+    model = as_demasked(capture(module, args))
+    spans = expected_spans(model)
     names = [spec.name for spec in cast(Provenance, model.demasked).inputs]
     args = tuple(
-        arrays.get(port.name, drawn(x.shape, x.dtype, spans.get(name)))
+        arrays.get(port.name, draw_input(x.shape, x.dtype, spans.get(name)))
         for port, name, x in zip(ports, names, args, strict=True)
     )
     return NetworkFile(model, args, None if options.fix else path)
@@ -330,7 +330,7 @@ def _fixed(
 ) -> fx.GraphModule:
     """The network with sizes fixed to those of the example."""
     whole: Any = (
-        remembering(capture(model)) if isinstance(model, ExportedProgram)
+        as_demasked(capture(model)) if isinstance(model, ExportedProgram)
         else structural_copy(model, share=True)
     )  # fmt: skip
     record = cast(Provenance, whole.demasked)
@@ -342,4 +342,4 @@ def _fixed(
         outputs = tuple(provenance.OnnxPort(name, "", None) for name in names)
         interface = Interface(inputs, outputs)
     whole.demasked = replace(record, interface=_static(interface, args, static))
-    return remembering(capture(whole, args))
+    return as_demasked(capture(whole, args))

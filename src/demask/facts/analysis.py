@@ -11,9 +11,9 @@ from typing import Self
 from torch import Tensor, fx
 
 from demask.facts.input_independent import IndependentMasks, batch_sizes, find_input_independent
-from demask.facts.known import Facts, Relations, known
+from demask.facts.known import Facts, Relations, compute_facts
 from demask.facts.needed import Needs, needed
-from demask.facts.ranges import Ranges, ranges
+from demask.facts.ranges import Ranges, compute_ranges
 from demask.failures import CallFailed, attributed
 from demask.graph.program import Program, module_of
 from demask.ops import Declined, Relation, Table, bind, op_name, schema
@@ -110,7 +110,7 @@ class Analysis:
         """The known positions and values of every value. Raises CallFailed where a rule fails, as
         `needed` does."""
         zeros = () if self.borders else _values_before_padding(self.relations)
-        return known(self.program.graph, self.relations, self.constants, frugal=self.frugal,
+        return compute_facts(self.program.graph, self.relations, self.constants, frugal=self.frugal,
                      zeros=zeros, trained=self.program.trained)  # fmt: skip
 
     @cached_property
@@ -129,7 +129,7 @@ class Analysis:
     @cached_property
     def ranges(self) -> Ranges:
         """The bounds of every value."""
-        return ranges(self.program.graph, self.constants, self.table)
+        return compute_ranges(self.program.graph, self.constants, self.table)
 
 
 def _values_before_padding(relations: Relations) -> set[fx.Node]:

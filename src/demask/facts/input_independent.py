@@ -27,7 +27,7 @@ from demask.facts.known import (
 from demask.facts.masks import Fact, all_over, any_over, mixed, project, spread
 from demask.facts.movement import moved_fact
 from demask.facts.trained import trained_nodes
-from demask.numerics import readable
+from demask.numerics import to_computable
 from demask.ops import Relation, schema
 
 IndependentMasks = dict[Key, Tensor]
@@ -80,11 +80,11 @@ def finite_argument(relation: Relation, facts: Facts) -> float | None:
             else torch.full([1] * fact.fill.ndim, number).to(fact.fill.dtype)
             for o, fact in zip(relation.operands, inputs, strict=True)
         ]  # fmt: skip
-        args, kwargs = schema.call(
-            relation.node.target, schema.replaced(arguments, relation.operands, values)
+        args, kwargs = schema.bind_arguments(
+            relation.node.target, schema.replace_operands(arguments, relation.operands, values)
         )
         output = relation.node.target(*args, **kwargs)  # type: ignore[operator]
-        if bool(torch.isfinite(readable(output)).all()):
+        if bool(torch.isfinite(to_computable(output)).all()):
             return number
     return None
 

@@ -34,7 +34,7 @@ from demask.facts.movement import moved_fact, shorten_axis
 from demask.facts.recurrent import zero_unit_facts
 from demask.facts.trained import computed_fact, constant_fact, is_computed_weight, trained_nodes
 from demask.failures import attributed
-from demask.numerics import readable
+from demask.numerics import to_computable
 from demask.ops import Declined, Relation, schema
 from demask.ops.notation import Axes
 
@@ -59,7 +59,7 @@ def value_of(node: fx.Node) -> Any:
     return value[k] if isinstance(value, (list, tuple)) else value
 
 
-def known(
+def compute_facts(
     graph: fx.Graph,
     relations: Relations,
     constants: Mapping[str, Tensor],
@@ -229,14 +229,14 @@ def created_fact(relation: Relation) -> Fact | None:
     if any(schema.is_dynamic(v) for name, v in arguments.items() if name not in ("self", "input")):
         return None
     values = [torch.zeros([1] * rank, dtype=o.value.meta["val"].dtype) for o in relation.operands]
-    arguments = schema.replaced(arguments, relation.operands, values)
+    arguments = schema.replace_operands(arguments, relation.operands, values)
     if "device" in arguments:
         arguments["device"] = None
     return Fact(torch.ones([1] * rank, dtype=torch.bool), _call(relation.node, arguments))
 
 
 def _call(node: fx.Node, arguments: dict[str, Any]) -> Any:
-    args, kwargs = schema.call(node.target, arguments)
+    args, kwargs = schema.bind_arguments(node.target, arguments)
     with torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
@@ -296,7 +296,7 @@ def _values(
         # Unknown integers may be divisors: they are 1, not 0.
         fill = torch.where(fact.known, fact.fill, fact.fill.new_ones(()))
         values.append(fill.expand(shape).contiguous())
-    result = _call(relation.node, schema.replaced(arguments, relation.operands, values))
+    result = _call(relation.node, schema.replace_operands(arguments, relation.operands, values))
     outputs = list(result) if isinstance(result, (list, tuple)) else [result]
     for out, axes in enumerate(relation.outs):
         for axis, letters in enumerate(axes):
@@ -331,7 +331,7 @@ def _apply_zeros(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fac
     for factor in factors:
         zero = factor.zero
         if fact is not None and fact.fill.is_floating_point():
-            zero = zero & ~(fact.known & ~torch.isfinite(readable(fact.fill)))
+            zero = zero & ~(fact.known & ~torch.isfinite(to_computable(fact.fill)))
         if not bool(zero.any()):
             continue
         if fact is None:

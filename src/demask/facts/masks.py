@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from demask.numerics import readable
+from demask.numerics import to_computable
 from demask.ops.notation import Axes, Axis
 
 
@@ -76,7 +76,7 @@ def unknown_fact(rank: int, dtype: torch.dtype) -> Fact:
 def finite_fact(known: Tensor, fill: Tensor) -> Fact:
     """The fact of finite values only: NaN and infinity count as unknown."""
     if fill.is_floating_point() or fill.is_complex():
-        finite = torch.isfinite(readable(fill))
+        finite = torch.isfinite(to_computable(fill))
         known = known if bool(finite.all()) else known & finite
     shape = torch.broadcast_shapes(known.shape, fill.shape)
     if not bool(known.all()):  # else no copy: constants are as large as the network

@@ -41,7 +41,7 @@ ANY = Range(-inf, inf)
 Ranges = dict[fx.Node, Range]
 
 
-def ranges(graph: fx.Graph, constants: Mapping[str, Tensor], table: Table) -> Ranges:
+def compute_ranges(graph: fx.Graph, constants: Mapping[str, Tensor], table: Table) -> Ranges:
     """The range of every tensor that a graph computes.
 
     Args:
@@ -64,11 +64,11 @@ def ranges(graph: fx.Graph, constants: Mapping[str, Tensor], table: Table) -> Ra
         if node.op == "call_function" and _dtype(node) is not None:
             bounds[node] = _call_range(node, bounds, constants, table)
         elif isinstance(node.meta.get("val"), Tensor):
-            bounds[node] = of_dtype(node.meta["val"].dtype)
+            bounds[node] = dtype_range(node.meta["val"].dtype)
     return bounds
 
 
-def of_dtype(dtype: torch.dtype) -> Range:
+def dtype_range(dtype: torch.dtype) -> Range:
     """The range of all values of a dtype."""
     if dtype is torch.bool:
         return Range(0, 1)
@@ -78,18 +78,18 @@ def of_dtype(dtype: torch.dtype) -> Range:
     return Range(limits.min, limits.max)
 
 
-def of_tensor(tensor: Tensor) -> Range:
+def tensor_range(tensor: Tensor) -> Range:
     """The least and the largest element of a tensor, ignoring NaN; for a tensor without elements,
     the range of its dtype."""
     values = tensor.detach()
     if values.is_complex() or not values.numel():
-        return of_dtype(values.dtype)
+        return dtype_range(values.dtype)
     if values.is_floating_point():
         values = values[~values.isnan()]
     else:
         values = values.long() if values.dtype is torch.bool else values
     if not values.numel():
-        return of_dtype(tensor.dtype)
+        return dtype_range(tensor.dtype)
     least, most = values.aminmax()
     return Range(float(least), float(most))
 
@@ -106,7 +106,7 @@ def _call_range(
     """The range of the output of a call, within that of its dtype."""
     dtype = _dtype(node)
     assert dtype is not None
-    whole = of_dtype(dtype)
+    whole = dtype_range(dtype)
     if node.target is operator.getitem:
         source = node.args[0]
         same = isinstance(source, fx.Node) and _dtype(source) == dtype
@@ -114,7 +114,7 @@ def _call_range(
     entry = table.get(op_name(node.target))
     if entry is None or dtype.is_complex or not isinstance(node.target, OpOverload):
         return whole
-    rule = rule_of(entry)
+    rule = range_rule(entry)
     if rule == "" or (callable(entry.line) and isinstance(entry.line(node), Declined)):
         return whole
     which = schema.operands(node, entry.indices)
@@ -129,7 +129,7 @@ def _call_range(
     return Range(computed.low + 0.0, computed.high + 0.0)  # no bound is -0.0
 
 
-def rule_of(entry: Entry) -> str | float | tuple[float, float]:
+def range_rule(entry: Entry) -> str | float | tuple[float, float]:
     """The range rule of an entry: its column, or the one that its other columns imply."""
     if entry.range != "":
         return entry.range
@@ -148,7 +148,7 @@ def _operand_range(operand: Operand, bounds: Ranges, constants: Mapping[str, Ten
         return Range(float(value), float(value)) if number else ANY
     tensor = constants.get(str(value.target)) if value.op == "get_attr" else None
     if tensor is not None:
-        bounds[value] = of_tensor(tensor)
+        bounds[value] = tensor_range(tensor)
     return bounds.get(value, ANY)
 
 
@@ -231,10 +231,10 @@ def _range_at_ends(
              for value, column in zip(varying, columns, strict=True)}  # fmt: skip
     values = [tensors.get(o.value, o.value) if isinstance(o.value, fx.Node) else o.value
               for o in which]  # fmt: skip
-    call_arguments = schema.replaced(arguments, which, values)
+    call_arguments = schema.replace_operands(arguments, which, values)
     if "memory_format" in call_arguments:
         call_arguments["memory_format"] = None
-    args, kwargs = schema.call(node.target, call_arguments)
+    args, kwargs = schema.bind_arguments(node.target, call_arguments)
     try:
         output = node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, TypeError, IndexError):
@@ -279,4 +279,4 @@ def _output_range(
     return Range(float(low.min()), float(high.max())) if low.numel() else None
 
 
-__all__ = ["ANY", "Range", "Ranges", "of_dtype", "of_tensor", "ranges", "rule_of"]
+__all__ = ["ANY", "Range", "Ranges", "compute_ranges", "dtype_range", "range_rule", "tensor_range"]

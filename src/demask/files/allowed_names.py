@@ -18,7 +18,7 @@ import torch
 from demask.compat import onednn
 from demask.compat.dispatch import OpOverload, has_kernel, read_schema
 from demask.errors import RefusedFile
-from demask.ops.custom import is_own
+from demask.ops.custom import is_custom_op
 
 MAX_NAME = 1000
 _FQN_PART = re.compile(r"(?!__)[\w \-+:/@#]{1,200}")
@@ -115,7 +115,7 @@ def _is_harmless(space: str, base: str) -> bool:
         # ops that they replace, on the same shapes (`tune.module.optimized_module`).
         return base in onednn.OPS
     if space == "demask":
-        return is_own(base)
+        return is_custom_op(base)
     if space != "aten":
         return True  # the caller named this namespace
     if base.startswith("__"):

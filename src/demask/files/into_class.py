@@ -12,13 +12,13 @@ from demask.failures import public
 from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Cut
 from demask.graph.result.resize import (
-    assign,
-    bake,
+    assign_tensor,
     has_numbers,
     module_at,
     numbers_of,
-    renumber,
+    remove_parametrizations,
     tensors_of,
+    update_attributes,
 )
 from demask.shrink.own_class.pretrained import fitting_configs
 
@@ -60,7 +60,7 @@ def resize(
         kinds = f"{type(model).__name__} and {type(state_dict).__name__}"
         raise BadInput(f"expected an nn.Module and its state dict, got {kinds}")
     copy = structural_copy(model, share=True)
-    bake(copy)
+    remove_parametrizations(copy)
     originals = dict(tensors_of(copy))
     _check_names(originals.keys(), copy.state_dict().keys(), state_dict.keys())
     cuts: dict[str, Cut] = {}
@@ -74,11 +74,11 @@ def resize(
             tensors[id(tensor)] = tensor.detach().clone()
             if old is None or isinstance(old, nn.Parameter):
                 tensors[id(tensor)] = nn.Parameter(tensors[id(tensor)], grad)
-        if not assign(copy, name, tensors[id(tensor)]):
+        if not assign_tensor(copy, name, tensors[id(tensor)]):
             raise BadInput(f"the model has no place for {name!r}")
     _own_the_rest(copy, set(state_dict))
     for module in copy.modules():
-        renumber(module)
+        update_attributes(module)
     for _ in fitting_configs(copy):
         if _agrees(copy, numbers):
             return copy
@@ -133,7 +133,7 @@ def _own_the_rest(copy: nn.Module, done: set[str]) -> None:
     """Copy the buffers that are in no state dict, so that the copy shares no tensor."""
     for name, buffer in list(copy.named_buffers(remove_duplicate=False)):
         if name not in done:
-            assign(copy, name, buffer.clone())
+            assign_tensor(copy, name, buffer.clone())
 
 
 def _set_numbers(copy: nn.Module, cuts: Mapping[str, Cut], numbers: Numbers | None) -> None:

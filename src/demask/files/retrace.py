@@ -17,7 +17,7 @@ from demask.compat.fake_shapes import shapes_only
 from demask.compat.fx_internals import PyTreeCodeGen, codegen_of
 from demask.errors import BadInput, NotExportable
 from demask.files.archive.node_codec import DTYPES
-from demask.graph.guards import fixed_by, hold
+from demask.graph.guards import are_true, fixed_symbols
 from demask.graph.provenance import InputSpec, Provenance
 
 SEED = 0
@@ -66,8 +66,8 @@ def example(slim: fx.GraphModule) -> tuple[tuple[Any, ...], dict[str, Any], Any]
         specs = {n.name: s for n, s in zip(placeholders, provenance.inputs, strict=True)}
     # torch.export treats a dynamic dimension of size 1 as constant.
     sizes_from_2 = _sizes(provenance.inputs, 2)
-    least = 2 if hold(provenance.guards, sizes_from_2) else 0
-    fixed = fixed_by(provenance.guards, sizes_from_2)
+    least = 2 if are_true(provenance.guards, sizes_from_2) else 0
+    fixed = fixed_symbols(provenance.guards, sizes_from_2)
     generator, shapes, leaves = torch.Generator().manual_seed(SEED), ShapesCollection(), []
     device = next((p.device for p in slim.parameters()), torch.device("cpu"))
     for node in placeholders:

@@ -24,7 +24,7 @@ from demask.errors import BadInput, RefusedFile
 from demask.files import atomic_write as atomic
 from demask.files.bounded_read import parse_json
 from demask.graph.module_copy import structural_copy
-from demask.graph.result.resize import assign, tensors_of
+from demask.graph.result.resize import assign_tensor, tensors_of
 
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 DTYPES = {
@@ -191,7 +191,7 @@ def with_weights(
         new = read(stored)
         new = nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) else new
         for alias in names:
-            assign(copy, alias, new)
+            assign_tensor(copy, alias, new)
             stored_by_name[alias] = stored
     return copy, stored_by_name
 

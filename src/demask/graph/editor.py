@@ -69,7 +69,7 @@ class GraphEditor:
         self, target: Any, arguments: Mapping[str, Any], node: fx.Node | None = None
     ) -> fx.Node:
         """A new call with its arguments by name; node: the node whose metadata it gets, or None."""
-        args, kwargs = schema.call(target, arguments)
+        args, kwargs = schema.bind_arguments(target, arguments)
         if node is None:
             return self.call(target, *args, **kwargs)
         return self.call_for(node, target, *args, **kwargs)
@@ -131,7 +131,7 @@ class GraphEditor:
     ) -> fx.Node:
         """A copy of the call `node` with some arguments changed, before `reader` (default: before
         `node`)."""
-        args, kwargs = schema.call(node.target, schema.arguments(node) | changed)
+        args, kwargs = schema.bind_arguments(node.target, schema.arguments(node) | changed)
         return self.insert(reader or node, node, node.target, *args, **kwargs)
 
     def replace(self, node: fx.Node, value: Any, *, inherit: bool = False) -> None:

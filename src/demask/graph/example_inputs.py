@@ -16,9 +16,9 @@ from demask.errors import BadInput
 from demask.graph.provenance import Provenance
 from demask.graph.result.class_result import as_graph
 from demask.graph.result.demasked_module import Demasked
-from demask.graph.result.module_calls import in_calls
+from demask.graph.result.module_calls import graph_of_calls
 from demask.ops.entry import op_name
-from demask.ops.schema import hint
+from demask.ops.schema import example_size
 from demask.ops.traits import INDEXED
 
 
@@ -44,7 +44,7 @@ _PASSED = frozenset(
 )
 
 
-def examples(
+def draw_examples(
     networks: Iterable[nn.Module | ExportedProgram], args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """The inputs to run: args and kwargs, or if both are empty, random tensors with the sizes that
@@ -53,17 +53,17 @@ def examples(
         return args, kwargs
     for known in map(as_graph, networks):
         if isinstance(known, Demasked):
-            spans = spans_of(known)
+            spans = expected_spans(known)
             values = [
-                drawn(spec.example, getattr(torch, spec.dtype), spans.get(spec.name))
+                draw_input(spec.example, getattr(torch, spec.dtype), spans.get(spec.name))
                 for spec in known.demasked.inputs
             ]
             spec = signature_of(known.graph).in_spec
-            return filled(values, spec, known.demasked.values)
+            return unflatten_inputs(values, spec, known.demasked.values)
         if isinstance(known, ExportedProgram):
-            spans = spans_of(known)
+            spans = expected_spans(known)
             shaped = [
-                drawn([hint(s) for s in v.shape], v.dtype, spans.get(name))
+                draw_input([example_size(s) for s in v.shape], v.dtype, spans.get(name))
                 if isinstance(v, Tensor)
                 else v
                 for name, v in inputs_of_program(known).items()
@@ -71,7 +71,7 @@ def examples(
             users = known.graph_signature.input_specs
             others = [s.arg.name for s in users if s.kind is InputKind.USER_INPUT]
             others = [name for name in others if name not in inputs_of_program(known)]
-            return filled(shaped, known.call_spec.in_spec, others)
+            return unflatten_inputs(shaped, known.call_spec.in_spec, others)
     return args, kwargs
 
 
@@ -82,7 +82,9 @@ def inputs_of_program(program: ExportedProgram) -> dict[str, Any]:
     return {node.name: node.meta.get("val") for node in nodes}
 
 
-def filled(values: list[Any], spec: Any, others: Iterable[str] = ()) -> tuple[Any, dict[str, Any]]:
+def unflatten_inputs(
+    values: list[Any], spec: Any, others: Iterable[str] = ()
+) -> tuple[Any, dict[str, Any]]:
     """(args, kwargs) with these leaves. Raises BadInput if the call has more leaves. others: the
     names of inputs that are no tensors, for the message."""
     if len(values) != spec.num_leaves:
@@ -93,7 +95,7 @@ def filled(values: list[Any], spec: Any, others: Iterable[str] = ()) -> tuple[An
     return pytree.tree_unflatten(values, spec)
 
 
-def drawn(shape: Sequence[int], dtype: torch.dtype, span: Span | None = None) -> Tensor:
+def draw_input(shape: Sequence[int], dtype: torch.dtype, span: Span | None = None) -> Tensor:
     """A tensor of seeded random numbers: integers of a span; without one, pixels for uint8, True
     for bool, zeros for other integer types, normally distributed numbers for floating-point types.
 
@@ -111,10 +113,10 @@ def drawn(shape: Sequence[int], dtype: torch.dtype, span: Span | None = None) ->
     return torch.randn(list(shape), generator=generator).to(dtype)
 
 
-def spans_of(network: Demasked | ExportedProgram) -> dict[str, Span]:
+def expected_spans(network: Demasked | ExportedProgram) -> dict[str, Span]:
     """The spans of inputs whose readers determine one, by name: positions in a table of n rows,
     pixels for a division by 255, a number that the input is compared with."""
-    graph = network.graph if isinstance(network, ExportedProgram) else in_calls(network)
+    graph = network.graph if isinstance(network, ExportedProgram) else graph_of_calls(network)
     constants, spans = _constants(network, graph), {}
     if isinstance(network, ExportedProgram):
         inputs = inputs_of_program(network).items()
@@ -209,7 +211,7 @@ def _constants(network: Demasked | ExportedProgram, graph: fx.Graph) -> dict[str
     return {node.name: stored[str(node.target)] for node in nodes if str(node.target) in stored}
 
 
-def like(leaf: Tensor, draw: torch.Generator) -> Tensor:
+def draw_like(leaf: Tensor, draw: torch.Generator) -> Tensor:
     """Random numbers in the shape of a tensor: normally distributed, or integers of its range."""
     if leaf.is_floating_point():
         return torch.randn(leaf.shape, generator=draw).to(leaf)
@@ -231,7 +233,7 @@ def batch_axes(record: Any, leaves: list[Any]) -> list[set[int]]:
     return [{axis for axis, size in enumerate(row) if size in names} for row in rows]
 
 
-def batched(leaf: Any, axes: set[int], batch: int) -> Any:
+def resize_batch(leaf: Any, axes: set[int], batch: int) -> Any:
     """An input with another batch size, repeated or sliced along `axes`."""
     for axis in sorted(axes):
         repeats = [-(-batch // max(1, leaf.shape[axis])) if k == axis else 1

@@ -107,7 +107,7 @@ def to_python(expr: Any) -> str | None:
     return f"{_CALLS[function]}({', '.join(texts)})" if function in _CALLS else None
 
 
-def refuse(words: str) -> NoReturn:
+def refuse_sizes(words: str) -> NoReturn:
     """Raise BadInput; called by generated code for sizes that the graph is not valid for.
 
     Raised here, since torch.fx prints errors in generated code with a page of source.
@@ -124,7 +124,7 @@ def refuse_value(name: str, expected: str, value: object) -> NoReturn:
     )
 
 
-def values_of(graph: fx.Graph) -> dict[str, str]:
+def literal_inputs(graph: fx.Graph) -> dict[str, str]:
     """The inputs of a captured graph that are no tensors, as Python literals by name."""
     inputs = {n.name: n.meta["val"] for n in graph.nodes
              if n.op == "placeholder" and "val" in n.meta}  # fmt: skip
@@ -135,7 +135,7 @@ def values_of(graph: fx.Graph) -> dict[str, str]:
 def value_checks(names: Mapping[str, str], values: Mapping[str, str]) -> Iterator[str]:
     """Lines of Python that call `refuse_value` if an input differs from the example's.
 
-    names: the variable of each input. values: from `values_of`.
+    names: the variable of each input. values: from `literal_inputs`.
     """
     for name, text in values.items():
         wrong = _differs(names[name], text) if name in names else None
@@ -160,22 +160,22 @@ def _differs(name: str, text: str) -> str | None:
     return f"{scalar} or {name} != {value!r}" if type(value) in _SCALARS else None
 
 
-def checker(names: Sequence[str], lines: Sequence[str], **known: Any) -> Callable[..., None]:
-    """A function that runs lines of `checks` or `value_checks` on its arguments, also on sizes
+def compile_checks(names: Sequence[str], lines: Sequence[str], **known: Any) -> Callable[..., None]:
+    """A function that runs lines of `size_checks` or `value_checks` on its arguments, also on sizes
     that are symbols.
 
     names: the variables of the arguments. known: other functions that the lines call.
     """
-    known |= {REFUSE: refuse, REFUSE_VALUE: refuse_value}
+    known |= {REFUSE: refuse_sizes, REFUSE_VALUE: refuse_value}
     body = "".join(f"    {line}" for line in lines) or "    pass"
     exec(compile(f"def check({', '.join(names)}):\n{body}", "<sizes>", "exec"), known)
     return known["check"]
 
 
-def checks(
+def size_checks(
     names: Mapping[str, str], inputs: Sequence[InputSpec], guards: Sequence[str]
 ) -> Iterator[str]:
-    """Lines of Python that call `refuse` if a graph is not valid for the inputs' sizes.
+    """Lines of Python that call `refuse_sizes` if a graph is not valid for the inputs' sizes.
 
     names: the variable of each input.
     """
@@ -194,11 +194,11 @@ def checks(
                 variables.setdefault(size, variable)
         yield from _raising(" or ".join(differences), name, spec)
     for guard in guards:
-        tree = condition(guard, variables)
+        tree = parse_condition(guard, variables)
         if tree is not None:
             text = ast.unparse(tree)
             words = f"this network was captured for sizes with {text}; demask an example like yours"
-            yield f"if not ({renamed(text, variables)}): {REFUSE}({words!r})\n"
+            yield f"if not ({rename_symbols(text, variables)}): {REFUSE}({words!r})\n"
 
 
 def _raising(wrong: str, name: str, spec: InputSpec) -> Iterator[str]:
@@ -211,7 +211,7 @@ def _raising(wrong: str, name: str, spec: InputSpec) -> Iterator[str]:
         yield f"if {wrong}: {REFUSE}({words!r} + {got} + {after!r})\n"
 
 
-def condition(guard: str, symbols: Collection[str]) -> ast.expr | None:
+def parse_condition(guard: str, symbols: Collection[str]) -> ast.expr | None:
     """The syntax tree of a condition; None for other code, or if it has other symbols."""
     try:
         tree = ast.parse(guard, mode="eval")
@@ -227,18 +227,18 @@ def condition(guard: str, symbols: Collection[str]) -> ast.expr | None:
     return tree.body
 
 
-def fixed_by(guards: Sequence[str], symbols: Collection[str]) -> set[str]:
+def fixed_symbols(guards: Sequence[str], symbols: Collection[str]) -> set[str]:
     """The symbols that the guards fix to one size."""
-    trees = (condition(guard, symbols) for guard in guards)
+    trees = (parse_condition(guard, symbols) for guard in guards)
     return {tree.left.id for tree in trees if isinstance(tree, ast.Compare)
             and isinstance(tree.left, ast.Name) and isinstance(tree.ops[0], ast.Eq)
             and isinstance(tree.comparators[0], ast.Constant)}  # fmt: skip
 
 
-def hold(guards: Sequence[str], sizes: Mapping[str, int]) -> bool:
+def are_true(guards: Sequence[str], sizes: Mapping[str, int]) -> bool:
     """Whether the conditions are true for these sizes, by symbol."""
     known = {"__builtins__": {}, **_NAMES, **sizes}
-    trees = [tree for guard in guards if (tree := condition(guard, sizes)) is not None]
+    trees = [tree for guard in guards if (tree := parse_condition(guard, sizes)) is not None]
     codes = [compile(ast.Expression(tree), "<sizes>", "eval") for tree in trees]
     try:
         return all(eval(code, known) for code in codes)
@@ -246,6 +246,6 @@ def hold(guards: Sequence[str], sizes: Mapping[str, int]) -> bool:
         return False
 
 
-def renamed(text: str, names: Mapping[str, str]) -> str:
+def rename_symbols(text: str, names: Mapping[str, str]) -> str:
     """A condition with its symbols renamed."""
     return re.sub(r"[A-Za-z]\w*", lambda m: names.get(m.group(0), m.group(0)), text)

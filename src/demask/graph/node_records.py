@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from demask.compat.dispatch import OpOverload, overload_name, schema_of
-from demask.ops.custom import is_own
+from demask.ops.custom import is_custom_op
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class NodeRecord:
     value: TensorType | None = None
 
 
-def rows_of(graph: fx.Graph) -> tuple[NodeRecord, ...]:
+def records_of(graph: fx.Graph) -> tuple[NodeRecord, ...]:
     """The nodes of a graph in order, without most of `meta`; `graph_of` is the inverse."""
 
     def plain(leaf: Any) -> Any:
@@ -98,5 +98,5 @@ def _op(overload: Overload) -> OpOverload:
     """The op with these names; a custom op's module is imported."""
     namespace, _, name = overload.name.partition("::")
     if namespace == "demask":
-        is_own(name)
+        is_custom_op(name)
     return getattr(getattr(getattr(torch.ops, namespace), name), overload.overload)

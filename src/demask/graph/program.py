@@ -86,7 +86,7 @@ def copy_graph(program: Program) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     return graph, mapping
 
 
-def owned(program: Program, of: Iterable[Constant] | None = None) -> Program:
+def copy_tensors(program: Program, of: Iterable[Constant] | None = None) -> Program:
     """The program with copies of its tensors; tied tensors remain tied. of: copy only tensors that
     share memory with these constants."""
     shared = None if of is None else {c.tensor.untyped_storage().data_ptr() for c in of}

@@ -97,4 +97,4 @@ class ExampleSizes:
         if isinstance(size, int):
             return size
         value = size.node.expr.subs(self.sizes)
-        return int(value) if value.is_Integer else schema.hint(size)
+        return int(value) if value.is_Integer else schema.example_size(size)

@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from demask.graph.module_copy import structural_copy
-from demask.graph.result.module_calls import spell
-from demask.numerics import NARROW, widen
+from demask.graph.result.module_calls import lower_modules
+from demask.numerics import NARROW, widen_dtypes
 from demask.ops import Table, op_name
 
 SEEDS = 4
@@ -37,8 +37,8 @@ class Rounding:
     def double(self) -> fx.GraphModule:
         """A copy of the network in float64, including dtypes among the arguments of calls."""
         double: Any = structural_copy(self.module, share=False).double()
-        spell(double.graph, double)
-        widen(double)
+        lower_modules(double.graph, double)
+        widen_dtypes(double)
         return double
 
     def runs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[list[Any]]:

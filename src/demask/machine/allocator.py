@@ -20,7 +20,7 @@ THRESHOLDS = (2_000_000_000, 32 * 1024 * 1024)
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 
 
-def give_back() -> None:
+def release_free_memory() -> None:
     """Return the free memory of glibc's heap to the kernel; no effect with other C libraries."""
     if _trim is not None:
         _trim(0)

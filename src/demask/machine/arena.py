@@ -45,7 +45,7 @@ class View:
     dtype: torch.dtype
 
 
-def aligned(size: int) -> int:
+def align_size(size: int) -> int:
     """`size` bytes rounded up to a multiple of ALIGNMENT.
 
     >>> aligned(1), aligned(64)
@@ -54,7 +54,7 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def planned(blocks: Sequence[Block]) -> ArenaPlan:
+def plan_arena(blocks: Sequence[Block]) -> ArenaPlan:
     """Offsets at which no two blocks that are live at the same time overlap.
 
     >>> planned([Block(64, 0, 1), Block(64, 1, 2), Block(64, 2, 3)])
@@ -69,14 +69,14 @@ def planned(blocks: Sequence[Block]) -> ArenaPlan:
         for j in sorted(live, key=lambda j: offsets[j]):
             if offset + new.size <= offsets[j]:
                 break
-            offset = max(offset, aligned(offsets[j] + blocks[j].size))
+            offset = max(offset, align_size(offsets[j] + blocks[j].size))
         offsets[k] = offset
         placed.append(k)
     ends = (offset + block.size for offset, block in zip(offsets, blocks, strict=True))
-    return ArenaPlan(tuple(offsets), aligned(max(ends, default=0)))
+    return ArenaPlan(tuple(offsets), align_size(max(ends, default=0)))
 
 
-def peak(blocks: Sequence[Block]) -> int:
+def peak_bytes(blocks: Sequence[Block]) -> int:
     """The most bytes in use at one step: a lower bound of the arena's size.
 
     >>> peak([Block(64, 0, 1), Block(64, 1, 2), Block(64, 2, 3)])
@@ -89,7 +89,7 @@ def peak(blocks: Sequence[Block]) -> int:
     return max(itertools.accumulate(change[step] for step in sorted(change)), default=0)
 
 
-def extent(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
+def strided_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
     """Bytes from the first to the last element of a strided tensor.
 
     >>> extent((2, 3), (3, 1), torch.float32)
@@ -111,5 +111,5 @@ def allocate(size: int, views: Sequence[View], device: torch.device) -> list[Ten
 
 def _tensor_at(memory: Tensor, view: View) -> Tensor:
     """The tensor that a view describes; its first byte is the first of `memory` (uint8)."""
-    span = memory[: extent(view.shape, view.stride, view.dtype)]
+    span = memory[: strided_bytes(view.shape, view.stride, view.dtype)]
     return span.view(view.dtype).as_strided(view.shape, view.stride)

@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 from demask.errors import BadInput
-from demask.machine.timing import alternate
+from demask.machine.timing import time_alternately
 
 PAIRS = 30  # the least number of rounds of a comparison
 ALLOWED = 0.97  # a network counts as no slower if the lower bound of the ratio is above this
@@ -44,7 +44,7 @@ def lower_bound(baseline: Sequence[float], candidate: Sequence[float], seed: int
     return sorted(ratios)[int((1 - CONFIDENCE) * DRAWS)]
 
 
-def synchronized(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+def wait_for_device(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """The call, followed on a GPU by waiting for the kernels that it launched."""
 
     def waiting() -> None:
@@ -54,10 +54,10 @@ def synchronized(call: Callable[[], object], device: torch.device) -> Callable[[
     return waiting if device.type == "cuda" else call
 
 
-def medians(
+def measure_medians(
     calls: Mapping[str, Callable[[], object]], device: torch.device, pairs: int, seconds: float
 ) -> dict[str, float]:
     """Median seconds of each call, from at most `pairs` rounds that began within `seconds`."""
-    waiting = {name: synchronized(call, device) for name, call in calls.items()}
-    timings = alternate(waiting, pairs, 1, seconds=seconds)
+    waiting = {name: wait_for_device(call, device) for name, call in calls.items()}
+    timings = time_alternately(waiting, pairs, 1, seconds=seconds)
     return {name: timing.median for name, timing in timings.items()}

@@ -52,7 +52,7 @@ def _hint(match: re.Match[str] | None) -> str:
     )
 
 
-def human(size: float) -> str:
+def format_bytes(size: float) -> str:
     """An amount of bytes as text, in units of powers of 1024.
 
     >>> human(512), human(1536 * 2**20), human(300 * 2**20)
@@ -65,4 +65,4 @@ def human(size: float) -> str:
     return f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f} {'KMGT'[power - 1]}iB"
 
 
-__all__ = ["human", "parse_memory"]
+__all__ = ["format_bytes", "parse_memory"]

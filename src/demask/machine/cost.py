@@ -51,7 +51,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Error:
+class CostError:
     """Error of the analytic answers, |log(analytic / measured)|: the median and the 90 % quantile
     (`high`) over `count` questions; both are NaN if there are none."""
 
@@ -141,7 +141,7 @@ class Costs:
             machine = Roofline(MATMUL.flops / 2 / matmul, COPY.bytes / copy, call)
         return machine.seconds(question.flops / 2, question.bytes)
 
-    def error(self) -> Error:
+    def error(self) -> CostError:
         """The error of the analytic answers, over the measured questions so far."""
         pairs = [
             (self._predicted[n], self._known[n]) for n in filter(self.measured, self._predicted)
@@ -150,7 +150,7 @@ class Costs:
             abs(log(analytic / measured)) for analytic, measured in pairs if 0 < analytic < inf
         ]
         timing = Timing.of(errors or [nan])
-        return Error(len(errors), timing.median, timing.high)
+        return CostError(len(errors), timing.median, timing.high)
 
     def save(self) -> None:
         """Write the file atomically, merged with what other processes wrote meanwhile. Ignores

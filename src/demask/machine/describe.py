@@ -14,7 +14,7 @@ from demask.machine.timing import Timing
 BUSY = "Something else was running: times spread wide. Run again for clean numbers."
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """The processor, its cores, the operating system, and the versions of Python and torch.
 
     >>> "Python" in machine()
@@ -32,17 +32,17 @@ def machine() -> str:
     )
 
 
-def load() -> str:
+def load_average() -> str:
     """The load average of the last minute: processes that run or wait to run."""
     return f"{os.getloadavg()[0]:.1f}"
 
 
-def thread_words(count: int) -> str:
+def format_threads(count: int) -> str:
     """A number of threads in words: "1 thread", "2 threads"."""
     return f"{count} thread{'s' if count > 1 else ''}"
 
 
-def milliseconds(seconds: float) -> str:
+def format_milliseconds(seconds: float) -> str:
     """Seconds as text in milliseconds, with one decimal; with three below a millisecond.
 
     >>> milliseconds(0.0105), milliseconds(0.0001054)
@@ -51,22 +51,22 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.{1 if seconds >= 1e-3 else 3}f}"
 
 
-def spread(timing: Timing) -> str:
+def format_spread(timing: Timing) -> str:
     """A timing as text in milliseconds: median (10 % quantile–90 % quantile).
 
     >>> spread(Timing(median=0.0105, low=0.01, high=0.0112, count=30))
     '10.5 (10.0–11.2)'
     """
-    median, low, high = map(milliseconds, (timing.median, timing.low, timing.high))
+    median, low, high = map(format_milliseconds, (timing.median, timing.low, timing.high))
     return f"{median} ({low}–{high})"
 
 
-def count_words(timings: Iterable[Timing]) -> str:
+def format_counts(timings: Iterable[Timing]) -> str:
     """The number of calls per timing, as text: "30", or "12–30" if the numbers differ."""
     counts = sorted({timing.count for timing in timings})
     return "–".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
 
 
-def is_wide(timings: Iterable[Timing]) -> bool:
+def has_wide_spread(timings: Iterable[Timing]) -> bool:
     """Whether a 90 % quantile exceeds twice the 10 % quantile: something else was running."""
     return any(timing.high > 2 * timing.low for timing in timings)

@@ -34,7 +34,7 @@ class Timing:
         return cls(tenths[4], tenths[0], tenths[8], len(seconds))
 
 
-def alternate(
+def time_alternately(
     contenders: Mapping[str, Callable[[], Any]],
     pairs: int = 30,
     warmup: int = 3,
@@ -62,11 +62,11 @@ def alternate(
     >>> sorted(alternate({"a": lambda: 1, "b": lambda: 2}, pairs=2))
     ['a', 'b']
     """
-    samples = sampled(contenders, pairs, warmup, seconds=seconds, clock=clock)
+    samples = sample_seconds(contenders, pairs, warmup, seconds=seconds, clock=clock)
     return {name: Timing.of(seconds_per_round) for name, seconds_per_round in samples.items()}
 
 
-def sampled(
+def sample_seconds(
     contenders: Mapping[str, Callable[[], Any]],
     pairs: int = 30,
     warmup: int = 3,
@@ -74,7 +74,8 @@ def sampled(
     seconds: float = inf,
     clock: Callable[[], float] = perf_counter,
 ) -> dict[str, list[float]]:
-    """The seconds of each call in each round, by name; arguments and errors as in `alternate`.
+    """The seconds of each call in each round, by name; arguments and errors as in
+    `time_alternately`.
 
     >>> {name: len(taken) for name, taken in sampled({"a": lambda: 1}, pairs=2).items()}
     {'a': 2}

@@ -118,12 +118,12 @@ ACTIVATIONS: dict[str, Activation] = {activation.name: activation for activation
 )}  # fmt: skip
 
 
-def activate(x: Tensor, act: Act | None) -> Tensor:
+def apply_activation(x: Tensor, act: Act | None) -> Tensor:
     """act(x), computed by the reference; x if act is None."""
     return x if act is None else ACTIVATIONS[act[0]].reference(x, *act[1])
 
 
-def by_op() -> dict[Any, list[tuple[Activation, Equivalent]]]:
+def activations_by_op() -> dict[Any, list[tuple[Activation, Equivalent]]]:
     """The activations that calls of an ATen op may compute, with the equivalents, by op."""
     entries: dict[Any, list[tuple[Activation, Equivalent]]] = {}
     for activation in ACTIVATIONS.values():
@@ -132,7 +132,7 @@ def by_op() -> dict[Any, list[tuple[Activation, Equivalent]]]:
     return entries
 
 
-def by_onednn(name: Any, algorithm: str | None) -> Activation | None:
+def find_onednn_activation(name: Any, algorithm: str | None) -> Activation | None:
     """The activation with this name and algorithm in oneDNN; None if there is none."""
     for activation in ACTIVATIONS.values():
         algorithms = ("", algorithm or "none")
@@ -174,7 +174,7 @@ def act_of(activation: ActivationLike) -> Act | None:
     raise BadInput(f"expected an activation of {expected}, got {activation!r:.80}")
 
 
-def module_of(act: Act) -> nn.Module:
+def activation_module(act: Act) -> nn.Module:
     """A new module of torch that computes an activation."""
     module = ACTIVATIONS[act[0]].modules[0]
     return module.target(**dict(zip(map(str, module.numbers), act[1], strict=True)), **module.where)

@@ -14,7 +14,7 @@ from demask.registry import CUSTOM_OPS
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class CustomOp:
     """A custom op.
 
     run: the same function in ATen ops, which torch.export traces through.
@@ -29,12 +29,12 @@ class Own:
     check: Callable[[Mapping[str, Any]], None] | None = None
 
 
-def is_own(name: str) -> bool:
+def is_custom_op(name: str) -> bool:
     """Whether an op name ("segment") is one of demask's custom ops; imports its module."""
     return name in CUSTOM_OPS and CUSTOM_OPS.get(name) is not None
 
 
-def own_of(op: Any) -> Own | None:
+def custom_op_of(op: Any) -> CustomOp | None:
     """The custom op that a node's target is; None for other targets."""
     if getattr(op, "namespace", "") != "demask" or base_name(op) not in CUSTOM_OPS:
         return None

@@ -94,7 +94,7 @@ def _through(relation: Relation, operand: int, part: Part, out: int) -> Part | N
         return None
     for axis, size in enumerate(schema.outputs(relation.node)[out].shape):
         if axis_of(relation, operand, axis, out=out) == part.axis:
-            ends = schema.hint(size) == 1 and part.size != 1
+            ends = schema.example_size(size) == 1 and part.size != 1
             return None if ends else Part(axis, 1, size)
     return None
 
@@ -155,7 +155,7 @@ def _size(relation: Relation, letter: str) -> int:
 # --- tags of whole axes ---------------------------------------------------------------------------
 
 
-def tagged(
+def iterate_tags(
     relation: Relation, tags: Sequence[Tags[T] | None]
 ) -> Iterator[tuple[str | None, int, T]]:
     """The letter, operand and tag of each tagged axis of the operands. The letter is None for an
@@ -166,7 +166,7 @@ def tagged(
             yield letters[0] if len(letters) == 1 else None, operand, tag
 
 
-def lettered(axes: Sequence[tuple[str, ...]], tags: Mapping[str, T]) -> dict[int, T]:
+def tags_by_axis(axes: Sequence[tuple[str, ...]], tags: Mapping[str, T]) -> dict[int, T]:
     """The tags of the axes that are one tagged letter, by axis."""
     return {k: tags[axis[0]] for k, axis in enumerate(axes) if len(axis) == 1 and axis[0] in tags}
 
@@ -179,10 +179,10 @@ def carry(
     tags: of each operand's axes; None for an operand without tags.
     """
     letters: dict[str, T] = {}
-    for letter, _, tag in tagged(relation, tags):
+    for letter, _, tag in iterate_tags(relation, tags):
         if letter is not None and letter not in relation.mixed:
             letters[letter] = combine(letters[letter], tag) if letter in letters else tag
-    return tuple(lettered(axes, letters) for axes in relation.outs)
+    return tuple(tags_by_axis(axes, letters) for axes in relation.outs)
 
 
 def carry_back(relation: Relation, tags: Tags[T], *, out: int = 0) -> tuple[dict[int, T], ...]:
@@ -192,7 +192,7 @@ def carry_back(relation: Relation, tags: Tags[T], *, out: int = 0) -> tuple[dict
         axis[0]: tags[k] for k, axis in enumerate(relation.outs[out])
         if k in tags and len(axis) == 1 and axis[0] not in relation.mixed
     }  # fmt: skip
-    return tuple(lettered(axes, letters) for axes in relation.ins)
+    return tuple(tags_by_axis(axes, letters) for axes in relation.ins)
 
 
 def is_split(relation: Relation, axis: int, *, out: int = 0) -> bool:

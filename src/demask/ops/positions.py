@@ -20,7 +20,7 @@ MAX_POSITIONS = 2**27  # in one map: 1 GiB; a few maps are in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class IndexMap:
     """The index map of one output axis with n positions: the source of each position.
 
     source: int64 [n], the number of the operand, or -1 for a padded position. position: int64 [n],
@@ -33,13 +33,13 @@ class Move:
     value: float
 
 
-def moves(
+def compute_index_maps(
     node: fx.Node,
     line: Line,
     letters: Mapping[str, int | None],
     which: tuple[Operand, ...],
     indices: Mapping[str, Tensor],
-) -> list[dict[str, Move]]:
+) -> list[dict[str, IndexMap]]:
     """Per output, the index maps of the moved axes, by letter (without "<0").
 
     Calls with a dynamic size on a moved axis or in an argument, and calls with more positions than
@@ -51,7 +51,7 @@ def moves(
     tensor_names = {operand.name for operand in which} | set(indices)
     if any(schema.is_dynamic(v) for name, v in call_arguments.items() if name not in tensor_names):
         return [{} for _ in line.outs]
-    maps: list[dict[str, Move]] = [{} for _ in line.outs]
+    maps: list[dict[str, IndexMap]] = [{} for _ in line.outs]
     if any(letters[name] is None for name in line.moved):
         return maps
     values = [*(operand.value for operand in which), *schema.outputs(node)]
@@ -68,7 +68,9 @@ def _moved_size(value: Any, axes: Axes, line: Line) -> int:
     """The number of positions of an operand or output, its other axes reduced to one."""
     tensor = value.meta["val"] if isinstance(value, fx.Node) else value
     sizes = zip(tensor.shape, axes, strict=True)
-    return math.prod(schema.hint(n) for n, letters in sizes if letters and letters[0] in line.moved)
+    return math.prod(
+        schema.example_size(n) for n, letters in sizes if letters and letters[0] in line.moved
+    )
 
 
 def _base(letter: str) -> str:
@@ -91,14 +93,16 @@ def _run(
         full_shape = operand.value.meta["val"].shape
         for axis, letters in enumerate(line.ins[k]):
             if letters and letters[0] in line.moved:
-                shape[axis] = schema.hint(full_shape[axis])
+                shape[axis] = schema.example_size(full_shape[axis])
         values.append(_positions(line.ins[k], shape, base, k) + shift)
     names = {operand.name for operand in which}
     call_arguments = {
         name: schema.concrete(value) if name not in names and schema.is_dynamic(value) else value
         for name, value in (schema.arguments(node) | dict(indices)).items()
     }
-    args, kwargs = schema.call(node.target, schema.replaced(call_arguments, which, values))
+    args, kwargs = schema.bind_arguments(
+        node.target, schema.replace_operands(call_arguments, which, values)
+    )
     output = node.target(*args, **kwargs)  # type: ignore[operator]
     return list(output) if isinstance(output, (list, tuple)) else [output]
 
@@ -115,7 +119,7 @@ def _positions(axes: Axes, shape: list[int], base: str, operand: int) -> Tensor:
     return codes.view(view).expand(shape).contiguous()
 
 
-def _read(first: Tensor, second: Tensor, axes: Axes, base: str) -> Move:
+def _read(first: Tensor, second: Tensor, axes: Axes, base: str) -> IndexMap:
     """The index map along one axis, from outputs for shifts 0 and 1. Elements that are equal in
     both are padding; at each position the first other element is decoded."""
     base_axis = next(
@@ -124,7 +128,7 @@ def _read(first: Tensor, second: Tensor, axes: Axes, base: str) -> Move:
     n = 1 if base_axis is None else first.shape[base_axis]
     if not first.numel():
         nothing = torch.full((n,), -1)
-        return Move(nothing, nothing, 0.0)
+        return IndexMap(nothing, nothing, 0.0)
     rows = (
         first.movedim(base_axis, 0).reshape(n, -1)
         if base_axis is not None
@@ -142,4 +146,4 @@ def _read(first: Tensor, second: Tensor, axes: Axes, base: str) -> Move:
     source = torch.div(codes, _STEP, rounding_mode="floor").long()
     position = (codes - source * _STEP).long()
     value = float(rows[padded][0, 0]) if bool(padded.any()) else 0.0
-    return Move(source.masked_fill(padded, -1), position.masked_fill(padded, 0), value)
+    return IndexMap(source.masked_fill(padded, -1), position.masked_fill(padded, 0), value)

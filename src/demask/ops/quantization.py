@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from demask.errors import BadInput
 from demask.ops import schema
-from demask.ops.custom import Own
+from demask.ops.custom import CustomOp
 from demask.ops.entry import Case, Entry
 from demask.ops.entry import Shape as S
 from demask.registry import CUSTOM_OPS
@@ -30,7 +30,7 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def along(scale: Tensor, x: Tensor, axis: int) -> Tensor:
+def broadcast_scale(scale: Tensor, x: Tensor, axis: int) -> Tensor:
     """A scale (or zero point) in a shape that broadcasts with x: of one element, or of one per
     position of an axis. Raises BadInput for other shapes."""
     if scale.ndim == 0 or (scale.ndim == 1 and scale.shape[0] == 1):
@@ -45,39 +45,41 @@ def along(scale: Tensor, x: Tensor, axis: int) -> Tensor:
     return scale.reshape(sizes)
 
 
-def quantized(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, dtype: str) -> Tensor:
+def quantize_values(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, dtype: str
+) -> Tensor:
     """saturate(round(x / scale) + zero_point) in a dtype; rounds half to even."""
     integer_type = dtype_of(dtype)
     float_type = torch.float64 if scale.dtype == torch.float64 else torch.float32
-    rounded = (x.to(scale.dtype) / along(scale, x, axis)).to(float_type).round()
+    rounded = (x.to(scale.dtype) / broadcast_scale(scale, x, axis)).to(float_type).round()
     if zero_point is not None:
-        rounded = rounded + along(zero_point.to(float_type), x, axis)
+        rounded = rounded + broadcast_scale(zero_point.to(float_type), x, axis)
     limits = torch.iinfo(integer_type)
     return rounded.clamp(limits.min, limits.max).to(integer_type)
 
 
-def dequantized(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
+def dequantize_values(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
     """(x - zero_point) * scale in the dtype of `scale`, multiplied in float32 at least."""
     if x.is_floating_point() or x.is_complex() or not scale.is_floating_point():
         raise BadInput(
             f"expected integers and a floating-point scale, got {x.dtype} and {scale.dtype}"
         )
     if zero_point is not None:
-        x = x.to(torch.int32) - along(zero_point.to(torch.int32), x, axis)
+        x = x.to(torch.int32) - broadcast_scale(zero_point.to(torch.int32), x, axis)
     float_type = torch.float64 if scale.dtype == torch.float64 else torch.float32
-    return (x.to(float_type) * along(scale.to(float_type), x, axis)).to(scale.dtype)
+    return (x.to(float_type) * broadcast_scale(scale.to(float_type), x, axis)).to(scale.dtype)
 
 
 @torch.library.custom_op("demask::quantize", mutates_args=())
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, dtype: str) -> Tensor:
-    """`quantized` as an op."""
-    return quantized(x, scale, zero_point, axis, dtype)
+    """`quantize_values` as an op."""
+    return quantize_values(x, scale, zero_point, axis, dtype)
 
 
 @torch.library.custom_op("demask::dequantize", mutates_args=())
 def dequantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
-    """`dequantized` as an op."""
-    return dequantized(x, scale, zero_point, axis)
+    """`dequantize_values` as an op."""
+    return dequantize_values(x, scale, zero_point, axis)
 
 
 @quantize.register_fake
@@ -94,9 +96,9 @@ def _(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
 
 def _check(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> None:
     """Raise BadInput for scales and zero points that do not broadcast with x."""
-    along(scale, x, axis)
+    broadcast_scale(scale, x, axis)
     if zero_point is not None:
-        along(zero_point, x, axis)
+        broadcast_scale(zero_point, x, axis)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -110,15 +112,15 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, scale, zero_point = ctx.saved_tensors
     with torch.enable_grad():
         scale = scale.detach().requires_grad_()
-        output = dequantized(x, scale, zero_point, ctx.axis)
+        output = dequantize_values(x, scale, zero_point, ctx.axis)
         (scale_gradient,) = torch.autograd.grad(output, scale, gradient)
     return None, scale_gradient, None, None
 
 
 dequantize.register_autograd(_gradients, setup_context=_save_inputs)
 
-CUSTOM_OPS.register("quantize", Own(quantized))
-CUSTOM_OPS.register("dequantize", Own(dequantized))
+CUSTOM_OPS.register("quantize", CustomOp(quantize_values))
+CUSTOM_OPS.register("dequantize", CustomOp(dequantize_values))
 
 
 def _line(node: fx.Node) -> str:

@@ -25,7 +25,7 @@ import torch
 
 from demask.ops import schema
 from demask.ops.flow import axis_of, base
-from demask.ops.positions import Move
+from demask.ops.positions import IndexMap
 from demask.ops.relation import Relation
 
 Interval = tuple[int, int]
@@ -42,26 +42,26 @@ def input_start(relation: Relation, operand: int, axis: int, start: int, *, out:
     >>> input_start(bind(node, TABLE), 0, 2, 1), input_end(bind(node, TABLE), 0, 2, 2)
     (2, 5)
     """
-    return needed(relation, operand, axis, start, _length(relation, axis, out), out=out)[0]
+    return needed_interval(relation, operand, axis, start, _length(relation, axis, out), out=out)[0]
 
 
 def input_end(relation: Relation, operand: int, axis: int, end: int, *, out: int = 0) -> int:
     """One past the last position of the operand that output positions before `end` require."""
-    return needed(relation, operand, axis, 0, end, out=out)[1]
+    return needed_interval(relation, operand, axis, 0, end, out=out)[1]
 
 
-def needed(
+def needed_interval(
     relation: Relation, operand: int, axis: int, start: int, end: int, *, out: int = 0
 ) -> Interval:
     """The positions of the operand that output positions [start, end) require, along `axis_of`.
 
     Raises ValueError if the operand has no such axis: all of it is required.
     """
-    return rule(relation, operand, axis, out=out)(start, end)
+    return region_rule(relation, operand, axis, out=out)(start, end)
 
 
-def rule(relation: Relation, operand: int, axis: int, *, out: int = 0) -> Rule:
-    """`needed` as a function of start and end, for many intervals: reads the geometry once.
+def region_rule(relation: Relation, operand: int, axis: int, *, out: int = 0) -> Rule:
+    """`needed_interval` as a function of start and end, for many intervals: reads geometry once.
 
     Raises ValueError if the operand has no such axis: all of it is required.
     """
@@ -72,7 +72,7 @@ def rule(relation: Relation, operand: int, axis: int, *, out: int = 0) -> Rule:
             f"{relation.node}: operand {name!r} has no axis along axis {axis} of the output"
         )
     axis %= len(relation.outs[out])
-    length = schema.hint(relation.operands[operand].value.meta["val"].shape[operand_axis])
+    length = schema.example_size(relation.operands[operand].value.meta["val"].shape[operand_axis])
     output_length = _length(relation, axis, out)
     unclamped = _unclamped(relation, (operand, operand_axis), (out, axis))
 
@@ -116,7 +116,9 @@ def _unclamped(relation: Relation, source: Interval, target: Interval) -> Rule |
     return lambda start, end: (start // tile * step, -(-end // tile) * step)
 
 
-def steps(relation: Relation, operand: int, axis: int, *, out: int = 0) -> tuple[int, int, int]:
+def carried_steps(
+    relation: Relation, operand: int, axis: int, *, out: int = 0
+) -> tuple[int, int, int]:
     """Of a carried axis: the number of major letters that the operand's axis and the output's axis
     share, and the number of positions per position of these, in the operand and in the output.
 
@@ -156,7 +158,7 @@ def _product(relation: Relation, letters: tuple[str, ...]) -> int | None:
     return None if None in sizes else math.prod(size or 1 for size in sizes)
 
 
-def _moved(move: Move, operand: int) -> Rule:
+def _moved(move: IndexMap, operand: int) -> Rule:
     """The rule of an index map. Positions are split into monotonic runs: within a run, the first
     and last positions of an interval are its extremes."""
     runs = _runs([int(k) for k in (move.source == operand).nonzero()], move.position.tolist())
@@ -201,13 +203,13 @@ class Geometry:
         windowed = [k for k, a in enumerate(relation.outs[out]) if set(a) & relation.window]
         self.rank, self.index = len(windowed), windowed.index(axis)
         operands = relation.operands
-        self.input = schema.hint(operands[operand].value.meta["val"].shape[operand_axis])
+        self.input = schema.example_size(operands[operand].value.meta["val"].shape[operand_axis])
         self.output = _length(relation, axis, out)
         weight = self.arguments.get("weight")
         self.kernel = (
             self.number("kernel_size", None)
             if weight is None
-            else schema.hint(weight.meta["val"].shape[self.index - self.rank])
+            else schema.example_size(weight.meta["val"].shape[self.index - self.rank])
         )
         self.step = self.number("stride", None) or self.kernel
         # The distance from the first input position of a window to the last.
@@ -334,16 +336,16 @@ _RULES: dict[str, Callable[[Geometry, int, int], Interval]] = {
 
 
 def _length(relation: Relation, axis: int, out: int) -> int:
-    return schema.hint(schema.outputs(relation.node)[out].shape[axis])
+    return schema.example_size(schema.outputs(relation.node)[out].shape[axis])
 
 
 __all__ = [
     "Geometry",
+    "carried_steps",
     "geometry",
     "input_end",
     "input_start",
     "is_whole",
-    "needed",
-    "rule",
-    "steps",
+    "needed_interval",
+    "region_rule",
 ]

@@ -13,7 +13,7 @@ from demask.errors import TableError
 from demask.ops import schema
 from demask.ops.entry import Declined, Entry, SizedLine, Table, op_name
 from demask.ops.notation import ELLIPSIS, Axes, Line, parse
-from demask.ops.positions import Move, moves
+from demask.ops.positions import IndexMap, compute_index_maps
 from demask.ops.schema import Operand
 
 MAX_AXIS = 2**28  # positions of an axis: facts and layouts use memory per position
@@ -46,7 +46,7 @@ class Relation:
     ins: tuple[Axes, ...]
     outs: tuple[Axes, ...]
     size: Mapping[str, int | None]
-    moves: tuple[Mapping[str, Move], ...]
+    moves: tuple[Mapping[str, IndexMap], ...]
     window: frozenset[str]
     complete: frozenset[str]
     moved: frozenset[str]
@@ -169,7 +169,11 @@ def bind(node: fx.Node, table: Table) -> Relation | Declined:
     if longest > MAX_AXIS:
         return Declined(f"{name} with an axis of {longest:,} positions: more than {MAX_AXIS:,}")
     line = _broadcast(line, shapes, size)
-    maps = moves(node, line, size, tensors, indices) if line.moved else [{} for _ in line.outs]
+    maps = (
+        compute_index_maps(node, line, size, tensors, indices)
+        if line.moved
+        else [{} for _ in line.outs]
+    )
     return Relation(
         node, entry, tensors, line.ins, line.outs, size, tuple(maps),
         line.window, line.complete, line.moved, line.back,

@@ -62,7 +62,9 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return values
 
 
-def call(target: Any, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def bind_arguments(
+    target: Any, values: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of a call of an op, from its arguments by name; trailing
     arguments with default values are left out."""
     args, kwargs = [], {}
@@ -93,7 +95,7 @@ def operands(node: fx.Node, skip: tuple[str, ...] = ()) -> tuple[Operand, ...]:
     return tuple(tensors)
 
 
-def replaced(
+def replace_operands(
     arguments_by_name: Mapping[str, Any], which: tuple[Operand, ...], values: Any
 ) -> dict[str, Any]:
     """Arguments by name, with `values` in the place of the operands `which`."""
@@ -147,7 +149,7 @@ def same_shape(a: Tensor, b: Tensor) -> bool:
     return a.ndim == b.ndim and all(map(same_size, a.shape, b.shape))
 
 
-def hint(size: Any) -> int:
+def example_size(size: Any) -> int:
     """The value of a size in the example; 1 if it depends on values (the output of `nonzero`)."""
     value = size if isinstance(size, int) else size.node.hint
     return 1 if value is None else int(value)
@@ -156,7 +158,7 @@ def hint(size: Any) -> int:
 def concrete(value: Any) -> Any:
     """An argument with the example's values in the place of sizes known only at run time."""
     if isinstance(value, fx.Node):
-        return hint(value.meta["val"])
+        return example_size(value.meta["val"])
     if isinstance(value, (list, tuple)):
         return [concrete(item) for item in value]
     return value

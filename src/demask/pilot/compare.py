@@ -16,18 +16,18 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
-from demask.machine.byte_sizes import human
-from demask.machine.timing import Timing, alternate
+from demask.machine.byte_sizes import format_bytes
+from demask.machine.timing import Timing, time_alternately
 from demask.ops import TABLE, Table
 from demask.pilot.data.lazy_weights import LoadedConstants
 from demask.pilot.data.measured_values import MeasuredValue, sites_of, zeroed
 from demask.pilot.data.sliced_run import each, flat, walk
 from demask.pilot.simplifiers.simplify import Simplifier, simplifier
 from demask.pilot.weight_layers import layers_of
-from demask.shrink.build_uncut import finished
-from demask.shrink.pipeline import given
-from demask.shrink.program_size import sizes_of
-from demask.text_table import as_lines, number_table
+from demask.shrink.build_uncut import build_uncut
+from demask.shrink.pipeline import capture_program
+from demask.shrink.program_size import measure_program
+from demask.text_table import number_table, render_lines
 
 DEFAULT = ("bits:8", "bits:4", "exponents", "rank:0.5", "channels:0.5", "downsample:2")
 WIDTH = 112
@@ -91,11 +91,11 @@ class Comparison:
         table = number_table("simplifier", *heads, pad_edge=False)
         table.columns[0].no_wrap = True
         speed = "1 ×" if self.timing else "–"
-        table.add_row("(full)", "", "", "", "", "", human(self.weight_bytes), f"{self.macs:.3g}",
-                      speed)  # fmt: skip
+        size = format_bytes(self.weight_bytes)
+        table.add_row("(full)", "", "", "", "", "", size, f"{self.macs:.3g}", speed)
         for row in self.rows:
             table.add_row(row.by, *([] if row.refused else _cells(row)))
-        lines = as_lines(table, width=WIDTH)
+        lines = render_lines(table, width=WIDTH)
         zeros = "" if self.zeros is None else f"; {_percent(self.zeros)} zeros after ReLU"
         lines.append(f"{self.inputs} inputs{zeros}")
         return "\n".join(
@@ -138,18 +138,22 @@ def compare(
     if not calls:
         raise BadInput("expected one input or more, got none")
     report("running the full network")
-    program = given(model, calls[0] if isinstance(calls[0], tuple) else (calls[0],), {}, None)
+    program = capture_program(
+        model, calls[0] if isinstance(calls[0], tuple) else (calls[0],), {}, None
+    )
     analysis = Analysis(program, table)
     full = _Observed.of(analysis, {}, calls)
-    runnable = finished(analysis, program, ())  # run as the pilots are, so that times compare
+    runnable = build_uncut(analysis, program, ())  # run as the pilots are, so that times compare
     measured = []
     for one in chosen:
         report(one.text())
         measured.append(_row(one, analysis, full, calls, runnable, (pairs, seconds)))
     rows = tuple(row for row, _, _ in measured)
     first = next((timing for _, _, timing in measured if timing is not None), None)
-    here = given(runnable, calls[0], {}, None)  # of these inputs' sizes, as the pilots are
-    sizes = sizes_of(here, Analysis(here, table).relations)
+    here = capture_program(
+        runnable, calls[0], {}, None
+    )  # of these inputs' sizes, as the pilots are
+    sizes = measure_program(here, Analysis(here, table).relations)
     same = {row.by: agreed for row, agreed, _ in measured}
     return Comparison(rows, full.count, sizes.bytes, sizes.macs, full.zero_share(), first, same)
 
@@ -162,7 +166,7 @@ def _row(
         slim = one.applied(analysis)
     except BadInput as error:
         return ComparisonRow(one.text(), refused=str(error)), (), None
-    pilot = Analysis(given(slim, calls[0], {}, None), analysis.table)
+    pilot = Analysis(capture_program(slim, calls[0], {}, None), analysis.table)
     seen = _Observed.of(pilot, slim.demasked.cuts, calls)
     same = full.agreed(seen)
     precision, recall = full.zero_rates(seen)
@@ -177,7 +181,7 @@ def _row(
         precision,
         recall,
         _weight_bytes(one, pilot),
-        sizes_of(pilot.program, pilot.relations).macs,
+        measure_program(pilot.program, pilot.relations).macs,
         timings["full"].median / timings["pilot"].median if timings else None,
         timings.get("pilot"),
     )
@@ -189,7 +193,7 @@ def _timed(
     networks: Mapping[str, nn.Module], args: tuple[Any, ...], pairs: int, seconds: float
 ) -> dict[str, Timing]:
     contenders = {name: (lambda net=net: net(*args)) for name, net in networks.items()}
-    return alternate(contenders, pairs, seconds=seconds)
+    return time_alternately(contenders, pairs, seconds=seconds)
 
 
 def _weight_bytes(one: Simplifier, pilot: Analysis) -> int:
@@ -321,8 +325,8 @@ def _cells(row: ComparisonRow) -> list[str]:
     return [
         _percent(row.agreement), "–" if row.error is None else f"{row.error:.2g}",
         "–" if row.correlation is None else f"{row.correlation:.3f}",
-        _percent(row.precision), _percent(row.recall), human(row.weight_bytes), f"{row.macs:.3g}",
-        speed,
+        _percent(row.precision), _percent(row.recall), format_bytes(row.weight_bytes),
+        f"{row.macs:.3g}", speed,
     ]  # fmt: skip
 
 

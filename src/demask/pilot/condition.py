@@ -19,7 +19,7 @@ from demask.errors import BadInput
 from demask.failures import public
 from demask.graph.module_copy import structural_copy
 from demask.machine.benchmark import ALLOWED, PAIRS
-from demask.machine.timing import sampled
+from demask.machine.timing import sample_seconds
 from demask.ops import TABLE, Table
 from demask.pilot.chains.exact_conditions import Certified, Columns
 from demask.pilot.chains.ordered_graph import Order
@@ -160,7 +160,7 @@ def slower(
         "result": partial(module, *args, **kwargs),
     }
     with torch.no_grad():
-        speed = speed_of(**sampled(calls, PAIRS, WARMUP, clock=clock))
+        speed = speed_of(**sample_seconds(calls, PAIRS, WARMUP, clock=clock))
     if speed.least >= ALLOWED:
         return ""
     return (f"conditioned it may be slower (ratio {speed.ratio:.2f}, at least {speed.least:.2f}); "

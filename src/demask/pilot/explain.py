@@ -30,9 +30,9 @@ from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.editor import GraphEditor
 from demask.machine.cost import Costs
-from demask.machine.describe import machine as described
+from demask.machine.describe import describe_machine as described
 from demask.machine.threads import checked_threads, set_threads
-from demask.machine.timing import sampled
+from demask.machine.timing import sample_seconds
 from demask.ops import TABLE, Table
 from demask.pilot.chains.chain_cost import NOMINAL, ChainRates, Reads, Uses, cached_shares, measured
 from demask.pilot.chains.chain_op import ROWS
@@ -49,10 +49,10 @@ from demask.pilot.chains.find import LinearChain, find_chains, remove_dropout
 from demask.pilot.chains.ordered_graph import Order
 from demask.pilot.condition import condition_of
 from demask.pilot.conditions.base import text
-from demask.shrink.build_uncut import finished
-from demask.shrink.pipeline import given
+from demask.shrink.build_uncut import build_uncut
+from demask.shrink.pipeline import capture_program
 from demask.sparse.plan.tape import NoPlan
-from demask.text_table import as_lines
+from demask.text_table import render_lines
 
 Pair = tuple[str, str]  # a pilot's text, "" for none; a condition's text
 CANDIDATES: tuple[Pair, ...] = (
@@ -122,7 +122,7 @@ class Explanation:
             )  # fmt: skip
         head = (f"{self.summary}. As it is: {self.seconds * 1e3:.3f} ms, {self.inputs} inputs, "
                 f"{self.threads} threads, {self.machine}")  # fmt: skip
-        return "\n".join([head, *as_lines(table, width=140)])
+        return "\n".join([head, *render_lines(table, width=140)])
 
 
 @public
@@ -235,7 +235,7 @@ class _ExplainedNetwork:
     def of(
         cls, model: nn.Module, inputs: list[tuple[Any, ...]], clock: Any, table: Table
     ) -> _ExplainedNetwork:
-        editor = GraphEditor(given(model, inputs[0], None, None))
+        editor = GraphEditor(capture_program(model, inputs[0], None, None))
         remove_dropout(editor)
         where, left = find_chains(editor)
         came: list[list[Tensor]] = [[] for _ in where]
@@ -275,7 +275,7 @@ def _rest(
                             strict=True):  # fmt: skip
         if value is not None:
             editor.replace(chain.last, editor.add_constant("chain", value, chain.last))
-    network = finished(Analysis(before, table), editor.finish(), ["chains as constants"])
+    network = build_uncut(Analysis(before, table), editor.finish(), ["chains as constants"])
     calls = [node for node in network.graph.nodes if node.op not in ("placeholder", "get_attr")]
     return network if len(calls) > 1 else None
 
@@ -291,7 +291,7 @@ def _timed(
     for k, chain in enumerate(chains):
         if chain.came:
             calls[f"{k}"] = _cycled(partial(_plain, chain.layers), [(x,) for x in chain.came])
-    samples = sampled(calls, CALLS, WARMUP, clock=clock)
+    samples = sample_seconds(calls, CALLS, WARMUP, clock=clock)
     taken = {name: median(one) for name, one in samples.items()}
     each = [taken.get(f"{k}", 0.0) for k in range(len(chains))]
     return taken["whole"], each, taken.get("rest", 0.0)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from demask.report.speed import returned, speed_parts
 from demask.report.values import Decline, ReportValues
-from demask.text_table import as_text, number_table
+from demask.text_table import number_table, render_text
 
 ROWS = 20  # modules and reasons shown in the text; `to_dict` and `to_html` hold them all
 PLACES = 3  # places named per reason
@@ -30,7 +30,7 @@ EFFECTS = {
 
 def render(report: ReportValues) -> str:
     """The report as text: what was returned, sizes, what was removed, and what was not."""
-    return as_text(*_parts(report))
+    return render_text(*_parts(report))
 
 
 def sizes_rows(report: ReportValues) -> list[tuple[str, str, str, str]]:

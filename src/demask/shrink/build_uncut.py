@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from demask.facts.analysis import Analysis
-from demask.graph.guards import values_of
-from demask.graph.program import Program, owned
+from demask.graph.guards import literal_inputs
+from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import Cut, Provenance
 from demask.graph.result.demasked_module import Demasked, build
-from demask.shrink.pipeline import inputs_of
-from demask.shrink.program_size import sizes_of
+from demask.shrink.pipeline import input_specs
+from demask.shrink.program_size import measure_program
 
 
-def finished(before: Analysis, after: Program, notes: Iterable[str]) -> Demasked:
+def build_uncut(before: Analysis, after: Program, notes: Iterable[str]) -> Demasked:
     """The module of `after`, with its own tensors and a record of `before`."""
-    return shared(before, owned(after), notes)
+    return build_sharing(before, copy_tensors(after), notes)
 
 
-def shared(before: Analysis, after: Program, notes: Iterable[str]) -> Demasked:
+def build_sharing(before: Analysis, after: Program, notes: Iterable[str]) -> Demasked:
     """The module of `after`, which shares the tensors of the program."""
     program = before.program
     whole = {name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
@@ -28,11 +28,11 @@ def shared(before: Analysis, after: Program, notes: Iterable[str]) -> Demasked:
         reasons=(),
         effects={},
         notes=(*program.notes, *notes),
-        inputs=inputs_of(program),
-        before=sizes_of(program, before.relations),
-        after=sizes_of(after, before.again(after).relations),
+        inputs=input_specs(program),
+        before=measure_program(program, before.relations),
+        after=measure_program(after, before.again(after).relations),
         guards=program.guards,
-        values=values_of(program.graph),
+        values=literal_inputs(program.graph),
         interface=program.interface,
     )
     return build(after, record)

@@ -24,21 +24,21 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, CaptureDiffers, Mismatch
 from demask.failures import described, is_strict
-from demask.graph.example_inputs import batch_axes, batched, examples, like
+from demask.graph.example_inputs import batch_axes, draw_examples, draw_like, resize_batch
 from demask.graph.module_copy import structural_copy, without_caches
-from demask.graph.program import Program, owned
+from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import Cut, Provenance
 from demask.graph.result.demasked_module import Demasked, build, build_plain
 from demask.numerics import (
     ULPS,
     WORSE,
     compare,
+    find_narrow_casts,
+    max_size_and_gap,
     named_leaves,
-    narrowed,
-    readable,
-    sizes_and_gap,
+    to_computable,
     to_double,
-    widen,
+    widen_dtypes,
 )
 from demask.ops import schema
 from demask.shrink.bug_report import write_bug_report
@@ -63,11 +63,11 @@ def check_result(
     program: what `slim` was computed from. Raises CaptureDiffers where that differs from the model,
     BadInput where the model fails on the example.
     """
-    example = examples((model,), args, dict(kwargs or {}))
-    reference = in_eval(model)
+    example = draw_examples((model,), args, dict(kwargs or {}))
+    reference = copy_in_eval(model)
     try:
         draws = [
-            (name, inputs, run_seeded(reference, inputs)) for name, inputs in draws_like(example)
+            (name, inputs, run_seeded(reference, inputs)) for name, inputs in draw_inputs(example)
         ]
     except Exception as error:  # the user's code: on a draw that it refuses, say
         draws = _example_draw(model, example)
@@ -101,24 +101,24 @@ def describe_difference(
     where another one does (with fewer heads), and is called at batches 1 and 3, too: the code
     around a graph may call it differently there.
     """
-    example, caches = examples((model,), args, dict(kwargs or {})), record is None
+    example, caches = draw_examples((model,), args, dict(kwargs or {})), record is None
     try:
-        reference = in_eval(model, caches=caches)
+        reference = copy_in_eval(model, caches=caches)
         draws = [
-            (name, inputs, run_seeded(reference, inputs)) for name, inputs in draws_like(example)
+            (name, inputs, run_seeded(reference, inputs)) for name, inputs in draw_inputs(example)
         ]
     except Exception:
         draws = _example_draw(model, example, caches=caches)
     leaves, spec = pytree.tree_flatten(example)
     axes = batch_axes(record, leaves)
     for batch in (1, 3) if any(axes) else ():
-        sized = [batched(leaf, where, batch) for leaf, where in zip(leaves, axes, strict=True)]
+        sized = [resize_batch(leaf, where, batch) for leaf, where in zip(leaves, axes, strict=True)]
         inputs = pytree.tree_unflatten(sized, spec)
         with contextlib.suppress(Exception):  # the model rejects this batch size
-            draws.append((f"batch {batch}", inputs, run_seeded(in_eval(model), inputs)))
+            draws.append((f"batch {batch}", inputs, run_seeded(copy_in_eval(model), inputs)))
     wrong = _difference(slim, draws, caches=caches)
     exact = wrong and not isinstance(model, ExportedProgram)
-    return "" if exact and _is_rounding(in_eval(model, share=False), slim, draws) else wrong
+    return "" if exact and _is_rounding(copy_in_eval(model, share=False), slim, draws) else wrong
 
 
 _NOT_REPEATABLE = (
@@ -132,7 +132,9 @@ def _example_draw(
 ) -> Draws:
     """The example alone, for a model that rejects draws; [] where it fails there, too."""
     try:
-        return [("the example inputs", example, run_seeded(in_eval(model, caches=caches), example))]
+        return [
+            ("the example inputs", example, run_seeded(copy_in_eval(model, caches=caches), example))
+        ]
     except Exception:
         return []
 
@@ -142,8 +144,8 @@ def _is_same_in_double(program: Program, model: nn.Module | ExportedProgram, dra
     if isinstance(model, ExportedProgram):
         return False
     try:
-        wide, captured = in_eval(model, share=False).double(), build_plain(program).double()
-        widen(captured)
+        wide, captured = copy_in_eval(model, share=False).double(), build_plain(program).double()
+        widen_dtypes(captured)
         for _, inputs, _ in draws:
             doubles = pytree.tree_map(to_double, inputs)
             rows = _pairs(run_seeded(wide, doubles), run_seeded(captured, doubles))
@@ -174,7 +176,7 @@ def _return_captured(slim: Demasked, program: Program, wrong: str) -> Demasked:
         "(the graph, sizes, versions and where weights are zero; no weights)"
     )
     warnings.warn(text, stacklevel=4)
-    whole = owned(program)
+    whole = copy_tensors(program)
     cuts = {name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
             for name, c in whole.constants.items()}  # fmt: skip
     record = replace(
@@ -189,13 +191,13 @@ def _add_note(slim: Demasked, note: str) -> Demasked:
     return slim
 
 
-def draws_like(example: Inputs) -> Iterator[tuple[str, Inputs]]:
+def draw_inputs(example: Inputs) -> Iterator[tuple[str, Inputs]]:
     """The inputs to compare on: the example; normal numbers; the example's values in another order,
     a quarter of them 0. Integers stay in the range of the example's."""
     yield "the example inputs", example
     draw = torch.Generator().manual_seed(0)
     for name, change in (
-        ("normal numbers (seed 0)", like),
+        ("normal numbers (seed 0)", draw_like),
         ("values reordered (seed 0)", _shuffle_values),
     ):
         yield (
@@ -233,7 +235,7 @@ def _copy_input(leaf: Any) -> Any:
     return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else copy.deepcopy(leaf)
 
 
-def in_eval(
+def copy_in_eval(
     module: nn.Module | ExportedProgram, *, share: bool = True, caches: bool = False
 ) -> nn.Module:
     """A copy in eval mode; its tensors are shared, or cloned. caches: whether a language model
@@ -250,8 +252,8 @@ def in_eval(
 
 def _difference(network: nn.Module | ExportedProgram, draws: Draws, *, caches: bool = False) -> str:
     """The first output that differs from the expected one, and by how much; "" if none does."""
-    runner = in_eval(network, caches=caches)
-    eps = max((torch.finfo(kind).eps for _, kind in narrowed(runner)), default=0.0)
+    runner = copy_in_eval(network, caches=caches)
+    eps = max((torch.finfo(kind).eps for _, kind in find_narrow_casts(runner)), default=0.0)
     for name, inputs, expected in draws:
         try:
             outputs = run_seeded(runner, inputs)
@@ -294,11 +296,11 @@ def _is_rounding(reference: nn.Module, slim: nn.Module, draws: Draws, flips: flo
     A network that computes in float64 throughout has no wider type to be compared in: how badly it
     rounds is read off its error in float32, which is that many times as large.
     """
-    runner, small = in_eval(slim), in_eval(reference, share=False).float()
-    wide = [reference, in_eval(slim, share=False)]
+    runner, small = copy_in_eval(slim), copy_in_eval(reference, share=False).float()
+    wide = [reference, copy_in_eval(slim, share=False)]
     for network in wide:
         network.double()
-        widen(network)
+        widen_dtypes(network)
     try:
         for _, inputs, expected in draws:
             doubles = pytree.tree_map(to_double, inputs)
@@ -353,18 +355,18 @@ def _is_rounded(
         return False
     if not before.is_floating_point():
         return torch.equal(before, after) or torch.equal(exact, other)
-    before, after, exact, other, narrow = map(readable, (before, after, exact, other, narrow))
+    before, after, exact, other, narrow = map(to_computable, (before, after, exact, other, narrow))
     finite = torch.isfinite(before) & torch.isfinite(exact)
     values = [value[finite].double() for value in (before, after, exact, other, narrow)]
     if not values[0].numel():
         return True
     before, after, exact, other, narrow = values
-    size, error = sizes_and_gap(exact, before)
-    in_single = sizes_and_gap(exact, narrow)[1] * _DOUBLE / _SINGLE
+    size, error = max_size_and_gap(exact, before)
+    in_single = max_size_and_gap(exact, narrow)[1] * _DOUBLE / _SINGLE
     if math.isfinite(in_single):  # float32 may overflow
         error = max(error, in_single)
     allowed = max(WORSE * error, ULPS * eps * size, flips * size)
-    graph, own = sizes_and_gap(exact, other)[1], sizes_and_gap(exact, after)[1]
+    graph, own = max_size_and_gap(exact, other)[1], max_size_and_gap(exact, after)[1]
     return math.isfinite(own) and (own <= allowed or graph <= ULPS * eps * size)
 
 

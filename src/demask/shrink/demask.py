@@ -13,15 +13,15 @@ from torch.export import ExportedProgram
 
 from demask.errors import BadInput, CaptureDiffers, DemaskError, NeedsGraph
 from demask.failures import Log, described, is_strict, public
-from demask.graph.capture.declared_masks import Masks, masked, within
+from demask.graph.capture.declared_masks import Masks, apply_masks, masks_of_submodule
 from demask.graph.program import Program
 from demask.graph.provenance import Provenance
-from demask.graph.result.class_result import remember
+from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import build
 from demask.graph.result.restore_modules import originals_of
 from demask.ops import TABLE, Table
 from demask.shrink.check import check_result, describe_difference
-from demask.shrink.on_device import CPU, move_tensors, through_cpu
+from demask.shrink.on_device import CPU, move_tensors, run_through_cpu
 from demask.shrink.own_class.build import (
     PreservedShape,
     changed_numbers,
@@ -34,8 +34,8 @@ from demask.shrink.own_class.build import (
     retain_zeros,
 )
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
-from demask.shrink.pipeline import NORMAL_FORMS, programs_of, reduced, smaller_sizes
-from demask.shrink.submodules import sizes_of_parts, with_parts
+from demask.shrink.pipeline import NORMAL_FORMS, programs_of, shrink_program, smaller_sizes
+from demask.shrink.submodules import part_dynamic_shapes, replace_submodules
 
 CLASS_OVERHEAD = 1.01  # most parameters of a result of the own class, relative to a graph
 
@@ -96,13 +96,13 @@ def demask(
         >>> demask.demask(net, (torch.randn(3, 4),)).get_parameter("0.weight").shape
         torch.Size([3, 4])
     """
-    model = masked(model, masks)
+    model = apply_masks(model, masks)
     if result not in ("auto", "class", "graph"):
         raise BadInput(f"expected result to be 'auto', 'class' or 'graph', got {result!r}")
     options = {"dynamic_shapes": dynamic_shapes, "table": table, "check": check, "result": result}
     if modules is not None:
         return _demask_modules(model, args, kwargs, modules, masks, options)
-    slim = through_cpu(demask, model, args, kwargs, masks=move_tensors(masks, CPU), **options)
+    slim = run_through_cpu(demask, model, args, kwargs, masks=move_tensors(masks, CPU), **options)
     if slim is not None:
         return slim
     call = _DemaskCall(model, args, kwargs, dynamic_shapes, table, masks)
@@ -129,14 +129,16 @@ def _demask_modules(
     masks: Masks,
     options: Mapping[str, Any],
 ) -> nn.Module:
-    """A copy of `model` with submodules `names` demasked. Raises what `with_parts` does."""
-    options = {**options, "dynamic_shapes": sizes_of_parts(options["dynamic_shapes"])}
+    """A copy of `model` with submodules `names` demasked. Raises what `replace_submodules` does."""
+    options = {**options, "dynamic_shapes": part_dynamic_shapes(options["dynamic_shapes"])}
 
     def part(name: str, part_args: tuple[Any, ...], part_kwargs: dict[str, Any]) -> nn.Module:
         module = model.get_submodule(name)
-        return demask(module, part_args, part_kwargs, masks=within(masks, name), **options)
+        return demask(
+            module, part_args, part_kwargs, masks=masks_of_submodule(masks, name), **options
+        )
 
-    return with_parts(model, args, kwargs, names, part)
+    return replace_submodules(model, args, kwargs, names, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ class _DemaskCall:
         if result == "graph":
             return None, ()
         if has_side:
-            whole, other = reduced(program, self.table, sides=False)
+            whole, other = shrink_program(program, self.table, sides=False)
             if other.after.parameters <= record.after.parameters:
                 target, record = whole, other
         try:
@@ -178,7 +180,7 @@ class _DemaskCall:
         more = (CLASS_OVERHEAD - 1) * record.after.parameters
         if spare and count_zeros(program, spare, record.cuts) <= more:
             with_zeros = retain_zeros(program, spare)
-            whole, other = reduced(with_zeros, self.table, sides=False)
+            whole, other = shrink_program(with_zeros, self.table, sides=False)
             if other.after.parameters <= CLASS_OVERHEAD * record.after.parameters:
                 with contextlib.suppress(ProgramMismatch):
                     return self._build_class_result(
@@ -242,7 +244,7 @@ class _DemaskCall:
             notes=(*record.notes, *(f"{part}: {note}" for part in parts
                                     for note in _record_of(own, part).notes)),
         )  # fmt: skip
-        remember(own, record, self.args, self.kwargs)
+        record_call(own, record, self.args, self.kwargs)
         return own
 
 
@@ -270,7 +272,7 @@ def _candidates(
             yield from failed[:1]
             return
         log, program = Log(), smaller_sizes(program, reason) if reason else program
-        target, record = reduced(program, table, log=log)
+        target, record = shrink_program(program, table, log=log)
         reason = reason or "".join(log.notes[:1])
         if log.gave_up:
             failed.append((program, target, record, log.has_side_network))

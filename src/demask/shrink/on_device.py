@@ -37,7 +37,7 @@ def device_of(model: nn.Module | ExportedProgram, args: Any, kwargs: Any) -> tor
     return next(iter(devices), CPU)
 
 
-def on_cpu(
+def copy_to_cpu(
     model: nn.Module | ExportedProgram, args: Any, kwargs: Any
 ) -> tuple[nn.Module | ExportedProgram, Any, Any]:
     """A copy of the network, and its inputs, on the CPU."""
@@ -48,21 +48,21 @@ def on_cpu(
     else:
         copy = structural_copy(model, share=False).to(CPU)
         if isinstance(copy, fx.GraphModule):
-            moved(copy, CPU)
+            move_module(copy, CPU)
     args, kwargs = pytree.tree_map(
         lambda leaf: leaf.to(CPU) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
     )
     return copy, args, kwargs
 
 
-def through_cpu(
+def run_through_cpu(
     function: Callable[..., nn.Module], model: Any, args: Any, kwargs: Any, **options: Any
 ) -> Any:
     """The result of a function of networks for one on another device: computed for a copy on the
     CPU, then moved back. None for a network on the CPU."""
     if (device := device_of(model, args, kwargs)) == CPU:
         return None
-    return moved(function(*on_cpu(model, args, kwargs), **options), device)
+    return move_module(function(*copy_to_cpu(model, args, kwargs), **options), device)
 
 
 def move_tensors(tree: Any, device: torch.device) -> Any:
@@ -70,7 +70,7 @@ def move_tensors(tree: Any, device: torch.device) -> Any:
     return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)
 
 
-def moved(module: nn.Module, device: torch.device) -> nn.Module:
+def move_module(module: nn.Module, device: torch.device) -> nn.Module:
     """The module on a device, including the devices in its graph, if it has one."""
 
     def replace_device(value: Any) -> Any:

@@ -15,26 +15,26 @@ from torch.export import ExportedProgram
 from demask.errors import DemaskError, NotExportable
 from demask.facts.analysis import Analysis
 from demask.failures import CallFailed, Log, described, is_strict
-from demask.graph.capture.declared_masks import Masks, declaring
-from demask.graph.capture.export_guards import refused_sizes
-from demask.graph.capture.fold_constants import folded
-from demask.graph.capture.functionalize import functionalized
+from demask.graph.capture.declared_masks import Masks, declare_masks
+from demask.graph.capture.export_guards import find_violated_guard
+from demask.graph.capture.fold_constants import fold_constants
+from demask.graph.capture.functionalize import functionalize
 from demask.graph.capture.shared_captures import shared_captures
-from demask.graph.guards import values_of
+from demask.graph.guards import literal_inputs
 from demask.graph.normalize.canonical_calls import canonicalize_calls
-from demask.graph.normalize.select_before_view import hoisted
-from demask.graph.normalize.select_token_early import early
-from demask.graph.normalize.separate_heads import unmerged
-from demask.graph.normalize.split_recurrent import layered
-from demask.graph.program import Program, owned
+from demask.graph.normalize.select_before_view import select_before_view
+from demask.graph.normalize.select_token_early import select_token_early
+from demask.graph.normalize.separate_heads import separate_heads
+from demask.graph.normalize.split_recurrent import split_recurrent
+from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import Table, schema
-from demask.ops.entries.padded import with_padded
+from demask.ops.entries.padded import add_padded_entries
 from demask.shrink.emit.rewrite import Rewritten, rewrite
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.layout.placement import Placement, place
-from demask.shrink.program_size import count_removed, sizes_of, traffic
+from demask.shrink.program_size import count_elements_written, count_removed, measure_program
 from demask.shrink.rewrites.absorb_pads import absorb_pads, restore_pads
 from demask.shrink.rewrites.group_heads import group_heads
 from demask.shrink.rewrites.partial_norms import condense_axes
@@ -47,7 +47,7 @@ from demask.shrink.tied_names import name_tied_tensors
 def smaller_sizes(program: Program, reason: str) -> Program:
     """A program for fewer sizes than were tried first, with a note that says so."""
     sizes = ", ".join(f"{spec.name} ({', '.join(map(str, spec.sizes))})"
-                      for spec in inputs_of(program))  # fmt: skip
+                      for spec in input_specs(program))  # fmt: skip
     note = f"this network only takes inputs of these sizes: {sizes}; with more of them dynamic, "
     return replace(program, notes=(f"{note}{reason}", *program.notes))
 
@@ -68,7 +68,7 @@ def programs_of(
     has_program = False
     for captured in shared_captures(model, args, kwargs, dynamic_shapes):
         try:
-            program = _functional(declaring(captured, masks))
+            program = _functional(declare_masks(captured, masks))
         except MemoryError:
             raise
         except Exception as error:
@@ -76,7 +76,7 @@ def programs_of(
                 raise
             failure = failure or error
             continue
-        if (guard := refused_sizes(program, args, kwargs)) is not None:
+        if (guard := find_violated_guard(program, args, kwargs)) is not None:
             advice = "demask an example of more rows, or with static sizes"
             failure = failure or NotExportable(f"it is valid for {guard} only", "unknown", advice)
             continue
@@ -95,13 +95,13 @@ def programs_of(
 def _functional(captured: Program) -> Program:
     """A captured program without in-place calls, its constants folded."""
     log = Log()
-    program = functionalized(captured)
+    program = functionalize(captured)
     program = log.attempt("one call per border map", partial(unstack_border_maps, program), program)
-    program = log.attempt("the folding of constants", partial(folded, program), program)
+    program = log.attempt("the folding of constants", partial(fold_constants, program), program)
     return replace(program, notes=(*log.notes, *program.notes))
 
 
-def given(
+def capture_program(
     model: nn.Module | ExportedProgram,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
@@ -111,16 +111,16 @@ def given(
     return next(programs_of(model, args, kwargs, dynamic_shapes))
 
 
-def simplified(program: Program, table: Table, log: Log | None = None) -> Program:
+def canonicalize(program: Program, table: Table, log: Log | None = None) -> Program:
     """The program in canonical notation with folded constants, from which facts are derived. A pass
     that fails is omitted, and `log` says so."""
     log = Log() if log is None else log
     passes: tuple[tuple[str, Callable[[Program], Program]], ...] = (
         ("the canonical notation of calls", lambda p: canonicalize_calls(p, log)),
-        ("the separation of heads from a dynamic batch", lambda p: unmerged(p, table)),
-        ("selection before views", hoisted),
-        ("the early selection of single tokens", lambda p: early(p, table)),
-        ("the folding of constants", folded),
+        ("the separation of heads from a dynamic batch", lambda p: separate_heads(p, table)),
+        ("selection before views", select_before_view),
+        ("the early selection of single tokens", lambda p: select_token_early(p, table)),
+        ("the folding of constants", fold_constants),
     )
     for name, change in passes:
         program = log.attempt(name, partial(change, program), program)
@@ -129,7 +129,7 @@ def simplified(program: Program, table: Table, log: Log | None = None) -> Progra
 
 def uniform(program: Program, table: Table) -> Program:
     """A smaller program in the notation of one that has just been captured."""
-    return simplified(folded(unstack_border_maps(program)), table)
+    return canonicalize(fold_constants(unstack_border_maps(program)), table)
 
 
 def canonical(program: Program, table: Table) -> Program:
@@ -137,24 +137,24 @@ def canonical(program: Program, table: Table) -> Program:
     log = Log()
     analysis = LayoutAnalysis.of(uniform(program, table), table)
     rewritten = next(_try_layouts(analysis, log), None)
-    return program if rewritten is None else folded(rewritten.program)
+    return program if rewritten is None else fold_constants(rewritten.program)
 
 
 def fixed_point(program: Program, table: Table) -> Program:
     """A program rewritten until nothing becomes smaller, and once more."""
-    return canonical(reduced(program, table, sides=False)[0], table)
+    return canonical(shrink_program(program, table, sides=False)[0], table)
 
 
 # Normal forms in which programs are compared, the cheapest first.
 NORMAL_FORMS = (uniform, canonical, fixed_point)
 
 
-def shrunk(program: Program, table: Table) -> Demasked:
+def build_shrunk(program: Program, table: Table) -> Demasked:
     """The module of the smallest program that computes the same as a functional, folded one."""
-    return build(*reduced(program, table))
+    return build(*shrink_program(program, table))
 
 
-def reduced(
+def shrink_program(
     whole: Program,
     table: Table,
     *,
@@ -175,7 +175,7 @@ def reduced(
     """
     log = Log() if log is None else log
     first = _measure(whole, table)
-    plain = replace(first, program=owned(whole), cuts=_whole_cuts(whole))
+    plain = replace(first, program=copy_tensors(whole), cuts=_whole_cuts(whole))
     step = log.attempt(
         "demasking", lambda: _shrink_repeatedly(first, table, (borders, sides), log), plain
     )
@@ -202,15 +202,15 @@ class _MeasuredProgram:
     @property
     def weight(self) -> tuple[int, int, int]:
         """Parameters, MACs, elements written: what has to shrink."""
-        return (self.sizes.parameters, self.sizes.macs, traffic(self.program))
+        return (self.sizes.parameters, self.sizes.macs, count_elements_written(self.program))
 
 
 _Pass = tuple[_MeasuredProgram | None, tuple[Reason, ...]]
 
 
 def _measure(program: Program, table: Table) -> _MeasuredProgram:
-    whole = Log().attempt("the split of recurrent calls", lambda: layered(program), program)
-    sizes = sizes_of(program, Analysis(whole, table).relations)
+    whole = Log().attempt("the split of recurrent calls", lambda: split_recurrent(program), program)
+    sizes = measure_program(program, Analysis(whole, table).relations)
     return _MeasuredProgram(program, sizes, _whole_cuts(program))
 
 
@@ -235,9 +235,9 @@ def _shrink_once(
     None, and the reasons of the first attempt."""
     refused: list[tuple[Reason, ...]] = []
     borders, sides = options
-    analysis = LayoutAnalysis.of(simplified(step.program, table, log), table, borders=borders)
+    analysis = LayoutAnalysis.of(canonicalize(step.program, table, log), table, borders=borders)
     for attempt in _attempts(analysis, log, sides=sides):
-        folds = partial(folded, attempt.program)
+        folds = partial(fold_constants, attempt.program)
         program = log.attempt("the folding of constants", folds, attempt.program)
         measured = _measure(program, table)
         less = measured.weight[0] < step.weight[0] or (
@@ -313,13 +313,15 @@ def _with_absorbed_pads(analysis: LayoutAnalysis) -> LayoutAnalysis | None:
     program = absorb_pads(analysis)
     if program is None:
         return None
-    return replace(analysis, table=with_padded(analysis.table)).again(folded(program))
+    return replace(analysis, table=add_padded_entries(analysis.table)).again(
+        fold_constants(program)
+    )
 
 
 def _apply_rewrite(apply: _Rewrite, analysis: LayoutAnalysis) -> LayoutAnalysis | None:
     """The analysis of the rewritten program; None where the rewrite does not apply."""
     program = apply(analysis)
-    return None if program is None else analysis.again(folded(program))
+    return None if program is None else analysis.again(fold_constants(program))
 
 
 def _try_layouts(
@@ -339,7 +341,7 @@ def _whole_cuts(program: Program) -> dict[str, Cut]:
     }
 
 
-def left(cut: Cut) -> tuple[int, ...]:
+def sliced_shape(cut: Cut) -> tuple[int, ...]:
     """The shape of a tensor after a cut."""
     return tuple(n if p is None else len(p) for n, p in zip(cut.shape, cut.kept, strict=True))
 
@@ -358,7 +360,7 @@ def _compose_cuts(later: Cut, earlier: Mapping[str, Cut]) -> Cut | None:
     first = earlier.get(later.source)
     if first is None:
         return None
-    cut_shape = left(first)
+    cut_shape = sliced_shape(first)
     # A norm's scale has axes of size one after its own.
     if later.shape != cut_shape + (1,) * (len(later.shape) - len(cut_shape)):
         return None
@@ -399,24 +401,24 @@ def _provenance(first: _MeasuredProgram, last: _MeasuredProgram, log: Log) -> Pr
         reasons=last.reasons,
         effects=dict(Counter(marks)),
         notes=(*log.notes, *first.program.notes),
-        inputs=inputs_of(first.program),
+        inputs=input_specs(first.program),
         before=first.sizes,
         after=last.sizes,
         removed=count_removed(first.program, last.program),
         guards=first.program.guards,
-        values=values_of(first.program.graph),
+        values=literal_inputs(first.program.graph),
         interface=first.program.interface,
     )
 
 
-def inputs_of(program: Program) -> tuple[InputSpec, ...]:
+def input_specs(program: Program) -> tuple[InputSpec, ...]:
     """The names, sizes (dynamic ones as expressions), dtypes and example sizes of tensor inputs."""
     specs = []
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and isinstance(value, Tensor):
             sizes = tuple(s if isinstance(s, int) else str(s.node.expr) for s in value.shape)
-            example = tuple(schema.hint(s) for s in value.shape)
+            example = tuple(schema.example_size(s) for s in value.shape)
             dtype = str(value.dtype).removeprefix("torch.")
             specs.append(InputSpec(node.name, sizes, dtype, example))
     return tuple(specs)

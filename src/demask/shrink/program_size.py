@@ -14,7 +14,7 @@ from demask.graph.provenance import Sizes
 from demask.ops import Declined, Relation, schema
 
 
-def sizes_of(program: Program, relations: Mapping[fx.Node, Relation | Declined]) -> Sizes:
+def measure_program(program: Program, relations: Mapping[fx.Node, Relation | Declined]) -> Sizes:
     """Parameters, MACs of one call on the example sizes, bytes; tied tensors count once."""
     tensors = [constant.tensor for constant in _distinct(program).values()]
     return _sizes(tensors, sum(map(_macs, relations.values())))
@@ -36,12 +36,12 @@ def _macs(relation: Relation | Declined) -> int:
         return 0
     try:
         with attributed(relation.node):
-            return macs_of(relation)
+            return count_macs(relation)
     except CallFailed:
         return 0
 
 
-def macs_of(relation: Relation) -> int:
+def count_macs(relation: Relation) -> int:
     """Multiplications that are summed, from the letters of the table line."""
     if relation.back:
         return _recurrent_macs(relation)
@@ -82,12 +82,12 @@ def _letter_sizes(relation: Relation) -> dict[str, int]:
             rest = [a for a in axis if a not in sizes]
             if len(rest) == 1:
                 known = math.prod(sizes[a] for a in axis if a in sizes)
-                sizes[rest[0]] = schema.hint(size) // max(known, 1)
+                sizes[rest[0]] = schema.example_size(size) // max(known, 1)
     return sizes
 
 
 def count_removed(before: Program, after: Program) -> dict[str, int]:
-    """Parameters removed per module; tied tensors count once, as in `sizes_of`."""
+    """Parameters removed per module; tied tensors count once, as in `measure_program`."""
     counts: Counter[str] = Counter()
     for sign, program in ((1, before), (-1, after)):
         for name, constant in _distinct(program).items():
@@ -106,13 +106,13 @@ def _distinct(program: Program) -> dict[str, Constant]:
     return {name: program.constants[name] for name in firsts.values()}
 
 
-def traffic(program: Program) -> int:
+def count_elements_written(program: Program) -> int:
     """Elements that the calls of a program write, on the example sizes."""
     total = 0
     for node in program.graph.nodes:
         for value in schema.outputs(node) if node.op == "call_function" else ():
             if isinstance(value, Tensor):
-                total += math.prod(schema.hint(size) for size in value.shape)
+                total += math.prod(schema.example_size(size) for size in value.shape)
     return total
 
 

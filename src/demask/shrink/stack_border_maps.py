@@ -90,7 +90,7 @@ def _geometry(node: fx.Node) -> Any:
 def _elements(node: fx.Node) -> int:
     total = 1
     for size in node.meta["val"].shape:
-        total *= schema.hint(size)
+        total *= schema.example_size(size)
     return total
 
 

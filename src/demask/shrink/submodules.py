@@ -14,22 +14,22 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, NotExportable
 from demask.failures import described
-from demask.graph.capture.shared_captures import sharing
+from demask.graph.capture.shared_captures import share_captures
 from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.provenance import WHOLE, InputSpec, Provenance
-from demask.graph.result.class_result import remember
+from demask.graph.result.class_result import record_call
 from demask.graph.result.resize import put_module
 from demask.shrink.program_size import measure_module
 
 Part = Callable[[str, tuple[Any, ...], dict[str, Any]], nn.Module]
 
 
-def sizes_of_parts(dynamic_shapes: Any) -> Any:
+def part_dynamic_shapes(dynamic_shapes: Any) -> Any:
     """The dynamic shapes of parts: all sizes by default, as the calls of the rest are not known."""
     return "all" if dynamic_shapes is None else dynamic_shapes
 
 
-def with_parts(
+def replace_submodules(
     model: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
@@ -59,7 +59,7 @@ def with_parts(
         raise BadInput("args must be a tuple of inputs and kwargs a mapping, got "
                        f"{type(args).__name__} and {type(kwargs).__name__}")  # fmt: skip
     wanted = blocks_of(model) if names == "auto" else _match_names(model, names)
-    calls = first_calls(model, args, dict(kwargs or {}), None if names == "auto" else wanted)
+    calls = record_first_calls(model, args, dict(kwargs or {}), None if names == "auto" else wanted)
     missing = [name for name in wanted if name not in calls and names != "auto"]
     if missing:
         raise BadInput(
@@ -68,7 +68,7 @@ def with_parts(
     result = structural_copy(model, share=False)
     records: dict[str, Provenance] = {}
     queue = [name for name in wanted if name in calls]
-    with sharing():
+    with share_captures():
         for name in queue:
             try:
                 demasked = part(name, *calls[name])
@@ -82,11 +82,11 @@ def with_parts(
             put_module(result, name, demasked)
     if names == "auto" and not records:
         raise NotExportable("no module can be captured", "unknown", "demask it whole to see why")
-    remember(result, merged(model, result, records, args, kwargs), args, kwargs)
+    record_call(result, merge_records(model, result, records, args, kwargs), args, kwargs)
     return result
 
 
-def merged(
+def merge_records(
     model: nn.Module, result: nn.Module, records: Mapping[str, Provenance], args: Any, kwargs: Any
 ) -> Provenance:
     """The record of a network, merged from those of its parts. MACs are those of the parts."""
@@ -148,10 +148,10 @@ def _match_names(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 def blocks_of(model: nn.Module) -> list[str]:
     """The parts of a model to demask one by one: blocks that repeat, else its children."""
-    return repeated_blocks(model) or [name for name, _ in model.named_children()]
+    return find_repeated_blocks(model) or [name for name, _ in model.named_children()]
 
 
-def repeated_blocks(model: nn.Module) -> list[str]:
+def find_repeated_blocks(model: nn.Module) -> list[str]:
     """The outermost submodules in lists that have several of one class."""
     blocks: list[str] = []
     for path, holder in model.named_modules():
@@ -164,7 +164,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     return blocks
 
 
-def first_calls(
+def record_first_calls(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] | None
 ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     """The inputs of the first call of each submodule in `names` (None: of all that are called),

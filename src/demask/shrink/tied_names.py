@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from demask.graph.capture.fold_constants import plain
+from demask.graph.capture.fold_constants import plain_name
 from demask.graph.program import Constant, Program, copy_graph, module_of
 from demask.graph.provenance import Cut
 from demask.shrink.emit.constant_store import is_nested
@@ -57,7 +57,7 @@ def _group_tied(program: Program) -> dict[tuple[str, ...], list[str]]:
         whole = any(re.fullmatch(re.escape(a) + r"(_folded)?(_?\d+)?", key)
                     for a in constant.aliases)  # fmt: skip
         if whole:
-            groups.setdefault(tuple(map(plain, constant.aliases)), []).append(key)
+            groups.setdefault(tuple(map(plain_name, constant.aliases)), []).append(key)
     return groups
 
 
@@ -68,7 +68,7 @@ def _distribute_names(
     readers = {key: _reading_modules(program.graph, key) for key in group}
     names: dict[str, list[str]] = {key: [] for key in group}
     for k, alias in enumerate(program.constants[group[0]].aliases):
-        module = plain(alias).rpartition(".")[0]
+        module = plain_name(alias).rpartition(".")[0]
         own = next((key for key in group if program.constants[key].aliases[k] == key), group[0])
         key = next((key for key in group if module in readers[key]), own)
         name = program.constants[key].aliases[k]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from demask.compat.dispatch import count_dispatch_modes, has_functorch_transforms
 from demask.errors import BadInput
-from demask.ops.activations import activate
+from demask.ops.activations import apply_activation
 from demask.sparse.segment_program import (
     MAX_SIZE,
     NAMES,
@@ -154,7 +154,7 @@ def call(
             raise BadInput(f"expected the weight of a {NAMES[type(step)]}")
         conv = isinstance(step, ConvStep)
         y = _conv(step, x, weight, bias) if conv else F.linear(x, weight, bias)
-        return activate(y if step.add is None else y + operands[1], step.act)
+        return apply_activation(y if step.add is None else y + operands[1], step.act)
     if isinstance(step, PoolStep):
         return _pool(step, x)
     if isinstance(step, MeanStep):
@@ -163,7 +163,7 @@ def call(
         return x.flatten(1)
     if isinstance(step, ConcatStep):
         return torch.cat(list(operands), dim=-1 if kind == "tokens" else 1)
-    return activate(x + operands[1] if isinstance(step, AddStep) else x, step.act)
+    return apply_activation(x + operands[1] if isinstance(step, AddStep) else x, step.act)
 
 
 def _layer(step: Step, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:

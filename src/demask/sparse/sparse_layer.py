@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from demask.errors import BadInput
-from demask.ops.activations import ActivationLike, act_of, module_of
+from demask.ops.activations import ActivationLike, act_of, activation_module
 from demask.sparse import reference as dense
 from demask.sparse.segment.segment_op import segment
 from demask.sparse.segment_program import (
@@ -100,7 +100,7 @@ class SparseLayer(nn.Module):
             layer.get_parameter("weight").copy_(self.weight)
             if self.bias is not None:
                 layer.get_parameter("bias").copy_(self.bias)
-        module = layer if self.act is None else nn.Sequential(layer, module_of(self.act))
+        module = layer if self.act is None else nn.Sequential(layer, activation_module(self.act))
         return module.train(self.training)
 
     def _options(self) -> dict[str, Any]:

@@ -55,9 +55,9 @@ def _axis(relation: Relation, axes: Mapping[fx.Node, Axes], dim: int) -> int | N
     for k, operand in enumerate(relation.operands):
         if (axis := axes.get(operand.value, NONE)[dim]) is None:
             continue
-        size = schema.hint(operand.value.meta["val"].shape[axis])
+        size = schema.example_size(operand.value.meta["val"].shape[axis])
         part = follow(relation, k, Part(axis, 1, size))
-        if part is not None and part.covers(schema.hint(value.shape[part.axis])):
+        if part is not None and part.covers(schema.example_size(value.shape[part.axis])):
             candidates.append(part.axis)
     return min(candidates, default=None)
 
@@ -65,7 +65,7 @@ def _axis(relation: Relation, axes: Mapping[fx.Node, Axes], dim: int) -> int | N
 def length(node: fx.Node, axes: Axes, dim: int) -> int:
     """The number of rows or columns of a value; 1 where it has none."""
     axis = axes[dim]
-    return 1 if axis is None else schema.hint(node.meta["val"].shape[axis])
+    return 1 if axis is None else schema.example_size(node.meta["val"].shape[axis])
 
 
 def whole(node: fx.Node, axes: Axes) -> Window:

@@ -18,8 +18,8 @@ from torch.export import ExportedProgram
 
 from demask.errors import BadInput
 from demask.failures import public
-from demask.machine.arena import extent
-from demask.machine.byte_sizes import BUDGET, human, parse_memory
+from demask.machine.arena import strided_bytes
+from demask.machine.byte_sizes import BUDGET, format_bytes, parse_memory
 from demask.ops import TABLE, Table
 from demask.traverse.analysis.captured_size import captured, network_of
 from demask.traverse.analysis.flow import Flow, flow_of
@@ -70,7 +70,7 @@ class Streamed:
     def __str__(self) -> str:
         many = f"{self.images:,} images, " if self.images > 1 else ""
         return (f"{many}{self.rows:,} rows in {self.seconds:.1f} s, predicted peak "
-                f"{human(self.peak)}: {self.dtype} {self.shape}")  # fmt: skip
+                f"{format_bytes(self.peak)}: {self.dtype} {self.shape}")  # fmt: skip
 
 
 @public
@@ -322,7 +322,7 @@ def _check_separate(source: End, destination: End, reader: Any, sink: Any) -> No
 def _address_range(tensor: Tensor) -> tuple[int, int]:
     """The addresses that a tensor spans."""
     first = tensor.data_ptr()
-    return first, first + extent(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return first, first + strided_bytes(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _folder(destination: End) -> Path | str:

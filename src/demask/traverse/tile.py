@@ -16,7 +16,7 @@ from demask.graph.program import Program
 from demask.machine.byte_sizes import BUDGET, parse_memory
 from demask.ops import TABLE, Table
 from demask.ops.flow import axis_of
-from demask.ops.regions import rule
+from demask.ops.regions import region_rule
 from demask.traverse.analysis.flow import Flow, flow_of, read
 from demask.traverse.analysis.split_global_ops import with_reductions
 from demask.traverse.axes import Axes, axes_of
@@ -157,5 +157,5 @@ def _check_independent(program: Program, count: int, table: Table) -> None:
 def _mixes(relation: Any, axes: Mapping[fx.Node, Axes], count: int) -> bool:
     """Whether an image of a call's output needs another image of an operand."""
     cut_operands = [k for k, operand in enumerate(relation.operands) if operand.value in axes]
-    return any(axis_of(relation, k, 0) != 0 or rule(relation, k, 0)(i, i + 1) != (i, i + 1)
+    return any(axis_of(relation, k, 0) != 0 or region_rule(relation, k, 0)(i, i + 1) != (i, i + 1)
                for k in cut_operands for i in range(count))  # fmt: skip

@@ -21,7 +21,7 @@ from demask.graph.queries import ExampleSizes, input_dependent
 from demask.ops import Table, schema
 from demask.ops.traits import CONV_OF_AXES
 from demask.tune.epilogue import Epilogue
-from demask.tune.layer_costs import FUSED, PLAIN, Asker, Layer
+from demask.tune.layer_costs import FUSED, PLAIN, Layer, LayerCosts
 from demask.tune.passes.channels_last import CONVOLUTIONS as IMAGES
 from demask.tune.passes.channels_last import (
     convert_layouts,
@@ -29,8 +29,8 @@ from demask.tune.passes.channels_last import (
     may_change_layout,
 )
 from demask.tune.passes.conv_into_arena import move_convs_into_arena
-from demask.tune.passes.fold_affine import absorbed, contraction_weight
-from demask.tune.passes.fuse_epilogues import chain, fuse_epilogues
+from demask.tune.passes.fold_affine import contraction_weight, fold_affine
+from demask.tune.passes.fuse_epilogues import epilogue_chain, fuse_epilogues
 from demask.tune.passes.join_as_sum import Sum, rewrite_joins
 from demask.tune.passes.merge_activations import merge_activations
 from demask.tune.passes.one_pixel_as_linear import convert_one_pixel_convs
@@ -53,38 +53,42 @@ class Candidate:
     exact: Program | None = None
 
 
-def forms(
-    program: Program, asker: Asker, table: Table, tell: Callable[[str], object]
+def generate_candidates(
+    program: Program, asker: LayerCosts, table: Table, tell: Callable[[str], object]
 ) -> Iterator[Candidate]:
     """The program with norms folded into weights, then with the fastest implementation of each
     layer: in the default layout, in channels last, or in the faster one for each image size."""
-    base = convert_one_pixel_convs(absorbed(merge_activations(program)), table)
+    base = convert_one_pixel_convs(fold_affine(merge_activations(program)), table)
     yield Candidate("norms in the weights", base)
     tell("measuring layers")
-    groups = by_size(base, asker)
-    yield from _both(Maker(asker, lambda _: False, table), "layers with their epilogues", base)
+    groups = seconds_by_image_size(base, asker)
+    yield from _both(
+        CandidateBuilder(asker, lambda _: False, table), "layers with their epilogues", base
+    )
     if not groups or not may_change_layout(base):
         return
-    yield from _both(Maker(asker, lambda _: True, table), "channels last", base)
+    yield from _both(CandidateBuilder(asker, lambda _: True, table), "channels last", base)
     choice = {size: costs[True] < GAIN * costs[False] for size, costs in groups.items()}
     if len(set(choice.values())) > 1:
         last = partial(_chosen, asker, choice)
-        yield from _both(Maker(asker, last, table), "channels last for some sizes", base)
+        yield from _both(CandidateBuilder(asker, last, table), "channels last for some sizes", base)
 
 
-def _both(maker: Maker, name: str, base: Program) -> Iterator[Candidate]:
+def _both(maker: CandidateBuilder, name: str, base: Program) -> Iterator[Candidate]:
     """A candidate, and the same with its convolutions in the arena."""
     candidate = maker.build(name, base)
     yield candidate
     yield from maker.in_arena(candidate)
 
 
-def _chosen(asker: Asker, choice: dict[tuple[int, ...], bool], node: fx.Node) -> bool:
+def _chosen(asker: LayerCosts, choice: dict[tuple[int, ...], bool], node: fx.Node) -> bool:
     """Whether channels last was chosen for images of the size of a node's value."""
     return choice.get(asker.shape(node)[2:], False)
 
 
-def by_size(program: Program, asker: Asker) -> dict[tuple[int, ...], dict[bool, float]]:
+def seconds_by_image_size(
+    program: Program, asker: LayerCosts
+) -> dict[tuple[int, ...], dict[bool, float]]:
     """Seconds of all convolutions by output image size, in channels last (True) and without."""
     editor = GraphEditor(program)
     live = input_dependent(editor.graph)
@@ -95,7 +99,7 @@ def by_size(program: Program, asker: Asker) -> dict[tuple[int, ...], dict[bool, 
             and contraction_weight(editor, node) is not None
             and is_image_convolution(node)
         ):
-            after = chain(node, live)
+            after = epilogue_chain(node, live)
             for last in (True, False):
                 _, taken = asker.layer(
                     asker.of(node), last, after.after, other=after.other is not None
@@ -105,10 +109,10 @@ def by_size(program: Program, asker: Asker) -> dict[tuple[int, ...], dict[bool, 
 
 
 @dataclass(slots=True)
-class Maker:
+class CandidateBuilder:
     """Builds one candidate. last: whether a convolution runs in channels last."""
 
-    asker: Asker
+    asker: LayerCosts
     last: Callable[[fx.Node], bool]
     table: Table
     decisions: list[TuneDecision] = field(default_factory=list)
@@ -169,7 +173,7 @@ class Maker:
         live = input_dependent(editor.graph)
         before = after = 0.0
         for node in {**plan.rows, **plan.columns}:
-            layer, fusible = self.asker.of(node), chain(node, live)
+            layer, fusible = self.asker.of(node), epilogue_chain(node, live)
             wider = layer.wider(plan.more if node in plan.rows else 0,
                                 plan.more if node in plan.columns else 0)  # fmt: skip
             last, other = self.last(node), fusible.other is not None

@@ -19,7 +19,7 @@ from demask.compat.onednn import ops
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import schema
-from demask.ops.activations import by_onednn, by_op
+from demask.ops.activations import activations_by_op, find_onednn_activation
 from demask.ops.traits import CONV_OF_AXES
 
 aten = torch.ops.aten
@@ -34,9 +34,9 @@ class Epilogue:
     algorithm: str = ""
 
 
-def epilogue(node: fx.Node) -> Epilogue | None:
+def epilogue_of(node: fx.Node) -> Epilogue | None:
     """The activation that a call computes; None if oneDNN has no such activation."""
-    for activation, op in by_op().get(node.target, ()):
+    for activation, op in activations_by_op().get(node.target, ()):
         numbers = op.read(schema.arguments(node).__getitem__)
         if activation.onednn and op.onednn and numbers is not None:
             return Epilogue(activation.onednn, numbers, activation.algorithm)
@@ -87,7 +87,7 @@ def pack_weight(node: fx.Node, weight: Tensor, x: Tensor) -> Tensor:
     return ops()._reorder_convolution_weight(weight, *geometry, list(x.shape))
 
 
-def plain_call(after: Epilogue, x: Tensor) -> Tensor:
+def apply_activation(after: Epilogue, x: Tensor) -> Tensor:
     """The activation of a tensor, computed in place if torch has such an op."""
     if after.name == "none":
         return x
@@ -111,7 +111,7 @@ def _same_shape(output: Tensor, other: Tensor) -> None:
         )
 
 
-def plain(program: Program) -> Program:
+def unfuse(program: Program) -> Program:
     """The program with fused calls replaced by ATen calls on unpacked weights: it runs in every
     dtype on every device, and can be exported."""
     editor = GraphEditor(program)
@@ -159,7 +159,7 @@ def _activation(
     name: Any, scalars: Any, algorithm: str | None
 ) -> tuple[Any, list[Any], dict[str, Any]]:
     """An activation in ATen: op, arguments after the first, keyword arguments."""
-    activation = by_onednn(name, algorithm)
+    activation = find_onednn_activation(name, algorithm)
     if activation is None:
         raise ValueError(f"expected an activation that oneDNN has, got {name!r}, {algorithm!r}")
     op = activation.ops[0]

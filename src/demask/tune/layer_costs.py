@@ -19,7 +19,7 @@ from demask.compat.onednn import available, ops
 from demask.graph.queries import ExampleSizes
 from demask.machine.cost import Costs, Question
 from demask.ops import schema
-from demask.tune.epilogue import Epilogue, convolution, plain_call
+from demask.tune.epilogue import Epilogue, apply_activation, convolution
 from demask.tune.passes.channels_last import FORMATS
 from demask.tune.passes.pack_pixels import GROUPS
 
@@ -74,7 +74,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class LayerCosts:
     """Predicted seconds of layers and joins in each implementation, on the example's sizes."""
 
     costs: Costs
@@ -250,7 +250,7 @@ def _activated(product: Callable[[], Tensor], added: Tensor | None, after: Epilo
     y = product()
     if added is not None:
         y = y.add_(added)
-    return plain_call(after, y)
+    return apply_activation(after, y)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, draw: Any, options: Any,

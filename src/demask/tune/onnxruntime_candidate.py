@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from demask.graph.program import Program
 from demask.ops import Table
-from demask.tune.passes.absorb_gathers import ungathered
-from demask.tune.passes.fold_affine import absorbed
+from demask.tune.passes.absorb_gathers import absorb_gathers
+from demask.tune.passes.fold_affine import fold_affine
 from demask.tune.passes.join_as_sum import rewrite_joins
 from demask.tune.passes.pad_channels import remove_pads, round_widths
 
@@ -18,10 +18,10 @@ from demask.tune.passes.pad_channels import remove_pads, round_widths
 def for_runtime(program: Program, table: Table, multiple: int = 1) -> Program:
     """The program with norms folded into weights, joins as sums of layers that write at their own
     positions, and widths rounded up to a multiple. Equal up to rounding of the weights."""
-    program = rewrite_joins(absorbed(program), lambda *_: "grow")
+    program = rewrite_joins(fold_affine(program), lambda *_: "grow")
     program = remove_pads(program, lambda *_: True, table)
     if multiple == 1:
         return program
-    program = ungathered(program, table)
+    program = absorb_gathers(program, table)
     width = lambda count: -(-count // multiple) * multiple  # noqa: E731
     return round_widths(program, width, lambda *_: True, table)

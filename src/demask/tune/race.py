@@ -15,12 +15,12 @@ from torch.utils import _pytree as pytree
 from demask.graph.program import Program
 from demask.graph.provenance import GIVEN, Speed
 from demask.graph.result.demasked_module import build_plain
-from demask.machine.benchmark import ALLOWED, PAIRS, lower_bound, synchronized
-from demask.machine.describe import machine
+from demask.machine.benchmark import ALLOWED, PAIRS, lower_bound, wait_for_device
+from demask.machine.describe import describe_machine
 from demask.machine.threads import set_threads
-from demask.machine.timing import Timing, sampled
-from demask.numerics import ULPS, compare, is_as_exact, readable, to_double, widen
-from demask.shrink.check import Inputs, draws_like, in_eval
+from demask.machine.timing import Timing, sample_seconds
+from demask.numerics import ULPS, compare, is_about_as_exact, to_computable, to_double, widen_dtypes
+from demask.shrink.check import Inputs, copy_in_eval, draw_inputs
 from demask.shrink.on_device import CPU
 from demask.tune.candidates import Candidate
 
@@ -84,9 +84,9 @@ class CandidateRace:
         """Seconds of each round by name: `pairs` rounds, fewer after `seconds`."""
         everyone = {GIVEN: self.baseline, **self.modules}
         calls = {name: partial(everyone[name], *self.args, **self.kwargs) for name in names}
-        contenders = {name: synchronized(call, self.device) for name, call in calls.items()}
+        contenders = {name: wait_for_device(call, self.device) for name, call in calls.items()}
         with torch.no_grad(), set_threads(self.threads):
-            return sampled(contenders, pairs, WARMUP, seconds=seconds)
+            return sample_seconds(contenders, pairs, WARMUP, seconds=seconds)
 
     def outputs(self, module: nn.Module, inputs: Inputs | None = None) -> list[Any]:
         """The flattened outputs of a network for the example, or for other inputs."""
@@ -97,7 +97,7 @@ class CandidateRace:
     def compared_on(self) -> list[tuple[str, Inputs, list[Any]]]:
         """Name, inputs and baseline outputs of the example and of random inputs like it, without
         inputs for which the baseline raises or returns values that are not finite."""
-        for name, inputs in draws_like((self.args, self.kwargs)) if not self.expected else ():
+        for name, inputs in draw_inputs((self.args, self.kwargs)) if not self.expected else ():
             try:
                 outputs = self.outputs(self.baseline, inputs)
             except Exception:
@@ -119,7 +119,7 @@ class CandidateRace:
         exact = wide[k] if k < len(wide) else None
         if not isinstance(exact, Tensor) or exact.shape != expected.shape:
             return False
-        return is_as_exact(exact, expected, output)
+        return is_about_as_exact(exact, expected, output)
 
     def speed(self, name: str) -> tuple[Speed, bool]:
         """Speed of a candidate relative to the baseline, and whether it is certainly slower (the
@@ -141,8 +141,8 @@ class CandidateRace:
     def _widened(self, inputs: Inputs) -> list[Any]:
         try:
             wide = self.baseline if self.program is None else build_plain(self.program)
-            wide = in_eval(wide, share=False).double()
-            widen(wide)
+            wide = copy_in_eval(wide, share=False).double()
+            widen_dtypes(wide)
             args, kwargs = pytree.tree_map(_double_on_cpu, inputs)
             with torch.no_grad():
                 return pytree.tree_leaves(wide(*args, **kwargs))
@@ -151,7 +151,7 @@ class CandidateRace:
 
 
 def _is_finite(leaf: Any) -> bool:
-    return not isinstance(leaf, Tensor) or bool(torch.isfinite(readable(leaf)).all())
+    return not isinstance(leaf, Tensor) or bool(torch.isfinite(to_computable(leaf)).all())
 
 
 def _double_on_cpu(leaf: Any) -> Any:
@@ -175,4 +175,4 @@ def speed_of(baseline: list[float], result: list[float]) -> Speed:
     timings = [Timing.of(seconds) for seconds in (baseline, result)]
     rows = [(t.median, t.low, t.high) for t in timings]
     return Speed(rows[0], rows[1], rows[0][0] / rows[1][0], lower_bound(baseline, result),
-                 len(baseline), torch.get_num_threads(), machine())  # fmt: skip
+                 len(baseline), torch.get_num_threads(), describe_machine())  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import demask
-from demask.graph.node_records import graph_of, rows_of
+from demask.graph.node_records import graph_of, records_of
 from demask.graph.result.demasked_module import Demasked
 from graphs import to_graph
 from test_guards import Branches
@@ -189,7 +189,7 @@ def test_rows_keep_names_and_arguments() -> None:
     y = graph.call_function(torch.ops.aten.slice.Tensor, (x, 1, 0, 3))
     z = graph.call_function(torch.ops.aten.cat.default, ([x, y], 1))
     graph.output({"all": (z, slice(x, None), 2.5)})
-    again = graph_of(pickle.loads(pickle.dumps(rows_of(graph))))
+    again = graph_of(pickle.loads(pickle.dumps(records_of(graph))))
     assert str(again) == str(graph)
     assert [n.target for n in again.nodes] == [n.target for n in graph.nodes]
-    assert rows_of(again) == rows_of(graph)
+    assert records_of(again) == records_of(graph)

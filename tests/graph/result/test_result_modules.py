@@ -15,10 +15,10 @@ from demask.errors import BadInput
 from demask.files.archive import archive
 from demask.graph.module_copy import structural_copy
 from demask.graph.result.demasked_module import Demasked, build
-from demask.graph.result.module_calls import KINDS, ROWS, in_calls, kind_of
+from demask.graph.result.module_calls import KINDS, ROWS, graph_of_calls, kind_of
 from demask.graph.result.uncalled_modules import Uncalled
 from demask.ops import TABLE
-from demask.shrink.pipeline import given, reduced
+from demask.shrink.pipeline import capture_program, shrink_program
 from graphs import to_graph
 
 IMAGE, ROW = (2, 4, 9, 9), (2, 4)
@@ -158,7 +158,7 @@ def test_every_kind_is_tried() -> None:
 @pytest.mark.parametrize("layer, shape", MADE, ids=lambda v: str(v)[:40])
 def test_a_row_is_what_export_captures(layer, shape) -> None:
     x = drawn(layer, shape)
-    program = given(Holder(layer).eval(), (x,), None, None)
+    program = capture_program(Holder(layer).eval(), (x,), None, None)
     rows = {row.op: row for row in ROWS[type(layer)]}
     (call,) = [node for node in program.graph.nodes if node.target in rows]
     row = rows[call.target]
@@ -179,7 +179,7 @@ def test_a_layer_comes_back_and_through_a_file(layer, shape, tmp_path) -> None:
     demask.save(slim, tmp_path / "m.demask")
     back = demask.load(tmp_path / "m.demask")
     assert repr(back.get_submodule("layer")) == repr(plain)
-    assert not in_calls(slim).find_nodes(op="call_module")
+    assert not graph_of_calls(slim).find_nodes(op="call_module")
     for network in (slim, back, copy.deepcopy(slim)):
         torch.testing.assert_close(network(x), model(x))
         assert len(network.graph.find_nodes(op="call_module")) == 1
@@ -188,7 +188,7 @@ def test_a_layer_comes_back_and_through_a_file(layer, shape, tmp_path) -> None:
 @pytest.mark.parametrize("layer, shape", MADE, ids=lambda v: str(v)[:40])
 def test_a_layer_comes_back_without_its_model(layer, shape) -> None:
     model, x = Holder(copy.deepcopy(layer)).eval(), drawn(layer, shape)
-    made = build(*reduced(given(model, (x,), None, None), TABLE)).eval()
+    made = build(*shrink_program(capture_program(model, (x,), None, None), TABLE)).eval()
     assert type(made.get_submodule("layer")) is type(layer)
     torch.testing.assert_close(made(x), model(x))
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 import demask
 from demask.errors import BadInput
 from demask.files.archive import archive
-from demask.graph.result.module_calls import in_calls
+from demask.graph.result.module_calls import graph_of_calls
 from demask.graph.result.uncalled_modules import Uncalled
 from graphs import to_graph
 from micro_recurrent import rest
@@ -112,7 +112,7 @@ def test_it_goes_through_files_pickles_and_onnx(net, tmp_path) -> None:
 
 def test_spelled_calls_compute_what_modules_do(net) -> None:
     slim = to_graph(net, (X,))
-    plain = torch.fx.GraphModule(copy.deepcopy(slim), in_calls(slim))
+    plain = torch.fx.GraphModule(copy.deepcopy(slim), graph_of_calls(slim))
     assert not plain.graph.find_nodes(op="call_module")
     same(plain(X), flat(slim(X)))
     assert all("val" in node.meta for node in plain.graph.nodes

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from demask.ops.activations import ACTIVATIONS, activate
+from demask.ops.activations import ACTIVATIONS, apply_activation
 from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.gpu_autotune import KernelChoice, candidates
 from demask.sparse.products.gpu_formats import formats_of
@@ -60,7 +60,7 @@ def check(device, name, dtype, n, choice, act, lies="columns", shift=0):
     x, bias = x.to(dtype), bias.to(dtype)
     wanted = w.double().numpy() @ x.double().numpy() + bias.double().numpy()[:, None]
     if act is not None:
-        wanted = activate(torch.from_numpy(wanted), act).numpy()
+        wanted = apply_activation(torch.from_numpy(wanted), act).numpy()
     x, bias = nowhere(x, device, shift), nowhere(bias, device, shift)
     x = x.t().contiguous().t() if lies == "rows" else x
     with poisoned(device):

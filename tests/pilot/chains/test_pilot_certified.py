@@ -134,7 +134,7 @@ def test_all_ways_to_multiply_bytes_give_the_same_sums(how: str, monkeypatch: py
         pytest.skip("instructions of another processor")
     for mode in MODES:
         expected = [one.rows for one in seen_of(layer, x, mode)]
-        monkeypatch.setattr(certify, "dots", lambda isa: how)
+        monkeypatch.setattr(certify, "dot_instruction", lambda isa: how)
         assert [one.rows for one in seen_of(layer, x, mode, isa)] == expected
         monkeypatch.undo()
 

@@ -95,7 +95,7 @@ def test_all_ways_to_multiply_bytes_give_the_same_bits(how: str, monkeypatch: py
     weight, bias, x = drawn(300, 130)
     for kind in (Bits(8), Bits(4, 64)):
         first = Estimated(packed(weight, bias, kind), 1)(x)
-        monkeypatch.setattr(certify, "dots", lambda isa: how)
+        monkeypatch.setattr(certify, "dot_instruction", lambda isa: how)
         second = Estimated(packed(weight, bias, kind, isa), 1)(x)
         assert torch.allclose(second, first, rtol=1e-6, atol=1e-6)
         if isa is host():

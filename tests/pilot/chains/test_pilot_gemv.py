@@ -121,15 +121,15 @@ def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch):
     """A list that leaves out a live column gives other bits."""
     layer, x = drawn(130, 67, zeros=0.5)
     dense = ChainPlan([layer], ["dense"], 1)(x)
-    emit = gemv.Compact.emit
+    emit = gemv.CompactKernel.emit
 
-    def broken(self: gemv.Compact, e: object) -> None:
+    def broken(self: gemv.CompactKernel, e: object) -> None:
         monkeypatch.setattr(gemv, "below", lambda e, count: real(e, e.b.sub(count, gemv.I64(1))))
         emit(self, e)  # type: ignore[arg-type]
 
     real = gemv.below
     from demask.kernels.llvm.jit import CODE
 
-    monkeypatch.setattr(gemv.Compact, "emit", broken)
+    monkeypatch.setattr(gemv.CompactKernel, "emit", broken)
     monkeypatch.setattr(CODE, "known", {})
     assert not torch.equal(ChainPlan([layer], ["columns"], 1)(x), dense)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from demask.kernels.cpu.window import Runner
+from demask.kernels.cpu.window import WindowRunner
 from demask.ops import Declined
 from demask.ops.entry import Shape as S
 from demask.traverse import axes as parts
@@ -121,13 +121,13 @@ def test_an_image_without_a_batch():
 
 @pytest.mark.parametrize("planted", ["top", "left", "rows_in", "columns_in"])
 def test_a_planted_fault_breaks_the_law(monkeypatch, planted):
-    honest = Runner.run
+    honest = WindowRunner.run
 
     def run_wrong(self, sizes, threads, places):
         change = 1 if planted in ("top", "left") else -1
         honest(self, sizes._replace(**{planted: getattr(sizes, planted) + change}), threads, places)
 
-    monkeypatch.setattr(Runner, "run", run_wrong)
+    monkeypatch.setattr(WindowRunner, "run", run_wrong)
     with pytest.raises(AssertionError):
         holds(CompiledDepthwise, *depthwise())
 

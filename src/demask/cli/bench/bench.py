@@ -24,16 +24,16 @@ from demask.errors import BadInput
 from demask.machine.allocator import fix_allocator
 from demask.machine.describe import (
     BUSY,
-    count_words,
-    is_wide,
-    load,
-    machine,
-    spread,
-    thread_words,
+    describe_machine,
+    format_counts,
+    format_spread,
+    format_threads,
+    has_wide_spread,
+    load_average,
 )
 from demask.machine.threads import checked_threads, set_threads
-from demask.machine.timing import Timing, alternate
-from demask.text_table import as_text, number_table
+from demask.machine.timing import Timing, time_alternately
+from demask.text_table import number_table, render_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Bench:
         return {"model": self.model, "rows": rows, "machine": self.machine}
 
     def __str__(self) -> str:
-        return as_text(_table(self), Text(), *map(Text, _remarks(self)))
+        return render_text(_table(self), Text(), *map(Text, _remarks(self)))
 
 
 def bench(network: NetworkFile, name: str, settings: BenchSettings, step: ProgressStep) -> Bench:
@@ -131,7 +131,7 @@ def bench(network: NetworkFile, name: str, settings: BenchSettings, step: Progre
     BadInput where a batch size does not fit the network.
     """
     counts = tuple(map(checked_threads, settings.threads or (None,)))
-    before, allocator = load(), fix_allocator()
+    before, allocator = load_average(), fix_allocator()
     step("demasking")
     slim, seconds = contenders.timed(
         lambda: demask.demask(network.model, network.args, result="graph")
@@ -155,12 +155,12 @@ def bench(network: NetworkFile, name: str, settings: BenchSettings, step: Progre
             ready += _compiled(plain, inputs, where, step) if settings.compiled else []
             step(f"measuring {where}, at most {settings.seconds:g} s")
             rows += _measured(ready, inputs, settings, threads, batch)
-    words = f"{machine()}, demask {demask.__version__}; {allocator}."
-    return Bench(name, tuple(rows), f"{words} Load before and after: {before}, {load()}.")
+    words = f"{describe_machine()}, demask {demask.__version__}; {allocator}."
+    return Bench(name, tuple(rows), f"{words} Load before and after: {before}, {load_average()}.")
 
 
 def _setting(threads: int, batch: int) -> str:
-    return f"{thread_words(threads)}, batch {batch}"
+    return f"{format_threads(threads)}, batch {batch}"
 
 
 def _compiled(
@@ -179,7 +179,7 @@ def _measured(
     """A row per contender, with timings and differences where it runs."""
     calls = {c.name: partial(c.module, *inputs[0], **inputs[1]) for c in ready if not c.failure}
     outputs = {name: _first(call, name, batch) for name, call in calls.items()}
-    timings = alternate(calls, settings.pairs, seconds=settings.seconds)
+    timings = time_alternately(calls, settings.pairs, seconds=settings.seconds)
     rows = {c.name: BenchRow(threads, batch, c.name, c.parameters, c.preparation, failure=c.failure)
             for c in ready}  # fmt: skip
     for name, timing in timings.items():
@@ -225,15 +225,15 @@ def _cells(row: BenchRow) -> tuple[str | Text, ...]:
     differs = (
         "–" if row.contender == ORIGINAL else f"{row.difference:.1e}" if row.difference else "0"
     )
-    return spread(row.timing), speed, differs, preparation
+    return format_spread(row.timing), speed, differs, preparation
 
 
 def _remarks(measured: Bench) -> Iterator[str]:
-    if is_wide(measured.timings):
+    if has_wide_spread(measured.timings):
         yield BUSY
     yield (
-        f"Milliseconds: median (10 %–90 % quantile) of {count_words(measured.timings)} alternating"
-        " calls. Speed: the original's median over its own. Difference: the largest from the"
+        f"Milliseconds: median (10 %–90 % quantile) of {format_counts(measured.timings)}"
+        " alternating calls. Speed: the original's median over its own. Difference: the largest from the"
         " original's outputs, relative to the largest of them. Setup: the time of demask(),"
         " optimize(), or torch.compile with its first call."
     )

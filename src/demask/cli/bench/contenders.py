@@ -20,7 +20,7 @@ from demask.cli.ports import NetworkInput
 from demask.cli.read_network import NetworkFile, example
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
-from demask.graph.example_inputs import spans_of
+from demask.graph.example_inputs import expected_spans
 from demask.graph.result.demasked_module import Demasked
 from demask.numerics import compare
 
@@ -134,7 +134,7 @@ def inputs_of(slim: Demasked, batch: int, args: Sequence[Tensor] = ()) -> Inputs
     """
     specs = slim.demasked.inputs
     names = {spec.sizes[0] for spec in specs if spec.sizes and isinstance(spec.sizes[0], str)}
-    leaves, spans = [], spans_of(slim)
+    leaves, spans = [], expected_spans(slim)
     for k, spec in enumerate(specs):
         sizes = zip(spec.sizes, spec.example, strict=True)
         sized = tuple(batch if size in names else own for size, own in sizes)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from demask.cli.bench.bench import Bench, BenchRow
 from demask.cli.bench.contenders import ORIGINAL
 from demask.files import atomic_write as atomic
-from demask.machine.describe import BUSY, count_words, is_wide, milliseconds
+from demask.machine.describe import BUSY, format_counts, format_milliseconds, has_wide_spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,22 +77,22 @@ def _bar(axes: Axes, place: int, row: BenchRow, reach: float) -> None:
     end = min(high, reach)
     axes.errorbar(median, place, xerr=[[median - low], [end - median]], fmt="none", ecolor="black",
                   elinewidth=1, capsize=3)  # fmt: skip
-    words = f"{milliseconds(row.timing.median)} ms"
+    words = f"{format_milliseconds(row.timing.median)} ms"
     if row.contender == ORIGINAL:
         axes.axvline(median, color=ORIGINAL_COLOR, linestyle=":", linewidth=1, zorder=0)
     else:
         words += f", {row.ratio:.2f} ×{' (slower)' if row.is_loss else ''}"
     if high > reach:
         axes.plot(end, place, marker=">", color="black", markersize=5)
-        words += f"; 90 %: {milliseconds(row.timing.high)}"
+        words += f"; 90 %: {format_milliseconds(row.timing.high)}"
     style |= {"weight": "bold" if row.is_loss else "normal"}
     axes.annotate(words, (end, place), **style)
 
 
 def _caption(bench: Bench) -> str:
-    busy = f" {BUSY}" if is_wide(bench.timings) else ""
+    busy = f" {BUSY}" if has_wide_spread(bench.timings) else ""
     words = (
-        f"Median, whiskers 10 %–90 %, of {count_words(bench.timings)} calls in turns; × is the "
+        f"Median, whiskers 10 %–90 %, of {format_counts(bench.timings)} calls in turns; × is the "
         f"speed relative to the original.{busy} {bench.machine}"
     )
     return fill(words, 165)

@@ -19,12 +19,12 @@ from demask.cli.read_network import NetworkFile
 from demask.compat.dispatch import OpOverload, schema_of
 from demask.graph.normalize.canonical_calls import CANONICALIZED
 from demask.graph.provenance import Provenance
-from demask.graph.result.module_calls import in_calls
+from demask.graph.result.module_calls import graph_of_calls
 from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
 from demask.report.report import Report
 from demask.report.text import ROWS, share
-from demask.text_table import as_text, number_table
+from demask.text_table import number_table, render_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Inspection:
         return {"report": self.report.to_dict(), "modules": modules, "ops": ops}
 
     def __str__(self) -> str:
-        return f"{self.report}\n\n{as_text(*_parts(self))}"
+        return f"{self.report}\n\n{render_text(*_parts(self))}"
 
 
 def inspect_network(network: NetworkFile, step: ProgressStep, table: Table = TABLE) -> Inspection:
@@ -74,7 +74,7 @@ def inspect_network(network: NetworkFile, step: ProgressStep, table: Table = TAB
     report = demask.report(slim)
     model = network.model
     known = {*table, *CANONICALIZED}
-    ops = _ops(in_calls(model) if isinstance(model, fx.GraphModule) else model.graph)
+    ops = _ops(graph_of_calls(model) if isinstance(model, fx.GraphModule) else model.graph)
     return Inspection(
         report,
         _modules(slim, report.removed),

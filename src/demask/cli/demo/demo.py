@@ -20,12 +20,18 @@ from demask.cli.progress import ProgressStep
 from demask.files import atomic_write as atomic
 from demask.graph.provenance import Sizes
 from demask.machine.allocator import fix_allocator
-from demask.machine.describe import BUSY, count_words, is_wide, spread, thread_words
+from demask.machine.describe import (
+    BUSY,
+    format_counts,
+    format_spread,
+    format_threads,
+    has_wide_spread,
+)
 from demask.machine.threads import set_threads
-from demask.machine.timing import Timing, alternate
+from demask.machine.timing import Timing, time_alternately
 from demask.report.report import Report
 from demask.report.text import decline_line, scatters_reasons
-from demask.text_table import as_text, number_table
+from demask.text_table import number_table, render_text
 
 EPOCHS, TUNING = 5, 4  # before and after pruning; enough for 98 % of the test images
 EXAMPLE = 8  # images that demask traces the networks with, and counts MACs for
@@ -82,7 +88,7 @@ class Demo:
         }
 
     def __str__(self) -> str:
-        return as_text(_table(self), Text(), *map(Text, _remarks(self)))
+        return render_text(_table(self), Text(), *map(Text, _remarks(self)))
 
 
 def run(digits: Digits, step: ProgressStep, runs: int, keep: Path | None = None) -> Demo:
@@ -179,7 +185,7 @@ def _timed(
 
     with set_threads(threads), torch.inference_mode():
         calls = {name: forward(network) for name, network in networks.items()}
-        return alternate(calls, runs, seconds=PATIENCE)
+        return time_alternately(calls, runs, seconds=PATIENCE)
 
 
 def _table(demo: Demo) -> Table:
@@ -195,9 +201,9 @@ def _rows(demo: Demo) -> dict[str, Callable[[DemoNetwork], str]]:
     """The table's rows: a label, and the text for one contender."""
 
     def milliseconds(threads: int) -> Callable[[DemoNetwork], str]:
-        return lambda one: spread(one.timings[threads])
+        return lambda one: format_spread(one.timings[threads])
 
-    timed = {f"ms, {thread_words(threads)}": milliseconds(threads) for threads in demo.threads}
+    timed = {f"ms, {format_threads(threads)}": milliseconds(threads) for threads in demo.threads}
     return {
         "parameters": lambda one: f"{one.sizes.parameters:,}",
         "MACs per image": lambda one: f"{one.sizes.macs:,}",
@@ -218,15 +224,15 @@ def _remarks(demo: Demo) -> Iterator[str]:
         pruned = demo.speed("masked", "dense", threads)
         gained = demo.speed("demasked", "masked", threads)
         yield (
-            f"On {thread_words(threads)} masked runs at {pruned:.2f} x the speed of dense, "
+            f"On {format_threads(threads)} masked runs at {pruned:.2f} x the speed of dense, "
             f"demasked at {gained:.2f} x the speed of masked."
         )
     yield from scatters_reasons(demo.report)
     yield from map(decline_line, demo.report.declined)
     timings = [timing for one in demo.contenders.values() for timing in one.timings.values()]
-    if is_wide(timings):
+    if has_wide_spread(timings):
         yield BUSY
     yield (
-        f"Milliseconds for {IMAGES} images: median (10 %–90 % quantile) of {count_words(timings)} "
-        f"alternated runs. Difference: the largest of any test logit. {demo.machine}."
+        f"Milliseconds for {IMAGES} images: median (10 %–90 % quantile) of "
+        f"{format_counts(timings)} alternated runs. Difference: the largest of any test logit. {demo.machine}."
     )

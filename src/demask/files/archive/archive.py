@@ -41,16 +41,16 @@ from demask.files.pytree_specs import check_call_spec, load_spec
 from demask.files.weight_file import StoredTensor, WeightFile
 from demask.graph.provenance import Provenance
 from demask.graph.result.class_result import as_graph
-from demask.graph.result.demasked_module import Demasked, changed
+from demask.graph.result.demasked_module import Demasked, apply_pass
 from demask.graph.result.module_calls import KINDS as MODULES
-from demask.graph.result.module_calls import fields_of, hollow, kind_of
-from demask.graph.result.recurrent_modules import refresh
+from demask.graph.result.module_calls import constructor_arguments, create_without_memory, kind_of
+from demask.graph.result.recurrent_modules import refresh_tensors
 from demask.graph.result.restore_modules import join_twins
 from demask.graph.result.uncalled_modules import is_holder
 from demask.ops import schema
-from demask.ops.custom import own_of
+from demask.ops.custom import custom_op_of
 from demask.registry import RESULT_KINDS
-from demask.tune.epilogue import is_fused, is_pack, plain
+from demask.tune.epilogue import is_fused, is_pack, unfuse
 from demask.tune.module.optimized_module import Optimized
 
 VERSION = 1
@@ -226,8 +226,8 @@ def _module_specs(slim: fx.GraphModule) -> Iterator[tuple[str, dict[str, Any]]]:
         if kind is None:
             raise BadInput(f"module {name} is a {type(module).__name__}, which the format cannot "
                            f"store; it stores {', '.join(sorted(MODULES))}")  # fmt: skip
-        fields = dict(fields_of(module, kind))
-        if _shapes(hollow(kind, fields)) != _shapes(module):
+        fields = dict(constructor_arguments(module, kind))
+        if _shapes(create_without_memory(kind, fields)) != _shapes(module):
             raise BadInput(
                 f"module {name} has other tensors than a {kind.__name__} of its sizes; make "
                 "pruning and parametrizations permanent first (torch.nn.utils.prune.remove, "
@@ -308,7 +308,7 @@ def _build(document: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Demaske
         history = Provenance.from_dict(_typed(document, "demasked", dict))
         result = kind.of(slim, graph, specs, history)
         if fused and not available(torch.float32, torch.device("cpu")):
-            result = changed(result, plain)  # this torch was built without oneDNN
+            result = apply_pass(result, unfuse)  # this torch was built without oneDNN
     except Exception as error:  # torch.fx and Provenance may raise anything on invalid contents
         raise BadInput(f"the graph or its history is damaged: {error}") from error
     for name, module in result.named_modules():
@@ -335,7 +335,7 @@ def _check_own(graph: fx.Graph, slim: nn.Module) -> None:
         return attrgetter(str(node.target))(slim) if node.op == "get_attr" else None
 
     for node in graph.nodes:
-        own = own_of(node.target)
+        own = custom_op_of(node.target)
         if own is None or own.check is None:
             continue
         try:
@@ -364,7 +364,9 @@ def _make_module(name: str, spec: Any) -> nn.Module:
     match spec:
         case {"type": str(kind), **fields} if kind in MODULES:
             try:
-                return hollow(MODULES[kind], {n: decode(v, {}) for n, v in fields.items()})
+                return create_without_memory(
+                    MODULES[kind], {n: decode(v, {}) for n, v in fields.items()}
+                )
             except (ArithmeticError, RuntimeError, TypeError, ValueError, BadInput) as error:
                 raise RefusedFile(f"module {name!r} is no {kind}: {error}") from error
     raise RefusedFile(f"module {name!r}: expected one of {', '.join(sorted(MODULES))}")
@@ -396,7 +398,7 @@ def _attach_tensors(slim: nn.Module, table: list[Any], stored: Mapping[str, Tens
         if tensor.is_meta:
             raise BadInput(f"tensor {name!r} is missing; the file is damaged: save it again")
     for module in slim.modules():
-        refresh(module)
+        refresh_tensors(module)
 
 
 def _is_permutation(order: list[Any], ndim: int) -> bool:

@@ -79,7 +79,7 @@ def add_row(draw: Draw, axes: Sequence[bool]) -> Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class OutputComparator:
     """Comparator of outputs.
 
     network: the file was written from it. filled: returns its args and kwargs for input tensors.
@@ -266,7 +266,7 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def check(model: bytes, judge: Judge, several: Iterable[Draw]) -> float:
+def check(model: bytes, judge: OutputComparator, several: Iterable[Draw]) -> float:
     """The largest difference between a file and the network that it was written from.
 
     Draws on which the network itself fails are skipped. So are draws on which a quantized network
@@ -302,7 +302,7 @@ def _called(file: Run, draw: Draw) -> Arrays:
         raise Mismatch(f"the file fails on {draw.kind}: {first_line(error)}") from error
 
 
-def _is_rewriting(model: bytes, judge: Judge, draw: Draw, expected: Arrays) -> bool:
+def _is_rewriting(model: bytes, judge: OutputComparator, draw: Draw, expected: Arrays) -> bool:
     """Whether there is no difference when the runtime does not rewrite the file."""
     if onnxruntime() is None:
         return False

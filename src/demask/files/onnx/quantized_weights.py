@@ -18,13 +18,13 @@ from torch import Tensor, fx, nn
 
 from demask.errors import BadInput
 from demask.files.onnx.model import OnnxNode
-from demask.graph.capture.fold_constants import plain
+from demask.graph.capture.fold_constants import plain_name
 from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Cut, QuantizationGrid
 from demask.graph.result.demasked_module import Demasked, attach
-from demask.graph.result.module_calls import spell
+from demask.graph.result.module_calls import lower_modules
 from demask.ops import schema
-from demask.ops.quantization import DTYPES, along, dequantized
+from demask.ops.quantization import DTYPES, broadcast_scale, dequantize_values
 from demask.ops.traits import CONVOLUTIONS
 
 aten = torch.ops.aten
@@ -92,8 +92,8 @@ def quantize_constants(slim: Demasked) -> Demasked:
     if interface is None or not interface.grids:
         return slim
     copy: Any = structural_copy(slim, share=True)
-    grids = {plain(k): g for k, g in interface.grids.items()} | dict(interface.grids)
-    spell(copy.graph, copy)
+    grids = {plain_name(k): g for k, g in interface.grids.items()} | dict(interface.grids)
+    lower_modules(copy.graph, copy)
     reads: dict[str, list[fx.Node]] = {}
     for node in copy.graph.find_nodes(op="get_attr"):
         reads.setdefault(str(node.target), []).append(node)
@@ -187,7 +187,7 @@ def _if_exact(
     constant = QuantizedConstant(
         _to_integers(tensor, dtype, scale, point, axis), scale, point.to(dtype), axis
     )
-    restored = dequantized(constant.integers, constant.scale, constant.zero_point, axis)
+    restored = dequantize_values(constant.integers, constant.scale, constant.zero_point, axis)
     return constant if torch.equal(restored, tensor) else None
 
 
@@ -195,9 +195,9 @@ def _to_integers(
     tensor: Tensor, dtype: torch.dtype, scale: Tensor, point: Tensor, axis: int
 ) -> Tensor:
     """A tensor quantized: divided by scales, rounded, plus zero points, clamped to the dtype."""
-    ratio = tensor.double() / along(scale.double(), tensor, axis)
+    ratio = tensor.double() / broadcast_scale(scale.double(), tensor, axis)
     limits = torch.iinfo(dtype)
-    moved = ratio.round() + along(point.double(), tensor, axis)
+    moved = ratio.round() + broadcast_scale(point.double(), tensor, axis)
     return moved.clamp(limits.min, limits.max).to(dtype)
 
 
@@ -232,7 +232,7 @@ def _matching_scale(
 def _fits(rows: Tensor, scales: Tensor, points: Tensor, dtype: torch.dtype) -> Tensor:
     """Whether each row is represented exactly by its scale and zero point (bool, one per row)."""
     whole = _to_integers(rows, dtype, scales, points, 0)
-    return (dequantized(whole, scales, points.to(dtype), 0) == rows).all(1)
+    return (dequantize_values(whole, scales, points.to(dtype), 0) == rows).all(1)
 
 
 def _bias(

@@ -24,7 +24,7 @@ from demask.files.retrace import example, export_graph
 from demask.graph.module_copy import structural_copy
 from demask.graph.result.class_result import as_graph
 from demask.graph.result.demasked_module import Demasked
-from demask.ops.custom import own_of
+from demask.ops.custom import custom_op_of
 
 
 @public
@@ -100,11 +100,11 @@ class _DeferredErrors(io.RawIOBase):
 
 def lower_own_ops(slim: Demasked) -> Demasked:
     """The network with demask's own ops replaced by the ATen calls that define them."""
-    if not any(own_of(node.target) for node in slim.graph.nodes):
+    if not any(custom_op_of(node.target) for node in slim.graph.nodes):
         return slim
     copy: Any = structural_copy(slim, share=True)
     for node in copy.graph.nodes:
-        own = own_of(node.target)
+        own = custom_op_of(node.target)
         node.target = node.target if own is None else own.run
     copy.recompile()
     return copy

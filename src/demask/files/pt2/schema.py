@@ -216,7 +216,7 @@ def _conditions(texts: Any) -> list[str]:
     """Checked conditions on sizes, which torch runs as Python."""
     known = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
     _expect(known, "a list of strings", texts, "ExportedProgram.guards_code")
-    return [export_guards.check(text) for text in texts]
+    return [export_guards.check_condition(text) for text in texts]
 
 
 _REWRITTEN: dict[str, Callable[[Any], Any]] = {

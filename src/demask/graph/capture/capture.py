@@ -29,13 +29,17 @@ from demask.compat.tracing import without_stack_traces
 from demask.errors import BadInput, DemaskError, NotExportable
 from demask.graph.capture.errors import DATA_DEPENDENT, check_call, export_error
 from demask.graph.capture.experts import export_with_grouped_experts
-from demask.graph.capture.export_guards import conditions, describe_ranges, refused_sizes
+from demask.graph.capture.export_guards import (
+    collect_conditions,
+    describe_ranges,
+    find_violated_guard,
+)
 from demask.graph.capture.inline_regions import inline_regions
 from demask.graph.fake_values import mode_of
 from demask.graph.module_copy import buffers_as_numbers, structural_copy, without_caches
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Interface
-from demask.graph.result.demasked_module import exportable
+from demask.graph.result.demasked_module import to_exportable
 
 _Export = tuple[ExportedProgram, tuple[str, ...]]  # and notes
 _LICENCE = "removing 0 · x is exact for finite x: the NaN of 0 · Inf and 0 · NaN is not computed"
@@ -60,7 +64,7 @@ def capture(
     programs = capture_programs(model, args, kwargs, dynamic_shapes)
     first = next(programs)
     several = itertools.chain([first], programs)
-    return next((p for p in several if refused_sizes(p, args, kwargs) is None), first)
+    return next((p for p in several if find_violated_guard(p, args, kwargs) is None), first)
 
 
 def capture_programs(
@@ -77,9 +81,9 @@ def capture_programs(
         yield _program(model, (), training=False)
         return
     check_call(model, args, kwargs, dynamic_shapes)
-    work = exportable(without_caches(structural_copy(model, share=True)).eval())
+    work = to_exportable(without_caches(structural_copy(model, share=True)).eval())
     _name_keywords(work, kwargs or {}, dynamic_shapes)
-    interface = interface_of(model)
+    interface = recorded_interface(model)
     args, named = _separate(args, dict(kwargs or {}))
     if dynamic_shapes is None and interface is not None:
         exports = _as_declared(work, args, named, interface)
@@ -112,7 +116,7 @@ def _separate(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return pytree.tree_unflatten(leaves, spec)
 
 
-def interface_of(model: nn.Module) -> Interface | None:
+def recorded_interface(model: nn.Module) -> Interface | None:
     """The interface of the ONNX file that a network was read from; None for other networks."""
     interface = getattr(getattr(model, "demasked", model), "interface", None)
     return interface if isinstance(interface, Interface) else None
@@ -382,7 +386,7 @@ def _program(exported: ExportedProgram, notes: tuple[str, ...], training: bool) 
     names = _names(exported)
     return Program(
         graph, constants, spec.in_spec, spec.out_spec, names, (*notes, _LICENCE), training,
-        conditions(exported, mode_of(graph).shape_env),
+        collect_conditions(exported, mode_of(graph).shape_env),
     )  # fmt: skip
 
 

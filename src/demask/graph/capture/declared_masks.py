@@ -23,7 +23,7 @@ from demask.graph.program import Constant, Program
 Masks = str | Mapping[str, Tensor]
 
 
-def declaring(program: Program, masks: Masks) -> Program:
+def declare_masks(program: Program, masks: Masks) -> Program:
     """The program whose parameters have `declared` masks: zeros are removed weights where `masks`
     is 0, or where the graph multiplies by a mask."""
     if masks == "zeros":
@@ -51,7 +51,7 @@ def draw_weights(program: Program, sign: int) -> dict[str, Constant]:
     return constants
 
 
-def masked(model: nn.Module | ExportedProgram, masks: Masks) -> nn.Module | ExportedProgram:
+def apply_masks(model: nn.Module | ExportedProgram, masks: Masks) -> nn.Module | ExportedProgram:
     """A copy of the model with masked parameters. Raises BadInput for a mask that does not fit."""
     if not isinstance(masks, Mapping):
         if masks not in ("zeros", "declared"):
@@ -79,7 +79,7 @@ def masked(model: nn.Module | ExportedProgram, masks: Masks) -> nn.Module | Expo
     return copied
 
 
-def within(masks: Masks, module: str) -> Masks:
+def masks_of_submodule(masks: Masks, module: str) -> Masks:
     """The masks of one submodule, by the names of its parameters in the submodule."""
     if not isinstance(masks, Mapping):
         return masks

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.symbolic_shapes import SYM_SQRT
 from demask.errors import RefusedFile
-from demask.graph.guards import NODES, collect_guards, hold, to_python
+from demask.graph.guards import NODES, are_true, collect_guards, to_python
 from demask.graph.program import Program
 
 MAX_LENGTH = 20_000
@@ -42,7 +42,7 @@ class _Unknown(Exception):
     """A condition with a part that cannot be expressed."""
 
 
-def check(text: str) -> str:
+def check_condition(text: str) -> str:
     """A condition that is safe for torch to run. Raises RefusedFile for other code.
 
     >>> check("L['x'].size()[3] // 2 % 4 == 0")
@@ -60,7 +60,7 @@ def check(text: str) -> str:
         ) from error
 
 
-def conditions(exported: ExportedProgram, shape_env: Any) -> tuple[str, ...]:
+def collect_conditions(exported: ExportedProgram, shape_env: Any) -> tuple[str, ...]:
     """The conditions that an export relied on; a program from a file contains them."""
     from_export = collect_guards(shape_env, exported.range_constraints)
     known = shape_env is not None and shape_env.guards
@@ -93,7 +93,7 @@ def read_conditions(exported: ExportedProgram) -> Iterator[str]:
             yield from _as_in_example(text, sources)
 
 
-def refused_sizes(program: Program, args: Any, kwargs: Any) -> str | None:
+def find_violated_guard(program: Program, args: Any, kwargs: Any) -> str | None:
     """The first guard that the example inputs violate, or None: an example of one image is captured
     as two, and the graph may not be valid for one."""
     nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
@@ -104,7 +104,7 @@ def refused_sizes(program: Program, args: Any, kwargs: Any) -> str | None:
     sizes = {str(size.node.expr): n for value, x in zip(values, tensors, strict=True)
              for size, n in zip(value.shape, x.shape, strict=False)
              if not isinstance(size, int)}  # fmt: skip
-    return next((guard for guard in program.guards if not hold([guard], sizes)), None)
+    return next((guard for guard in program.guards if not are_true([guard], sizes)), None)
 
 
 def describe_ranges(exported: ExportedProgram) -> tuple[str, ...]:

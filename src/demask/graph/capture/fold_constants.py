@@ -26,7 +26,7 @@ MAX_ADDED = 2**28  # elements that folding may compute, beyond those of the cons
 _CREATED = re.compile(r"new_|\w+_like\b")  # their outputs do not depend on the operand's values
 
 
-def folded(program: Program) -> Program:
+def fold_constants(program: Program) -> Program:
     """The program with `weight_orig * weight_mask`, parametrizations, weight norm and other
     subgraphs of constants evaluated. A folded tensor is a parameter if it is computed from one, and
     has the name of that parameter: `conv.weight_orig` becomes `conv.weight`."""
@@ -174,11 +174,11 @@ def _constant(
     sources = [program.constants[str(n.target)] for n in _leaves(node)]
     parameters = [c for c in sources if c.parameter]
     main = parameters[0] if parameters else sources[0] if sources else None
-    name = plain(main.name) if main else node.name
+    name = plain_name(main.name) if main else node.name
     if name in taken:
         name = _free(name, taken)
     grad = any(c.requires_grad for c in sources) and value.is_floating_point()
-    aliases = tuple(map(plain, main.aliases)) if main else ()
+    aliases = tuple(map(plain_name, main.aliases)) if main else ()
     parameter = bool(parameters) and value.is_floating_point()
     return Constant(value.contiguous(), name, parameter, grad, aliases=aliases)
 
@@ -197,7 +197,7 @@ def _leaves(node: fx.Node) -> list[fx.Node]:
     return [n for n in seen if n.op == "get_attr"]
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """`a.weight_orig`, `a.parametrizations.weight.original0`, `a.weight_g` -> `a.weight`."""
     match = _RAW.search(name)
     if not match:

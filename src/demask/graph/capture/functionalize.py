@@ -33,7 +33,7 @@ _SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split", "unbind"}
 _MAYBE = {"dropout", "feature_dropout"}  # in eval mode they return their input itself
 
 
-def functionalized(program: Program) -> Program:
+def functionalize(program: Program) -> Program:
     """The same program without in-place ops. Raises NotExportable for writes into parameters and
     buffers, and for writes through a view that cannot be inverted."""
     program = squeeze_static_axes(program)

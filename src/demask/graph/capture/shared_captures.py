@@ -34,7 +34,7 @@ Place = tuple[int, str]  # an integer attribute: index of the module in traversa
 
 
 @contextmanager
-def sharing() -> Iterator[None]:
+def share_captures() -> Iterator[None]:
     """In the block, equal modules that are captured in this thread share one graph."""
     token = _ENTRIES.set([])
     try:
@@ -49,8 +49,8 @@ def shared_captures(
     kwargs: Mapping[str, Any] | None,
     dynamic_shapes: Any,
 ) -> Iterator[Program]:
-    """The programs that `capture_programs` returns; in a `sharing` block, those of an equal module
-    with the tensors of this one.
+    """The programs that `capture_programs` returns; in a `share_captures` block, those of an equal
+    module with the tensors of this one.
 
     Integer attributes may differ if the code does not read them, such as the index of a layer. So
     reads of differing integers are recorded from the second module on.

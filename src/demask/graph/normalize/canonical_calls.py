@@ -13,7 +13,7 @@ from torch import fx
 
 from demask.failures import Log
 from demask.graph.editor import GraphEditor
-from demask.graph.normalize.split_recurrent import layered
+from demask.graph.normalize.split_recurrent import split_recurrent
 from demask.graph.program import Program
 from demask.ops.schema import same_shape, same_size
 from demask.ops.traits import COPIES, TRANSPOSES, VIEW_OR_RESHAPE
@@ -26,7 +26,7 @@ def canonicalize_calls(program: Program, log: Log | None = None) -> Program:
     product. Slices of whole axes (torch.export emits one per `:`) are removed. A call whose rule
     fails does not change, and is recorded in `log`."""
     log = Log() if log is None else log
-    layers = log.attempt("the split of recurrent calls", lambda: layered(program), program)
+    layers = log.attempt("the split of recurrent calls", lambda: split_recurrent(program), program)
     editor = GraphEditor(layers)
     for node in editor.calls(aten.slice.Tensor, *_RULES):
         with editor.graph.inserting_before(node):

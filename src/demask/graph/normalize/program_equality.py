@@ -27,10 +27,10 @@ MOST = 2**24  # the most elements of a value whose moves are traced
 _SAME = IDENTITIES | {torch.ops.aten.detach_.default}
 
 
-def difference(a: Program, b: Program) -> fx.Node | None:
+def find_difference(a: Program, b: Program) -> fx.Node | None:
     """The first call of `a` that `b` lacks, or the output of `a` if only that differs; None if the
     programs are equal. Random calls are equal if their order is."""
-    values = Values()
+    values = ValueNumbers()
     numbers_a, numbers_b = values.of(a), values.of(b)
     (first,), (second,) = (program.graph.find_nodes(op="output") for program in (a, b))
     if numbers_a[first] == numbers_b[second]:
@@ -60,7 +60,7 @@ class _ProgramWalk:
     drawn: int = 0
 
 
-class Values:
+class ValueNumbers:
     """Numbers of the values of several programs; equal values have equal numbers."""
 
     def __init__(self) -> None:

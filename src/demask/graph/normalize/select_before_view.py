@@ -19,13 +19,13 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import Declined, schema
 from demask.ops.entries.contraction import PRODUCTS
-from demask.ops.entries.movement import refined
+from demask.ops.entries.movement import common_refinement
 from demask.ops.traits import SELECTS, SPLITS_OF_AXES, TAKES, TRANSPOSES
 
 aten = torch.ops.aten
 
 
-def hoisted(program: Program) -> Program:
+def select_before_view(program: Program) -> Program:
     """The program with slices of a projection's output in the place of slices of its views."""
     if not any(node.target in TAKES and _split_of(node) for node in program.graph.nodes):
         return program
@@ -47,7 +47,7 @@ def _split_of(node: fx.Node) -> tuple[fx.Node, list[int], int, list[int], int] |
         return None
     shape = list(source.meta["val"].shape)
     projected: Any = source.args[0]
-    refinement = refined(list(projected.meta["val"].shape), shape)
+    refinement = common_refinement(list(projected.meta["val"].shape), shape)
     dim = schema.arguments(node)["dim"]
     if isinstance(refinement, Declined):
         return None
@@ -133,7 +133,7 @@ def _hoist(
 def _taken(node: fx.Node, axis: int, size: int) -> list[Tensor]:
     """Per output, the selected positions of an axis."""
     call_arguments = schema.arguments(node) | {"self": torch.arange(size), "dim": 0}
-    args, kwargs = schema.call(node.target, call_arguments)
+    args, kwargs = schema.bind_arguments(node.target, call_arguments)
     output = node.target(*args, **kwargs)  # type: ignore[operator]
     return [t.reshape(-1) for t in (output if isinstance(output, (list, tuple)) else [output])]
 

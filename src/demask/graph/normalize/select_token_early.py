@@ -24,7 +24,7 @@ _END = 2**63 - 1
 _Take = tuple[int, int]  # the axis, and the position: 0 is the first, -1 the last
 
 
-def early(program: Program, table: Table) -> Program:
+def select_token_early(program: Program, table: Table) -> Program:
     """The program with selections of one position of a dynamic axis as early as possible."""
     if not any(_taken(node) for node in program.graph.nodes):
         return program
@@ -92,7 +92,9 @@ def _again(
             part = editor.call(aten.slice.Tensor, operand.value, axis, *ends)
             values.append(part)
             selections.append(part)
-        call_arguments = schema.replaced(schema.arguments(source), relation.operands, values)
+        call_arguments = schema.replace_operands(
+            schema.arguments(source), relation.operands, values
+        )
         if relation.entry.args is not None:
             sizes: list[Any] = editor.sizes(source)
             sizes[dim] = 1

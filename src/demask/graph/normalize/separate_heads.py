@@ -17,7 +17,7 @@ from torch import fx
 from demask.graph.editor import GraphEditor, drop_unread
 from demask.graph.program import Program
 from demask.ops import Declined, Relation, Table, bind, schema
-from demask.ops.entries.movement import refined
+from demask.ops.entries.movement import common_refinement
 from demask.ops.schema import same_shape
 from demask.ops.traits import RESHAPES, SQUEEZES
 
@@ -37,7 +37,7 @@ class _Separated:
         return sum(self.counts[:k])
 
 
-def unmerged(program: Program, table: Table) -> Program:
+def separate_heads(program: Program, table: Table) -> Program:
     """The program without axes that merge a dynamic axis with another one and are split again."""
     if not any(node.target in _VIEWS and _merges(node) for node in program.graph.nodes):
         return program
@@ -57,7 +57,8 @@ def unmerged(program: Program, table: Table) -> Program:
 
 def _merges(node: fx.Node) -> bool:
     """Whether a view merges a dynamic and a static axis."""
-    refinement = refined(list(node.args[0].meta["val"].shape), list(node.meta["val"].shape))  # type: ignore[union-attr]
+    source: Any = node.args[0]
+    refinement = common_refinement(list(source.meta["val"].shape), list(node.meta["val"].shape))
     return not isinstance(refinement, Declined) and any(
         _mixed(axis, refinement[2]) for axis in refinement[1]
     )
@@ -110,7 +111,7 @@ class _Unmerger:
         source: Any = node.args[0]
         base = self.separated[source].node if source in self.separated else source
         shape = list(node.meta["val"].shape)
-        refinement = refined(list(base.meta["val"].shape), shape)
+        refinement = common_refinement(list(base.meta["val"].shape), shape)
         if isinstance(refinement, Declined):
             return
         before, after, letters = refinement
@@ -235,7 +236,7 @@ class _Unmerger:
         values = [self._broadcast(operand.value, counts) for operand in relation.operands]
         if any(value is None for value in values):
             return None
-        call_arguments = schema.replaced(schema.arguments(node), relation.operands, values)
+        call_arguments = schema.replace_operands(schema.arguments(node), relation.operands, values)
         return _Separated(self.editor.call_named(node.target, call_arguments), counts)
 
     def _broadcast(self, value: Any, counts: tuple[int, ...]) -> Any:

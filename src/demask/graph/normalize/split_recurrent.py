@@ -3,7 +3,7 @@
 backward(x) == flip(forward(flip(x)))        along time
 layers(x)   == layer_n(... layer_1(x))       directions of a layer joined along features
 
-`layered` applies these laws from left to right, `joined` from right to left.
+`split_recurrent` applies these laws from left to right, `join_recurrent` from right to left.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from demask.graph.editor import GraphEditor, drop_unread
 from demask.graph.program import Program
 from demask.graph.result.recurrent_modules import is_zeros, tensor_suffixes
 from demask.ops import schema
-from demask.ops.entries.recurrent import GATES, LSTM, weights_of
+from demask.ops.entries.recurrent import GATES, LSTM, count_parameters
 from demask.ops.traits import SIZED_ZEROS
 
 aten = torch.ops.aten
 
 
-def layered(program: Program) -> Program:
+def split_recurrent(program: Program) -> Program:
     """The program whose recurrent calls have one layer and one direction each."""
     if not any(map(_splits, program.graph.nodes)):
         return program
@@ -48,7 +48,7 @@ def _splits(node: fx.Node) -> bool:
 def _split(editor: GraphEditor, node: fx.Node) -> None:
     """Replace a call by one call per layer and direction."""
     call_arguments = schema.arguments(node)
-    count, directions = weights_of(node), 2 if call_arguments["bidirectional"] else 1
+    count, directions = count_parameters(node), 2 if call_arguments["bidirectional"] else 1
     time = 1 if call_arguments["batch_first"] else 0
     x, final_states = call_arguments["input"], []
     for layer in range(call_arguments["num_layers"]):
@@ -100,9 +100,10 @@ def _part(
 # ------------------------------------------------------------------- calls of one layer -> one call
 
 
-def joined(graph: fx.Graph) -> None:
+def join_recurrent(graph: fx.Graph) -> None:
     """Join the calls of all layers and directions of a module of torch.nn into one call, if they
-    are calls that `layered` returns for one: the module requires equal layers and directions."""
+    are calls that `split_recurrent` returns for one: the module requires equal layers and
+    directions."""
     groups: dict[tuple[str, Any], dict[str, list[fx.Node]]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and str(node.target) in GATES and not _splits(node):

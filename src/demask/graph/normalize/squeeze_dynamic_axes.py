@@ -40,7 +40,7 @@ def squeeze_static_axes(program: Program) -> Program:
                 if free_unbacked_symbols(size):  # data-dependent: torch decides in each call
                     value = editor.call(aten.squeeze.dim, value, dim)
                     continue
-                is_one, text = schema.hint(size) == 1, to_python(size.node.expr)
+                is_one, text = schema.example_size(size) == 1, to_python(size.node.expr)
                 if text is not None:
                     guards[f"{text} == 1" if is_one else f"{text} >= 2"] = None
                 value = editor.call(aten.select.int, value, dim, 0) if is_one else value

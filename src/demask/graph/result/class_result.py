@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import NotExportable
 from demask.graph.capture.capture import capture
-from demask.graph.capture.fold_constants import folded
-from demask.graph.capture.functionalize import functionalized
+from demask.graph.capture.fold_constants import fold_constants
+from demask.graph.capture.functionalize import functionalize
 from demask.graph.provenance import InputSpec, Provenance
 from demask.graph.result.demasked_module import attach, build
 from demask.graph.result.resize import tensors_of
@@ -30,7 +30,7 @@ class CallSpec:
     kwargs: Mapping[str, Any]
 
 
-def remember(
+def record_call(
     module: nn.Module, provenance: Provenance, args: Any, kwargs: Mapping[str, Any] | None
 ) -> None:
     """Record the provenance (`.demasked`) and the call of a module of any class, in place."""
@@ -82,7 +82,7 @@ def as_graph(module: Any) -> Any:
         program = capture(module, inputs[0], inputs[1], dynamic)
     except NotExportable:
         program = capture(module, inputs[0], inputs[1], {})
-    program = folded(functionalized(program))
+    program = fold_constants(functionalize(program))
     graph = build(program, _of_graph(vars(module)["demasked"])).train(module.training)
     names = {name for name, _ in tensors_of(graph)}
     for name, tensor in tensors_of(module):  # tensors that this call does not read

@@ -22,10 +22,10 @@ from demask.graph.guards import (
     REFUSE,
     REFUSE_VALUE,
     SYMBOLIC,
-    checker,
-    checks,
-    refuse,
+    compile_checks,
+    refuse_sizes,
     refuse_value,
+    size_checks,
     value_checks,
 )
 from demask.graph.provenance import Provenance
@@ -84,17 +84,20 @@ class Codegen(PyTreeCodeGen):
         node_list = list(nodes)
         names = {n.name: str(n.target) for n in node_list if n.op == "placeholder"}
         values = list(value_checks(names, self.provenance.values))
-        sizes = list(checks(names, self.provenance.inputs, self.provenance.guards))
+        sizes = list(size_checks(names, self.provenance.inputs, self.provenance.guards))
 
         def transformed(body: list[str]) -> list[str]:
             lookups = _lookups((_CALL.sub(_bound, line) for line in body), node_list, root_module)
             return [*values, *sizes, *lookups]
 
         variables = list(names.values())
-        self.checks = (checker(variables, values), checker(variables, sizes, **SYMBOLIC))
+        self.checks = (
+            compile_checks(variables, values),
+            compile_checks(variables, sizes, **SYMBOLIC),
+        )
         self._body_transformer = transformed
         code = super()._gen_python_code(nodes, root_module, *args, **kwargs)
-        code.globals |= {REFUSE: refuse, REFUSE_VALUE: refuse_value}
+        code.globals |= {REFUSE: refuse_sizes, REFUSE_VALUE: refuse_value}
         code.globals[TRACED] = torch.compiler.is_compiling
         return code
 

@@ -13,16 +13,16 @@ from torch.fx.graph import CodeGen
 
 from demask.compat.fx_internals import PyTreeInfo, codegen_of, signature_of
 from demask.graph.editor import drop_unread
-from demask.graph.node_records import NodeRecord, TensorType, graph_of, rows_of
-from demask.graph.normalize.split_recurrent import joined
+from demask.graph.node_records import NodeRecord, TensorType, graph_of, records_of
+from demask.graph.normalize.split_recurrent import join_recurrent
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result.codegen import Codegen
 from demask.graph.result.hooks import describe_lost_hooks
 from demask.graph.result.resize import tensors_of
-from demask.graph.result.restore_modules import Originals, restore, set_module
+from demask.graph.result.restore_modules import Originals, restore_modules, set_module
 from demask.graph.result.uncalled_modules import is_holder, refuse_hooks
-from demask.ops.custom import own_of
+from demask.ops.custom import custom_op_of
 
 # Attributes of a GraphModule that are generated from its graph.
 _GENERATED = {"_graph", "_code", "_lineno_map", "_prologue_start", "_in_spec", "_out_spec"}
@@ -69,7 +69,7 @@ class Demasked(fx.GraphModule):
         which fails at its checks of sizes."""
         state = {name: value for name, value in vars(self).items() if name not in _GENERATED}
         kind = type(self).graph_module()
-        return _unpickled, (kind, rows_of(self.graph), codegen_of(self.graph)), state
+        return _unpickled, (kind, records_of(self.graph), codegen_of(self.graph)), state
 
     def _archived(self) -> dict[str, Any] | None:
         """The data of a file in addition to graph, tensors and provenance, in JSON types. The name
@@ -82,9 +82,9 @@ class Demasked(fx.GraphModule):
     def plain(self) -> Demasked:
         """The network without custom ops (except quantization), sharing tensors; itself if it has
         none."""
-        custom_ops = [own_of(node.target) for node in self.graph.nodes]
+        custom_ops = [custom_op_of(node.target) for node in self.graph.nodes]
         passes = dict.fromkeys(op.lower for op in custom_ops if op and op.lower)
-        return reduce(changed, passes, self)
+        return reduce(apply_pass, passes, self)
 
     @classmethod
     def graph_module(cls) -> type[Self]:
@@ -92,7 +92,7 @@ class Demasked(fx.GraphModule):
         return next(kind for kind in cls.__mro__ if "<locals>" not in kind.__qualname__)
 
 
-def changed(module: Demasked, change: Callable[[Program], Program]) -> Demasked:
+def apply_pass(module: Demasked, change: Callable[[Program], Program]) -> Demasked:
     """The network after an output-preserving pass; it shares tensors."""
     info: PyTreeInfo = signature_of(module.graph)
     graph = fx.Graph()
@@ -196,8 +196,8 @@ def build(
         ]
         _place(root, names if name in names else (name, *names), constant, shared)
     if kind.trains:
-        joined(graph)
-        restore(graph, root, originals.modules if originals is not None else {}, kind)
+        join_recurrent(graph)
+        restore_modules(graph, root, originals.modules if originals is not None else {}, kind)
     if originals is not None and (lost := tuple(describe_lost_hooks(originals.model, root))):
         warnings.warn("; ".join(lost), stacklevel=4)
         provenance = replace(provenance, notes=(*provenance.notes, *lost))
@@ -212,11 +212,11 @@ def build(
 
 def _is_lowered(node: fx.Node) -> bool:
     """Whether `plain` replaces a call by ATen calls, which depend on its operands' types."""
-    own = own_of(node.target)
+    own = custom_op_of(node.target)
     return own is not None and own.lower is not None
 
 
-def exportable(model: nn.Module) -> nn.Module:
+def to_exportable(model: nn.Module) -> nn.Module:
     """A network that torch.export accepts: a demasked one without custom ops."""
     return model.plain() if isinstance(model, Demasked) else model
 

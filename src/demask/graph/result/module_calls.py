@@ -1,7 +1,7 @@
 """Modules of torch.nn and their ATen calls: one table for both directions.
 
 A call in a graph that equals a module's call becomes a call of that module (`restore_modules`); a
-module that a graph calls becomes its ATen call (`spell`).
+module that a graph calls becomes its ATen call (`lower_modules`).
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def row_for(kind: type[nn.Module], op: Any) -> EvalCall | None:
 # ------------------------------------------------------------------------------ modules -> calls
 
 
-def spell(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
+def lower_modules(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
     """Replace calls of modules by ATen calls, in place; returns the calls that remain: of modules
     that are not in the table, or that have hooks."""
     remaining = []
@@ -292,12 +292,12 @@ def _spell(node: fx.Node, module: nn.Module, row: EvalCall) -> None:
         operands |= {name: read(leaf) for name, leaf in row.tensors.items()}
         for name, names in row.lists.items():
             operands[name] = [read(leaf) for leaf in getattr(module, names)]
-    args, kwargs = schema.call(row.op, operands | row.module_arguments(module))
+    args, kwargs = schema.bind_arguments(row.op, operands | row.module_arguments(module))
     node.op, node.target, node.args, node.kwargs = "call_function", row.op, args, kwargs
     read_from_call(node, row.returns)
 
 
-def in_calls(network: fx.GraphModule) -> fx.Graph:
+def graph_of_calls(network: fx.GraphModule) -> fx.Graph:
     """A copy of a network's graph with ATen calls in the place of modules where possible, for
     analysis; nodes have the same names."""
     graph = fx.Graph()
@@ -305,14 +305,14 @@ def in_calls(network: fx.GraphModule) -> fx.Graph:
     graph.output(graph.graph_copy(network.graph, mapping))
     for old, new in mapping.items():
         new.name = old.name
-    spell(graph, network)
+    lower_modules(graph, network)
     return graph
 
 
 # ------------------------------------------------------------------------------------ in files
 
 
-def fields_of(module: nn.Module, kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
+def constructor_arguments(module: nn.Module, kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
     """The constructor arguments of a class for a module like this one, except for tensors."""
     for name in constructor_parameters(kind):
         if name in ("device", "dtype") or name.startswith("_") or not hasattr(module, name):
@@ -339,9 +339,9 @@ _WORDS = {
 _MOST_LAYERS = 1000  # of a recurrent module in a file: the constructor loops over them
 
 
-def hollow(kind: type[nn.Module], fields: Mapping[str, Any]) -> nn.Module:
-    """A module of a class without memory for tensors, from the values of `fields_of`. Raises
-    ValueError for values that `fields_of` does not return."""
+def create_without_memory(kind: type[nn.Module], fields: Mapping[str, Any]) -> nn.Module:
+    """A module of a class without memory for tensors, from the values of
+    `constructor_arguments`. Raises ValueError for values that it does not return."""
     known = constructor_parameters(kind)
     for name, value in fields.items():
         if name not in known or name in ("device", "dtype") or not _is_plain(name, value):

@@ -75,7 +75,7 @@ def create_zero_state(x: fx.Node, module: Any) -> Any:
     return states if len(states) == 2 else states[0]
 
 
-def rename(module: nn.RNNBase, names: list[str]) -> None:
+def remove_unnamed(module: nn.RNNBase, names: list[str]) -> None:
     """Remove all tensors but those with these names from a recurrent module, in place, and update
     its attributes."""
     parts = module.num_layers * (2 if module.bidirectional else 1)
@@ -89,7 +89,7 @@ def rename(module: nn.RNNBase, names: list[str]) -> None:
     module._init_flat_weights()
 
 
-def refresh(module: nn.Module) -> None:
+def refresh_tensors(module: nn.Module) -> None:
     """Update the references of a recurrent module to its tensors after they were replaced."""
     if isinstance(module, nn.RNNBase):
         module._init_flat_weights()

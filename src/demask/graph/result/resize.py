@@ -13,7 +13,7 @@ from demask.compat.modules import ConvNd, NormBase
 from demask.ops import schema
 
 
-def assign(root: nn.Module, name: str, tensor: Tensor) -> bool:
+def assign_tensor(root: nn.Module, name: str, tensor: Tensor) -> bool:
     """Set a tensor (a Parameter, or the value of a buffer) by its name, also a bias of a layer
     without one; whether the network has that name."""
     path, _, leaf = name.rpartition(".")
@@ -38,7 +38,7 @@ def tensors_of(root: nn.Module) -> list[tuple[str, Tensor]]:
             *root.named_buffers(remove_duplicate=False)]  # fmt: skip
 
 
-def bake(root: nn.Module) -> None:
+def remove_parametrizations(root: nn.Module) -> None:
     """Replace pruned and parametrized tensors by the computed tensors, in place. Tensors that are
     shared with another model are not written to."""
     for module in root.modules():
@@ -167,7 +167,7 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
     return numbers
 
 
-def renumber(module: nn.Module, calls: Iterable[fx.Node] = ()) -> None:
+def update_attributes(module: nn.Module, calls: Iterable[fx.Node] = ()) -> None:
     """Set a layer's attributes (`in_features`, `groups`, ...) from its tensors, in place. calls: of
     the layer, for attributes that tensors do not determine."""
     arguments = [schema.arguments(c) for c in calls if isinstance(c.meta.get("val"), Tensor)]

@@ -18,14 +18,14 @@ from demask.graph.result.module_calls import (
     ROWS,
     STATE,
     EvalCall,
+    constructor_arguments,
     constructor_parameters,
-    fields_of,
-    hollow,
+    create_without_memory,
     kind_of,
     row_for,
 )
-from demask.graph.result.recurrent_modules import begins_with_zeros, is_state, rename
-from demask.graph.result.resize import module_at, renumber
+from demask.graph.result.recurrent_modules import begins_with_zeros, is_state, remove_unnamed
+from demask.graph.result.resize import module_at, update_attributes
 from demask.graph.result.returned_values import is_returned, read_from_module
 from demask.graph.result.uncalled_modules import is_holder
 from demask.ops import schema
@@ -81,7 +81,7 @@ def _scope(node: fx.Node) -> tuple[str, str]:
     return path, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def restore(
+def restore_modules(
     graph: fx.Graph, root: nn.Module, originals: Mapping[str, nn.Module], network: type[nn.Module]
 ) -> None:
     """Replace ATen calls by calls of modules, which are added below `root`, if a module of the
@@ -289,7 +289,7 @@ def _new_module(
     for name, value in row.set.items():
         setattr(module, name, value)
     _describe_tensors(module, call, tensors)
-    renumber(module, [call])
+    update_attributes(module, [call])
     _own_counter(module)
     return (
         module
@@ -301,7 +301,7 @@ def _new_module(
 def _is_plain(module: nn.Module, kind: type[nn.Module], row: EvalCall) -> bool:
     """Whether the constructor of a class returns an equal module for its attributes."""
     try:
-        plain = hollow(kind, dict(fields_of(module, kind)))
+        plain = create_without_memory(kind, dict(constructor_arguments(module, kind)))
     except (RuntimeError, TypeError, ValueError):
         return False
     shapes = [{name: tensor.shape for name, tensor in m.state_dict().items()}
@@ -358,7 +358,7 @@ def _describe_tensors(module: Any, call: fx.Node, tensors: Mapping[str, Any]) ->
     """Set the attributes of a module that describe its tensors, except for sizes."""
     attributes = vars(module)
     if "_flat_weights_names" in attributes:
-        rename(module, list(tensors))
+        remove_unnamed(module, list(tensors))
     if "bias_ih" in tensors:
         module.bias = tensors["bias_ih"] is not None
     if "in1_features" in attributes:

@@ -88,7 +88,7 @@ def prefetch(e: Emitter, pointer: Value) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Compact:
+class CompactKernel:
     """Lists the columns with a nonzero input (NaN counts as nonzero), and their inputs."""
 
     arguments = 2

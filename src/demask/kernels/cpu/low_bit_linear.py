@@ -60,7 +60,7 @@ def _while_below(
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class EstimateKernel:
     """The estimates for every `step`-th tile of `vectors` vectors. bits: 8 or 4."""
 
     bits: int

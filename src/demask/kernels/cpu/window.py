@@ -39,7 +39,7 @@ CALL = np.dtype([(key, "<i8") for key in (
     "floats_out", "top", "left", "row", "inner_row", "inner_row_end", "row_end", "unit",
     "inner_unit", "inner_unit_end", "unit_end")])  # fmt: skip
 ADDRESSES = 4  # the first fields, addresses that change from call to call
-LARGEST = 7  # longest side of a window; taps are unrolled
+LARGEST_WINDOW = 7  # longest side of a window; taps are unrolled
 TABLE = 1 << 13  # bytes up to which weights are repeated to a whole period
 WORK = 1 << 18  # products for which one more thread pays
 SIZES = 64  # for which tasks are cached
@@ -373,7 +373,7 @@ def _share(whole: Range, k: int, count: int) -> Range:
     return begin, inner, max(min(whole[2], end), inner), end
 
 
-class Runner:
+class WindowRunner:
     """Runs a kernel on tiles of any size; several threads may use it at once."""
 
     def __init__(self, window: WindowKernel, isa: Isa | None = None):

@@ -53,22 +53,22 @@ NUMBERS = ("lo", "step", "e", "one_norm", "two_norm", "rounding", "sum")
 
 #: x: slot, n: length; u0, u1: slots of its bytes; groups, count: slots of the list of groups of
 #: `width` columns with a nonzero u, and of its length; numbers: slot; limit: bits of a float32
-QUANTISE = np.dtype([(key, "<i8") for key in (
+QUANTIZE = np.dtype([(key, "<i8") for key in (
     "x", "n", "u0", "u1", "groups", "count", "group_count", "numbers", "limit",
     "sums")])  # fmt: skip
 #: weights, constants: addresses; begin, end, step: tiles of `pitch` bytes; rows: number of rows;
 #: out: slot of zeros; list, left: slots of the rows not proved zero, and of their number; first,
 #: second: slots of their sums, for another level
-PILOT = np.dtype([(key, "<i8") for key in (
+ZERO_PROOF = np.dtype([(key, "<i8") for key in (
     "weights", "constants", "begin", "end", "step", "pitch", "rows", "u0", "u1", "groups", "count",
     "numbers", "out", "list", "left", "first", "second")])  # fmt: skip
 #: the next level for listed rows: lists to second are the first of `threads` slots
-SECOND = np.dtype([(key, "<i8") for key in (
+SECOND_PROOF = np.dtype([(key, "<i8") for key in (
     "lists", "counts", "first", "second", "threads", "thread", "weights", "constants", "pitch",
     "blocks", "u0", "u1", "numbers", "sums", "list", "left")])  # fmt: skip
 
 
-def dots(isa: Isa) -> str:
+def dot_instruction(isa: Isa) -> str:
     """How this processor multiplies bytes: "vnni", "madd" (pairs of 16-bit integers) or "mul"."""
     if not isa.triple.startswith("x86"):
         return "mul"
@@ -90,7 +90,7 @@ def _reduced(e: Emitter, x: Value, reduction: str) -> Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantise:
+class Quantize:
     """x as integers, the groups of columns to read, and the numbers that the bound needs."""
 
     width: int  # columns per group
@@ -99,7 +99,7 @@ class Quantise:
 
     def emit(self, e: Emitter) -> None:
         """Write k(call, arena)."""
-        f, b = Fields(e, QUANTISE.names), e.b
+        f, b = Fields(e, QUANTIZE.names), e.b
         lo, high, sums = self._statistics(e, f)
         step = b.fdiv(b.fsub(high, lo), FLOAT(float(LEVELS)))
         is_positive = b.fcmp_ordered(">", step, FLOAT(0.0))
@@ -203,13 +203,13 @@ def _bound(e: Emitter, row: dict[str, Value], x: dict[str, Value], p: Value) -> 
 
 
 def numbers_of(e: Emitter, f: Fields) -> dict[str, Value]:
-    """The numbers that `Quantise` wrote for an input, each in all lanes."""
+    """The numbers that `Quantize` wrote for an input, each in all lanes."""
     address = f.slot("numbers")
     return {key: e.splat(e.load(FLOAT, address, k)) for k, key in enumerate(NUMBERS)}
 
 
 @dataclass(frozen=True, slots=True)
-class Pilot:
+class ZeroProofKernel:
     """Writes zeros for every `step`-th tile of `vectors` vectors, and lists the rows not proved
     zero.
 
@@ -226,7 +226,7 @@ class Pilot:
 
     def emit(self, e: Emitter) -> None:
         """Write k(call, arena)."""
-        f, b = Fields(e, PILOT.names), e.b
+        f, b = Fields(e, ZERO_PROOF.names), e.b
         listed, count = (
             Listed(e, f, self.instruction, self.bits, self.ahead, signed=False),
             f.count("count"),
@@ -264,7 +264,7 @@ class Pilot:
 
 
 @dataclass(frozen=True, slots=True)
-class Second:
+class SecondProofKernel:
     """Lists which of the rows that 4 bits did not prove zero are not proved by 8 bits either.
 
     The lower 4 bits are read row by row. Σ q u = 16 (Σ h u - 8 Σ u) + Σ l u, with the upper halves
@@ -277,7 +277,7 @@ class Second:
 
     def emit(self, e: Emitter) -> None:
         """Write k(call, arena)."""
-        f, b = Fields(e, SECOND.names), e.b
+        f, b = Fields(e, SECOND_PROOF.names), e.b
         numbers, length = numbers_of(e, f), e.variable(I64, I64(0))
         with e.loop(I64(0), f["threads"]) as list_number:
             count = e.load(I64, f.slot("counts", list_number))

@@ -12,7 +12,7 @@ class NoPlan(Exception):
 
 
 @functools.cache
-def installed() -> bool:
+def is_installed() -> bool:
     """Whether llvmlite can be imported and the system is POSIX; if not, warns once.
 
     Callers fall back to ATen ops, which return the same result but are slower.

@@ -26,7 +26,7 @@ def _letters(rank: int) -> list[str]:
 def view(node: fx.Node) -> SizedLine | Declined:
     """The common refinement of the two shapes: `n 12 -> n 3 4` is `n (a b) -> n a b`."""
     old, new = _shape(node), list(schema.outputs(node)[0].shape)
-    refinement = refined(old, new)
+    refinement = common_refinement(old, new)
     if isinstance(refinement, Declined):
         return refinement
     before, after, sizes = refinement
@@ -38,7 +38,7 @@ def _line(axes: list[list[str]]) -> str:
     return " ".join("1" if not a else a[0] if len(a) == 1 else f"({' '.join(a)})" for a in axes)
 
 
-def refined(
+def common_refinement(
     old: list[Any], new: list[Any]
 ) -> tuple[list[list[str]], list[list[str]], dict[str, int | None]] | Declined:
     """The letters of each axis of both shapes, major first, and the sizes of letters: the common

@@ -49,7 +49,7 @@ PADDED: Mapping[Any, Any] = {window: _defined(window) for window in WINDOWS}
 PLAIN: Mapping[Any, Any] = {padded: window for window, padded in PADDED.items()}
 
 
-def with_padded(table: Table) -> Table:
+def add_padded_entries(table: Table) -> Table:
     """The table with entries for these ops: those of their windows, which also read the pads."""
     entries = {
         op_name(padded): _entry(table[op_name(window)])
@@ -65,12 +65,14 @@ def _entry(window: Entry) -> Entry:
     def reads_padding(node: fx.Node) -> bool:
         call_arguments = schema.arguments(node)
         # -inf never changes a maximum, just as the padding of max pools.
-        is_read = call_arguments["pad_value"] != float("-inf") and grows(call_arguments["pads"])
+        is_read = call_arguments["pad_value"] != float("-inf") and may_add_positions(
+            call_arguments["pads"]
+        )
         return is_read or window.reads_padding(node)
 
     return replace(window, pads=reads_padding, cases=())
 
 
-def grows(pads: Any) -> bool:
+def may_add_positions(pads: Any) -> bool:
     """Whether pads may add positions: negative numbers crop; dynamic sizes may be positive."""
     return any(not isinstance(n, int) or n > 0 for n in pads)

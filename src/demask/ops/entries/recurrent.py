@@ -22,7 +22,7 @@ LSTM = "aten.lstm.input"
 GATES = {LSTM: 4, "aten.gru.input": 3, "aten.rnn_tanh.input": 1, "aten.rnn_relu.input": 1}
 
 
-def weights_of(node: fx.Node) -> int:
+def count_parameters(node: fx.Node) -> int:
     """The number of parameters per layer and direction of a recurrent call: w_ih, w_hh, with biases
     b_ih and b_hh, and w_hr if an LSTM projects its output."""
     call_arguments = schema.arguments(node)
@@ -38,7 +38,7 @@ def _line(gates: int) -> Callable[[fx.Node], SizedLine | Declined]:
         if call_arguments["num_layers"] != 1 or call_arguments["bidirectional"]:
             return Declined("several recurrent layers in one call, with dropout between them")
         biases = 2 if call_arguments["has_biases"] else 0
-        projected = weights_of(node) - biases == 3
+        projected = count_parameters(node) - biases == 3
         if (
             projected
             and call_arguments["hx"][0].meta["val"].shape[2]
@@ -86,4 +86,4 @@ ENTRIES = [
     _entry("aten.rnn_relu.input", 0, lambda b, c: b + c <= 0),
 ]
 
-__all__ = ["ENTRIES", "GATES", "LSTM", "weights_of"]
+__all__ = ["ENTRIES", "GATES", "LSTM", "count_parameters"]

@@ -373,7 +373,7 @@ class _LawTile:
         """The input regions outside of which garbage changes the tile, in words: `needed` and the
         pair (input_start, input_end) are tried."""
         args = (self.relation, self.operand, self.axis)
-        exact = regions.needed(*args, self.start, self.end, out=self.out)
+        exact = regions.needed_interval(*args, self.start, self.end, out=self.out)
         pair = (regions.input_start(*args, self.start, out=self.out),
                 regions.input_end(*args, self.end, out=self.out))  # fmt: skip
         size = self._value.shape[self.at]
@@ -390,7 +390,7 @@ class _LawTile:
         if not letters & (self.relation.window | self.relation.moved):
             return []
         args = (self.relation, self.operand, self.axis, self.start, self.end)
-        low, high = regions.needed(*args, out=self.out)
+        low, high = regions.needed_interval(*args, out=self.out)
         edges = sorted({low, high - 1}) if low < high else []
         return [f"{self}: {k} is not read" for k in edges if self._holds([k], generator)]
 
@@ -433,9 +433,11 @@ def garbage(value: Tensor, axis: int, where: list[int], generator: torch.Generat
 def call_with(relation: Relation, operand: int, value: Tensor) -> list[Tensor]:
     """The outputs of the call with another value of one operand."""
     values = [value if k == operand else o.value for k, o in enumerate(relation.operands)]
-    call_arguments = schema.replaced(schema.arguments(relation.node), relation.operands, values)
+    call_arguments = schema.replace_operands(
+        schema.arguments(relation.node), relation.operands, values
+    )
     call_arguments = map_arg(call_arguments, lambda node: node.meta["val"])
-    args, kwargs = schema.call(relation.node.target, call_arguments)
+    args, kwargs = schema.bind_arguments(relation.node.target, call_arguments)
     with torch.no_grad():
         output = relation.node.target(*args, **kwargs)  # type: ignore[operator]
     return list(output) if isinstance(output, (list, tuple)) else [output]

@@ -30,7 +30,7 @@ from demask.graph.program import Program
 from demask.kernels.llvm import availability as llvm
 from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.plan_cache import PlanCache, Planned, plans_of
-from demask.ops.custom import Own
+from demask.ops.custom import CustomOp
 from demask.pilot.chains.chain_plan import MODES, ChainLayer, ChainPlan
 from demask.registry import CUSTOM_OPS
 from demask.sparse.segment.segment_op import PLAIN
@@ -131,7 +131,7 @@ class ChainPlans(PlanCache):
 
     def new_plan(self, inputs: list[Tensor], weights: list[Tensor]) -> Planned:
         fake(inputs[0], weights, self.text)
-        if not llvm.installed():
+        if not llvm.is_installed():
             return None, ()
         modes = [step.mode for step in self.program]
         layers = []
@@ -235,4 +235,4 @@ def check(arguments: Mapping[str, Any]) -> None:
         width = weight.shape[0]
 
 
-CUSTOM_OPS.register("chain", Own(plain, expand_chains, check))
+CUSTOM_OPS.register("chain", CustomOp(plain, expand_chains, check))

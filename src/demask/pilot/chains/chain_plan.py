@@ -149,8 +149,8 @@ class ChainPlanBuilder:
             return columns_slot, x, self.slots.address(self.keep_alive(count))
         size = 4 * (columns + gemv.SLACK)
         cols, values, count = self.slots.new(size), self.slots.new(size), self.slots.new(8)
-        self.call(thread, gemv.Compact(), gemv.COMPACT, x=x, n=columns, cols=cols, values=values,
-                  count=count)  # fmt: skip
+        self.call(thread, gemv.CompactKernel(), gemv.COMPACT, x=x, n=columns, cols=cols,
+                  values=values, count=count)  # fmt: skip
         return cols, values, count
 
     def _columns(self, layer: ChainLayer, lists: Sequence[tuple[int, int, int]], out: int,
@@ -174,7 +174,10 @@ class ChainPlanBuilder:
         """Write a layer whose first level, and second where there is one, proves rows zero."""
         rows, columns = layer.weight.shape
         bits, slots, isa = 4 if mode == "two" else 8, self.slots, self.isa
-        dot, vectors = certify.dots(isa), gemv.vectors_of(rows, isa, certify.tile_vectors(isa))
+        dot, vectors = (
+            certify.dot_instruction(isa),
+            gemv.vectors_of(rows, isa, certify.tile_vectors(isa)),
+        )
         weight, bias = layer.weight.numpy(), None if layer.bias is None else layer.bias.numpy()
         first, second = packing.planes(weight, bias, bits, vectors, isa)
         width, count = 32 // bits, packing.tiles(rows, vectors, isa)
@@ -188,8 +191,8 @@ class ChainPlanBuilder:
         for t in range(self.threads):
             inputs.append(self.quantised(t, x, columns, width, np.abs(weight).max(initial=0)))
             u0, u1, groups, listed, numbers, _ = inputs[t]
-            self.call(t, certify.Pilot(bits, vectors, dot, second is not None), certify.PILOT,
-                      weights=self.keep_alive(first.weights),
+            kernel = certify.ZeroProofKernel(bits, vectors, dot, second is not None)
+            self.call(t, kernel, certify.ZERO_PROOF, weights=self.keep_alive(first.weights),
                       constants=self.keep_alive(first.constants),
                       begin=t, end=count, step=self.threads, rows=rows,
                       pitch=first.weights[0].nbytes, u0=u0, u1=u1, groups=groups, count=listed,
@@ -204,8 +207,8 @@ class ChainPlanBuilder:
                 slots.several(self.threads, 8),
             )
             for t, (u0, u1, _, _, numbers, whole) in enumerate(inputs):
-                self.call(t, certify.Second(dot), certify.SECOND, lists=first_lists,
-                          counts=first_counts, first=sums[0], second=sums[1],
+                self.call(t, certify.SecondProofKernel(dot), certify.SECOND_PROOF,
+                          lists=first_lists, counts=first_counts, first=sums[0], second=sums[1],
                           threads=self.threads, thread=t, weights=self.keep_alive(second.weights),
                           constants=self.keep_alive(second.constants),
                           pitch=second.weights.shape[1], blocks=second.weights.shape[1] // 64,
@@ -237,7 +240,7 @@ class ChainPlanBuilder:
         groups = slots.new(4 * (-(-columns // width) + gemv.SLACK))
         count, numbers, sums = slots.new(8), slots.new(64), slots.new(8)
         limit = struct.unpack("<I", struct.pack("<f", certify.CEILING / max(1.0, largest)))[0]
-        self.call(thread, certify.Quantise(width), certify.QUANTISE, x=x, n=columns, u0=u0, u1=u1,
+        self.call(thread, certify.Quantize(width), certify.QUANTIZE, x=x, n=columns, u0=u0, u1=u1,
                   groups=groups, count=count, group_count=-(-columns // width), numbers=numbers,
                   limit=limit, sums=sums)  # fmt: skip
         return u0, u1, groups, count, numbers, sums

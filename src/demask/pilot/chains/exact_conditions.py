@@ -36,8 +36,8 @@ from demask.pilot.chains.find import (
     replace_chain,
 )
 from demask.pilot.conditions.base import Condition, Conditioned, Decision
-from demask.shrink.build_uncut import finished
-from demask.shrink.pipeline import given
+from demask.shrink.build_uncut import build_uncut
+from demask.shrink.pipeline import capture_program
 from demask.sparse.plan.tape import NoPlan
 
 SAMPLES = 16  # rows of the example inputs from which modes are chosen
@@ -163,7 +163,7 @@ def chained(
 ) -> Chained:
     """The network with its chains, each layer in the mode of `allowed` that is predicted to be the
     fastest. always: replace chains that gain nothing, too. The model is not changed."""
-    before = given(model, args, kwargs, None)
+    before = capture_program(model, args, kwargs, None)
     editor = GraphEditor(before)
     remove_dropout(editor)
     chains, decisions = find_chains(editor)
@@ -171,7 +171,7 @@ def chained(
     for chain, x in zip(chains, inputs, strict=True):
         decisions += decided(editor, chain, x, allowed, always=always)
     after = editor.finish()
-    plain = finished(Analysis(before, table), after, [f"{len(chains)} chains of linear layers"])
+    plain = build_uncut(Analysis(before, table), after, [f"{len(chains)} chains of linear layers"])
     info: Any = signature_of(plain.graph)
     network = Chained.of(plain, plain.graph, info, plain.demasked).eval()
     by = "" if condition.name == "columns" else "bits:8"

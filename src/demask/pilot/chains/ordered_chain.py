@@ -81,7 +81,7 @@ class OrderedLayer:
         self.bias = None if bias is None else bias.detach().contiguous()
         tensors = [self.weight] if self.bias is None else [self.weight, self.bias]
         self.bits, self.finite = bits, all(bool(t.isfinite().all()) for t in tensors)
-        self._compiled = self.finite and self.weight.numel() > 0 and llvm.installed()
+        self._compiled = self.finite and self.weight.numel() > 0 and llvm.is_installed()
         self.pilot_bytes = bits.weight_bytes(self.weight, len(self.weight)) + self._bias_bytes
         self.columns_norm = torch.linalg.vector_norm(self.weight, dim=0)
         fits = self._compiled and not unfit(bits, self.weight.shape[1])
@@ -300,7 +300,7 @@ class Ordered(nn.Module):
             # the tensors and their memory live as long as the key, so that no other gets their ids
             alive = [*flat, *(t.detach() for t in flat)]
             chain = OrderedChain([OrderedLayer(w, b, self.bits) for w, b in pairs])
-            same = MemoryProbe(flat).same if llvm.installed() else lambda: True
+            same = MemoryProbe(flat).same if llvm.is_installed() else lambda: True
             self._prepared = key, alive, same, chain
         return self._prepared[3]
 

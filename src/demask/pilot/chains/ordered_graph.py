@@ -15,7 +15,7 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.result.demasked_module import Demasked
-from demask.graph.result.module_calls import spell
+from demask.graph.result.module_calls import lower_modules
 from demask.machine.byte_sizes import parse_memory
 from demask.ops import TABLE, Table, schema
 from demask.pilot.chains.find import LinearChain, find_chains, reader_names, remove_dropout
@@ -24,8 +24,8 @@ from demask.pilot.chains.ordered_plan import unfit
 from demask.pilot.conditions.base import Condition, Conditioned, Decision
 from demask.pilot.simplifiers.rounding import Bits
 from demask.pilot.simplifiers.simplify import simplifier
-from demask.shrink.build_uncut import finished
-from demask.shrink.pipeline import given
+from demask.shrink.build_uncut import build_uncut
+from demask.shrink.pipeline import capture_program
 
 
 class OrderedNetwork(Demasked):
@@ -117,14 +117,14 @@ def ordered(
     """The network with each of its chains in order, within the chain's share of the limit. Layers
     that are in no chain stay as they are, and `conditioned.decisions` says why."""
     bits = _bits(pilot)
-    program = given(model, args, kwargs, None)
+    program = capture_program(model, args, kwargs, None)
     editor = GraphEditor(program)
     remove_dropout(editor)
     chains, decisions = _chains(editor, bits)
-    network = finished(
+    network = build_uncut(
         Analysis(program, table), editor.finish(), ["chains run in order of importance"]
     )
-    spell(network.graph, network)
+    lower_modules(network.graph, network)
     nodes = {node.name: node for node in network.graph.nodes}
     sizes = [sum(_bytes(editor, call) for call in chain.calls) for chain in chains]
     paths = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from demask.kernels.cpu import gemv
 from demask.kernels.cpu import zero_proof as certify
-from demask.kernels.cpu.low_bit_linear import ESTIMATE, Estimate
+from demask.kernels.cpu.low_bit_linear import ESTIMATE, EstimateKernel
 from demask.kernels.llvm.isa import Isa, host
 from demask.pilot.chains import packing
 from demask.pilot.chains.chain_plan import INPUT, OUTPUT, ChainPlanBuilder, Runs
@@ -76,7 +76,7 @@ class Estimated(Runs):
         builder, width, few = ChainPlanBuilder(threads, layer.isa), WIDTHS[layer.bits], layer.few
         builder.tape.phase()
         tiles, parts, size = few.scales.shape
-        kernel = Estimate(layer.bits, layer.vectors, certify.dots(layer.isa))
+        kernel = EstimateKernel(layer.bits, layer.vectors, certify.dot_instruction(layer.isa))
         for t in range(threads):
             u0, u1, groups, listed, numbers, _ = builder.quantised(
                 t, INPUT, layer.columns, width, layer.largest

@@ -40,9 +40,9 @@ from demask.pilot.simplifiers.rounding import quantized
 from demask.pilot.simplifiers.simplify import Simplifier, simplify
 from demask.pilot.weight_layers import by_rows, from_rows, layers_of
 from demask.shrink.layout.cells import RunTimeIndex
-from demask.shrink.pipeline import given, simplified
-from demask.shrink.runtime_index.analysis import Pick
-from demask.shrink.runtime_index.rewrite import with_inputs
+from demask.shrink.pipeline import canonicalize, capture_program
+from demask.shrink.runtime_index.analysis import IndexedSupport
+from demask.shrink.runtime_index.rewrite import add_inputs
 
 aten = torch.ops.aten
 
@@ -204,7 +204,7 @@ class _Draft:
         table: Table,
     ):  # fmt: skip
         self.kind, self.args, self.kwargs = kind, args, dict(kwargs or {})
-        self.program = simplified(given(model, args, kwargs, None), table)
+        self.program = canonicalize(capture_program(model, args, kwargs, None), table)
         self.analysis = Analysis(self.program, table)
         conditionable, excluded = targets_of(self.analysis)
         self.targets = [t for t in conditionable if fnmatchcase(t.layer, kind.layers)]
@@ -228,13 +228,15 @@ class _Draft:
             raise BadInput(f"{self.kind.name} needs a pilot, which says what is important: a "
                            "simplifier such as 'bits:4', a module, or ExecutionData (collect); "
                            f"got {type(pilot).__name__}")  # fmt: skip
-        program = simplified(given(module, self.args, self.kwargs, None), self.analysis.table)
+        program = canonicalize(
+            capture_program(module, self.args, self.kwargs, None), self.analysis.table
+        )
         return Analysis(program, self.analysis.table), text
 
     def with_constants(self, fills: Sequence[float | Tensor]) -> Supported:
         """The module in which positions that are not computed are constants, one for all targets
         or one each."""
-        program, indices, mapping = with_inputs(self.program, self._indices())
+        program, indices, mapping = add_inputs(self.program, self._indices())
         picks = {}
         for k, target in enumerate(self.targets):
             fill = fills[k] if len(fills) > 1 else fills[0]
@@ -243,7 +245,9 @@ class _Draft:
                 fill if isinstance(fill, Tensor) else torch.full([1] * value.ndim, float(fill))
             )
             index = RunTimeIndex(indices[f"index_{k}"], target.size)
-            picks[mapping[target.node], 0] = Pick(target.axis, index, fill_tensor.to(value.dtype))
+            picks[mapping[target.node], 0] = IndexedSupport(
+                target.axis, index, fill_tensor.to(value.dtype)
+            )
         return self._module(program, picks, self._observer())
 
     def with_values(self) -> Supported:
@@ -258,11 +262,13 @@ class _Draft:
         for mine, other in zip(self.targets, theirs, strict=True):
             self._check_alike(mine, other)
         like = {f"value_{k}": t.node.meta["val"] for k, t in enumerate(self.targets)}
-        program, inputs, mapping = with_inputs(self.program, {**self._indices(), **like})
+        program, inputs, mapping = add_inputs(self.program, {**self._indices(), **like})
         picks = {}
         for k, target in enumerate(self.targets):
             index = RunTimeIndex(inputs[f"index_{k}"], target.size)
-            picks[mapping[target.node], 0] = Pick(target.axis, index, inputs[f"value_{k}"])
+            picks[mapping[target.node], 0] = IndexedSupport(
+                target.axis, index, inputs[f"value_{k}"]
+            )
         return self._module(
             program, picks, observing(self.pilot.program, theirs, values=True), values=True
         )
@@ -281,13 +287,15 @@ class _Draft:
         changed, layers = _doubled(self.analysis, [t.layer for t in self.targets], bits)
         sizes = {f"index_{k}": t.size for k, t in enumerate(self.targets)}
         sizes |= {f"rest_{k}": t.size for k, t in enumerate(self.targets)}
-        program, inputs, mapping = with_inputs(changed, sizes)
+        program, inputs, mapping = add_inputs(changed, sizes)
         picks = {}
         for k, (node, twin, axis) in enumerate(layers):
             size = self.targets[k].size
             zero = torch.zeros([1] * node.meta["val"].ndim, dtype=node.meta["val"].dtype)
             for name, call in ((f"index_{k}", node), (f"rest_{k}", twin)):
-                picks[mapping[call], 0] = Pick(axis, RunTimeIndex(inputs[name], size), zero)
+                picks[mapping[call], 0] = IndexedSupport(
+                    axis, RunTimeIndex(inputs[name], size), zero
+                )
         return self._module(program, picks, self._observer(), rest=True)
 
     def _indices(self) -> dict[str, Any]:

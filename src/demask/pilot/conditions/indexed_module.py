@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.facts.known import Key
-from demask.graph.program import Program, owned
+from demask.graph.program import Program, copy_tensors
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import Table
 from demask.pilot.conditions.base import Conditioned
 from demask.pilot.data.execution_data import ExecutionData
-from demask.shrink.build_uncut import finished, shared
-from demask.shrink.runtime_index.analysis import Pick
-from demask.shrink.runtime_index.rewrite import indexed, masked
+from demask.shrink.build_uncut import build_sharing, build_uncut
+from demask.shrink.runtime_index.analysis import IndexedSupport
+from demask.shrink.runtime_index.rewrite import emit_indexed, emit_masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +74,17 @@ class Supported(nn.Module):
     conditioned: Conditioned
 
     def __init__(
-        self, program: Program, picks: Mapping[Key, Pick], observer: Program | None,
+        self, program: Program, picks: Mapping[Key, IndexedSupport], observer: Program | None,
         chosen: ChosenPositions, conditioned: Conditioned, table: Table,
     ):  # fmt: skip
         super().__init__()
-        analysis = Analysis(owned(program), table)
-        self.network: Demasked = shared(analysis, indexed(analysis, picks), ())
+        analysis = Analysis(copy_tensors(program), table)
+        self.network: Demasked = build_sharing(analysis, emit_indexed(analysis, picks), ())
         # torch has no convolution of no channels: where an index is empty all is computed.
-        self.whole: Demasked = shared(analysis, masked(analysis, picks), ())
+        self.whole: Demasked = build_sharing(analysis, emit_masked(analysis, picks), ())
         self.pilot = None
         if observer is not None:
-            self.pilot = finished(Analysis(observer, table), observer, ())
+            self.pilot = build_uncut(Analysis(observer, table), observer, ())
         self.chosen, self.conditioned = chosen, conditioned
         self.last: tuple[Tensor, ...] = ()
         for k in range(len(chosen.layers) if observer is None else 0):

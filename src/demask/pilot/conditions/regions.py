@@ -25,15 +25,15 @@ from demask.pilot.data.tile_contrast import contrast, contrasts, differences, pe
 from demask.pilot.simplifiers.simplify import Simplifier, simplifier, simplify
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.execution.rectangles import Rectangle, rectangles
-from demask.traverse.execution.region_runner import RegionNetwork, fitted, refusals
+from demask.traverse.execution.region_runner import RegionNetwork, fit_cost, refusals
 from demask.traverse.execution.segment_executor import Counter
 from demask.traverse.execution.tiled_module import (
     Prepared,
     Tiled,
-    called,
+    call_by_image,
     constants,
     empty_result,
-    image,
+    run_image,
 )
 from demask.traverse.halos.halo import Halo, halo
 from demask.traverse.tile import tile as tiled
@@ -246,7 +246,7 @@ class InRegions(nn.Module):
         self.last = Last()
         rows, columns = self.windows.size
         side = condition.tile
-        self._cost = fitted(self.windows, side)
+        self._cost = fit_cost(self.windows, side)
         self._all = Rectangle(0, rows, 0, columns)
         self._seconds = self.windows.seconds(self._all)
         self._macs = self.windows.macs(self._all)
@@ -268,7 +268,7 @@ class InRegions(nn.Module):
                     state.append(self._begun(here.flow, args, kwargs, flat, results, n))
                 ran.append(self._ran(state[0][k]))
                 if ran[-1].whole:
-                    return image(module, here, flat, results, k, n)
+                    return run_image(module, here, flat, results, k, n)
                 inputs = constants(module, here.flow) | dict(
                     zip(here.flow.inputs, flat, strict=True)
                 )
@@ -276,7 +276,7 @@ class InRegions(nn.Module):
                 return {}, self.windows.run(ran[-1].places, inputs, outputs, k)
 
             try:
-                outputs = called(self.whole, args, kwargs, run)
+                outputs = call_by_image(self.whole, args, kwargs, run)
             except ValueError as error:
                 raise _unlike(error) from error
         self.last = Last(tuple(ran))

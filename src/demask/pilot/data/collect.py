@@ -15,7 +15,7 @@ from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.files.pt2.io import read_model
 from demask.graph.capture.capture import capture
-from demask.graph.capture.functionalize import functionalized
+from demask.graph.capture.functionalize import functionalize
 from demask.graph.program import Program
 from demask.graph.provenance import Cut, Provenance
 from demask.machine.byte_sizes import parse_memory
@@ -24,7 +24,7 @@ from demask.pilot.data.execution_data import MEASURES, ExecutionData
 from demask.pilot.data.lazy_weights import ConstantSource, LoadedConstants, outlined, stored_source
 from demask.pilot.data.measured_values import MeasuredValue, sites_of
 from demask.pilot.data.sliced_run import each, flat, walk
-from demask.shrink.pipeline import given
+from demask.shrink.pipeline import capture_program
 
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]
 Inputs = tuple[Any, ...] | Iterable[tuple[Any, ...]]
@@ -106,10 +106,10 @@ def _read(
         if not isinstance(model, nn.Module) and not is_file:
             raise BadInput("weights in a file are for modules; pass the module they belong to")
         network_outline = outlined(model, weights)
-        program = functionalized(capture(network_outline.slim, args))
+        program = functionalize(capture(network_outline.slim, args))
         return program, stored_source(network_outline, program), _cuts(network_outline.slim)
     network: Any = read_model(model) if is_file else model  # type: ignore[arg-type]
-    program = given(network, args, {}, None)
+    program = capture_program(network, args, {}, None)
     return program, LoadedConstants(program), _cuts(network)
 
 

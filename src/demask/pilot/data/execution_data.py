@@ -22,9 +22,9 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.files.atomic_write import write
 from demask.files.bounded_read import parse_json
-from demask.machine.byte_sizes import human
+from demask.machine.byte_sizes import format_bytes
 from demask.pilot.data.draw import draw
-from demask.text_table import as_lines, number_table
+from demask.text_table import number_table, render_lines
 
 FORMAT = "demask execution data 1"
 MEASURES = ("mean", "max")
@@ -122,8 +122,10 @@ class ExecutionData:
         table = number_table("layer", *heads, pad_edge=False)
         for name, values in self.magnitudes.items():
             table.add_row(name, *_cells(values))
-        lines = as_lines(table)
-        slices = f"; {self.slices} slices, weights in memory: {human(self.peak_weight_bytes)}"
+        lines = render_lines(table)
+        slices = (
+            f"; {self.slices} slices, weights in memory: {format_bytes(self.peak_weight_bytes)}"
+        )
         words = f"{self.measure} |value| per {self.per}, of {self.source}"
         return "\n".join([*lines, words + (slices if self.slices > 1 else "")])
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.machine.benchmark import medians
+from demask.machine.benchmark import measure_medians
 from demask.pilot.guarantee import Guarantee, compared, guarantee, splits
 from demask.pilot.routing.confidence import CONFIDENCES, picked, scores
 from demask.pilot.routing.router import Router, ThresholdRoute
@@ -149,7 +149,7 @@ def _times(
     few = picked(args, torch.arange(max(1, math.ceil(share * count)), device=device), rows)
     calls = {"pilot": partial(pilot, *some), "full": partial(model, *some),
              "rest": partial(model, *few)}  # fmt: skip
-    taken = medians(calls, device, PAIRS, SECONDS)
+    taken = measure_medians(calls, device, PAIRS, SECONDS)
     return taken["pilot"], taken["full"], taken["rest"]
 
 

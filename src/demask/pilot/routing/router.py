@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.graph.module_copy import structural_copy
-from demask.machine.benchmark import medians
+from demask.machine.benchmark import measure_medians
 from demask.ops import TABLE, Table
 from demask.pilot.conditions.base import Conditioned, Decision, text
 from demask.pilot.routing.confidence import CONFIDENCES, Routed, picked, scores
@@ -226,7 +226,7 @@ def _slow(router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     if known and len(unsure):
         some = picked((args, kwargs), unsure, rows)
         calls["rest"] = partial(router.full, *some[0], **some[1])
-    taken = medians(calls, scores(outputs).device, PAIRS, SECONDS)
+    taken = measure_medians(calls, scores(outputs).device, PAIRS, SECONDS)
     pilot, full, rest = taken["pilot"], taken["full"], taken.get("rest", 0.0)
     if pilot + rest < full:
         return ""

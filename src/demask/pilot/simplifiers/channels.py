@@ -24,7 +24,7 @@ from demask.graph.result.demasked_module import Demasked
 from demask.ops import Declined, Relation, schema
 from demask.pilot.weight_layers import layers_of
 from demask.shrink.layout.cells import Cells
-from demask.shrink.pipeline import shrunk
+from demask.shrink.pipeline import build_shrunk
 
 ConstantAxis = tuple[str, int]  # name of a constant and one of its axes
 CellAxes = tuple[tuple[int, ...], ...]
@@ -61,7 +61,7 @@ class Channels:
         program, groups = analysis.program, ChannelGroups.of(analysis)
         note = f"{self.text()}: {len(groups.members)} groups of channels cut"
         masked = replace(_masked(program, groups, self.fraction), notes=(*program.notes, note))
-        return shrunk(masked, analysis.table)
+        return build_shrunk(masked, analysis.table)
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """Bytes of one weight as it is."""

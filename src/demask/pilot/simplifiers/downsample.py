@@ -38,7 +38,7 @@ from demask.pilot.simplifiers.resample import (
     split,
 )
 from demask.pilot.weight_layers import check_finite
-from demask.shrink.build_uncut import finished
+from demask.shrink.build_uncut import build_uncut
 
 aten = torch.ops.aten
 _SIZED = ("view", "_unsafe_view", "reshape", "unflatten", "expand")  # take sizes, which are rebuilt
@@ -92,7 +92,7 @@ class Downsample:
         smaller = _Smaller(analysis, self.factor, self.mode)
         program = smaller.build()
         note = f"{self.text()}: {smaller.resampled} constants resampled"
-        return finished(analysis, program, [note])
+        return build_uncut(analysis, program, [note])
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """Bytes of one weight as it is."""
@@ -218,7 +218,7 @@ class _Smaller:
         letters = self._letters(relation)
         self._check_moves(relation)
         arguments = self._arguments(relation, letters)
-        self._call_with(node, *schema.call(node.target, arguments))
+        self._call_with(node, *schema.bind_arguments(node.target, arguments))
         self._out(relation, letters)
 
     def _call_with(self, node: fx.Node, args: Any, kwargs: Any) -> None:
@@ -275,7 +275,7 @@ class _Smaller:
         node = relation.node
         arguments = map_arg(schema.arguments(node), self._mapped)
         values = [self._operand(relation, k, letters) for k in range(len(relation.operands))]
-        arguments = schema.replaced(arguments, relation.operands, values)
+        arguments = schema.replace_operands(arguments, relation.operands, values)
         name = op_name(node.target).split(".")[1]
         if name in _SIZED and relation.entry.args is not None:
             sizes = self._sizes(relation, letters, name)

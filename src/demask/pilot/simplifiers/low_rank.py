@@ -22,7 +22,7 @@ from demask.graph.result.demasked_module import Demasked
 from demask.ops import schema
 from demask.ops.traits import CONV_OF_AXES, CONVOLUTIONS_ANY_PADDING
 from demask.pilot.weight_layers import WeightLayer, by_rows, check_finite, from_rows, layers_of
-from demask.shrink.build_uncut import finished
+from demask.shrink.build_uncut import build_uncut
 
 aten = torch.ops.aten
 
@@ -59,7 +59,7 @@ class LowRank:
         editor = GraphEditor(analysis.program)
         layers = layers_of(analysis.again(editor.finish()))
         notes = [note for layer in layers for note in self._layer(editor, layer)]
-        return finished(analysis, editor.finish(), notes)
+        return build_uncut(analysis, editor.finish(), notes)
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
         """Bytes of one weight as it is."""
@@ -116,7 +116,9 @@ def _split(editor: GraphEditor, layer: WeightLayer, basis: Tensor, mixed: Tensor
         call = editor.insert(node, node, node.target, *parts)
     elif layer.operand == 1 and node.target in CONVOLUTIONS_ANY_PADDING:
         kernel = basis.reshape(rank, *weight.shape[1:])
-        args, kwargs = schema.call(node.target, arguments | {"weight": thin(kernel), "bias": None})
+        args, kwargs = schema.bind_arguments(
+            node.target, arguments | {"weight": thin(kernel), "bias": None}
+        )
         first = editor.insert(node, None, node.target, *args, **kwargs)
         point = mixed.reshape(len(mixed), rank, *[1] * (weight.ndim - 2))
         plain = CONV_OF_AXES[weight.ndim - 2]

@@ -19,7 +19,7 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.result.demasked_module import Demasked
 from demask.pilot.weight_layers import by_rows, check_finite, from_rows, layers_of
-from demask.shrink.build_uncut import finished
+from demask.shrink.build_uncut import build_uncut
 
 SCALE_BYTES = 4  # of one float32 scale
 MOST_BITS = 16
@@ -150,4 +150,4 @@ def _rounded(analysis: Analysis, change: Callable[[Tensor], Tensor], text: str) 
         constants[key] = replace(constants[key], tensor=rounded)
     after = program.with_graph(program.graph, constants)
     changed = {layer.weight for layer in layers}
-    return finished(analysis, after, [f"{text}: {len(changed)} weights rounded"])
+    return build_uncut(analysis, after, [f"{text}: {len(changed)} weights rounded"])

@@ -22,8 +22,8 @@ from demask.pilot.simplifiers.channels import Channels
 from demask.pilot.simplifiers.downsample import Downsample
 from demask.pilot.simplifiers.low_rank import LowRank
 from demask.pilot.simplifiers.rounding import Bits, Exponents
-from demask.shrink.on_device import through_cpu
-from demask.shrink.pipeline import given
+from demask.shrink.on_device import run_through_cpu
+from demask.shrink.pipeline import capture_program
 
 
 @runtime_checkable
@@ -79,9 +79,9 @@ def simplify(
     """
     chosen = simplifier(by)
     rest = {"by": chosen, "dynamic_shapes": dynamic_shapes, "table": table}
-    if (elsewhere := through_cpu(simplify, model, args, kwargs, **rest)) is not None:
+    if (elsewhere := run_through_cpu(simplify, model, args, kwargs, **rest)) is not None:
         return elsewhere
-    return chosen.applied(Analysis(given(model, args, kwargs, dynamic_shapes), table))
+    return chosen.applied(Analysis(capture_program(model, args, kwargs, dynamic_shapes), table))
 
 
 def simplifier(text: str | Simplifier) -> Simplifier:

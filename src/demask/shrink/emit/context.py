@@ -193,11 +193,11 @@ class EmitContext:
         old = schema.arguments(node)
         names = {operand.name for operand in relation.operands}
         plain = {name: v if name in names else self.argument(v) for name, v in old.items()}
-        plain = schema.replaced(plain, relation.operands, values)
+        plain = schema.replace_operands(plain, relation.operands, values)
         if relation.entry.args is not None:
             output_sizes: Any = [self.sizes(node, k, layout) for k, layout in enumerate(layouts)]
             plain |= relation.entry.args(node, output_sizes)
-        return schema.call(node.target, plain | dict(more))
+        return schema.bind_arguments(node.target, plain | dict(more))
 
     def _output(self, node: fx.Node) -> None:
         """Append the outputs, whose shapes do not change."""

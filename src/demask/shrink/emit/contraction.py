@@ -20,7 +20,7 @@ from demask.shrink.emit.constant_store import cut
 from demask.shrink.emit.context import EmitContext
 from demask.shrink.emit.strided_conv import space_evenly, strided_arguments
 from demask.shrink.layout.cells import Layout, RunTimeSupports, whole
-from demask.shrink.layout.ties import sampling
+from demask.shrink.layout.ties import strided_axes
 
 aten = torch.ops.aten
 
@@ -183,7 +183,7 @@ def _call(
 ) -> fx.Node:
     """The contraction, its output in a layout."""
     node, target = relation.node, relation.node.target
-    if any(layout[axis] is not None for axis in sampling(relation)):
+    if any(layout[axis] is not None for axis in strided_axes(relation)):
         args, kwargs = strided_arguments(context, relation, layout, args, kwargs)
     first = args[relation.factors[0]] if args else None
     if not isinstance(first, fx.Node) or not relation.window:
@@ -327,7 +327,7 @@ def _border_map(
     border = mark_effect(editor.call_named(node.target, plain), "border map")
     if value.ndim == kernel.ndim - 1:
         border = editor.call(aten.squeeze.dim, border, 0)
-    for k in sampling(relation):
+    for k in strided_axes(relation):
         if (taken := layout[k]) is not None:
             border = context.adapter.select(border, k, taken)
     offsets = [k for k, p in enumerate(live or ()) if p in set(positions)]
@@ -452,7 +452,7 @@ def _emit_run(
         "bias": bias,
         "groups": len(run.groups),
     }
-    args, kwargs = schema.call(node.target, plain)
+    args, kwargs = schema.bind_arguments(node.target, plain)
     axis = _axis_of(relation.outs[0])
     layout = tuple(flat if k == axis else p for k, p in enumerate(layout))
     return _call(context, relation, layout, args, kwargs)

@@ -20,7 +20,7 @@ from demask.ops import Relation, schema
 from demask.ops.regions import Geometry, geometry
 from demask.shrink.emit.context import EmitContext
 from demask.shrink.layout.cells import Layout, Positions, whole
-from demask.shrink.layout.ties import sampling
+from demask.shrink.layout.ties import strided_axes
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ def space_evenly(relation: Relation, layout: Layout) -> Layout:
 
     A single window keeps the distance to the end of its axis.
     """
-    axes = sampling(relation)
+    axes = strided_axes(relation)
     sizes = relation.node.meta["val"].shape
     return tuple(
         whole(_progression(p), sizes[k]) if k in axes and p else p for k, p in enumerate(layout)
@@ -50,7 +50,7 @@ def strided_arguments(
     target: Any = node.target
     arguments = {a.name: a.default_value for a in schema_of(target).arguments}
     arguments |= dict(zip(arguments, args, strict=False)) | kwargs
-    axes = sampling(relation)
+    axes = strided_axes(relation)
     windows = [_window(geometry(relation, 0, axis), layout[axis]) for axis in axes]
     steps, pads = [step for step, _ in windows], [pad for _, pad in windows]
     own = [
@@ -64,7 +64,7 @@ def strided_arguments(
         arguments["input"] = context.editor.call(
             aten.constant_pad_nd.default, arguments["input"], flat, 0
         )
-    return schema.call(target, arguments | {"stride": steps, "padding": padding})
+    return schema.bind_arguments(target, arguments | {"stride": steps, "padding": padding})
 
 
 def _window(axis: Geometry, taken: Positions) -> tuple[int, tuple[int, int]]:

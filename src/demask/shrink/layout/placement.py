@@ -25,7 +25,7 @@ from demask.ops import Relation, schema
 from demask.ops.notation import Axis
 from demask.shrink.layout.cells import Cells, Layout, Positions, whole
 from demask.shrink.layout.order import connect_cells, rank_positions
-from demask.shrink.layout.ties import is_join, needed_products, sampling, whole_letters
+from demask.shrink.layout.ties import is_join, needed_products, strided_axes, whole_letters
 
 CellAxes = tuple[tuple[int, ...], ...]  # the cells of each axis
 
@@ -181,7 +181,7 @@ class Placer:
     def _strided_letters(self, relation: Relation) -> dict[str, int]:
         """Cells of the axes along which a convolution can compute evenly spaced windows only."""
         letters: dict[str, int] = {}
-        for axis in sampling(relation):
+        for axis in strided_axes(relation):
             live = along(self.needs.live[relation.node, 0], axis)
             size = relation.node.meta["val"].shape[axis]
             if not isinstance(size, int) or len(live) != size or bool(live.all()):

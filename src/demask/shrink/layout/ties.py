@@ -17,7 +17,7 @@ def is_join(relation: Relation) -> bool:
     return len([o for o in relation.operands if not schema.is_constant(o.value)]) > 1
 
 
-def sampling(relation: Relation) -> list[int]:
+def strided_axes(relation: Relation) -> list[int]:
     """The output axes along which a call could compute only every s-th position: the windows of a
     convolution, by its stride."""
     arguments = schema.arguments(relation.node)

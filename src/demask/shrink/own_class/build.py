@@ -18,13 +18,19 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from demask.graph.capture.capture import interface_of
-from demask.graph.capture.fold_constants import plain
+from demask.graph.capture.capture import recorded_interface
+from demask.graph.capture.fold_constants import plain_name
 from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Cut, Positions
 from demask.graph.result.demasked_module import Demasked
-from demask.graph.result.resize import assign, bake, numbers_of, renumber, tensors_of
+from demask.graph.result.resize import (
+    assign_tensor,
+    numbers_of,
+    remove_parametrizations,
+    tensors_of,
+    update_attributes,
+)
 from demask.graph.result.restore_modules import Originals
 from demask.shrink.emit.constant_store import cut
 from demask.shrink.own_class.numbers import calls_of, fit_numbers, is_below
@@ -88,11 +94,11 @@ def _resize(model: nn.Module | ExportedProgram, proof: Proof, parts: Collection[
     """A copy of the model with the tensors of the smaller program, and torch's modules with numbers
     that fit them. parts: modules that become graphs. Raises ProgramMismatch where there is no such
     network."""
-    if isinstance(model, ExportedProgram | Demasked) or interface_of(model) is not None:
+    if isinstance(model, ExportedProgram | Demasked) or recorded_interface(model) is not None:
         raise ProgramMismatch(f"a {type(model).__name__} has no class of its own")
     _refuse_branches(proof.before)
     copy = structural_copy(model, share=True)
-    bake(copy)
+    remove_parametrizations(copy)
     for name in _assign(copy, proof, _ascending if not parts else _unchanged):
         if not is_below(name, parts):
             raise ProgramMismatch(f"nothing of {name} is left", name.rpartition(".")[0])
@@ -105,7 +111,7 @@ def _resize(model: nn.Module | ExportedProgram, proof: Proof, parts: Collection[
                 f"{path} has no attribute for heads that are narrower than its input", path
             )
         if any(n is not None for n in module._parameters.values()) or path in calls:
-            renumber(module, calls.get(path, ()))
+            update_attributes(module, calls.get(path, ()))
     return copy
 
 
@@ -150,10 +156,10 @@ def _assign(copy: nn.Module, proof: Proof, order: Order) -> list[str]:
     assigned: dict[str, Tensor] = {}
     for name, constant in after.constants.items():
         tensor: Tensor | None = None
-        for alias in map(plain, constant.aliases or (name,)):
+        for alias in map(plain_name, constant.aliases or (name,)):
             if tensor is None:
                 tensor = _cut_value(own.get(alias), constant, cuts.get(name), before, order)
-            if assign(copy, alias, tensor):
+            if assign_tensor(copy, alias, tensor):
                 assigned[alias] = tensor
     clones: dict[int, Tensor] = {}
     for name, old in own.items():
@@ -161,12 +167,12 @@ def _assign(copy: nn.Module, proof: Proof, order: Order) -> list[str]:
             positions = _mask_positions(name, old, cuts, order)
             if id(old) not in clones:
                 clones[id(old)] = _as_parameter_like(cut(old.detach(), positions), old)
-            assign(copy, name, clones[id(old)])
+            assign_tensor(copy, name, clones[id(old)])
     for module in copy.modules():  # tensors that are neither parameters nor buffers
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and not any(value is new for new in assigned.values()):
                 vars(module)[name] = value.detach().clone()
-    read = {plain(alias) for name, c in before.constants.items() if c.parameter
+    read = {plain_name(alias) for name, c in before.constants.items() if c.parameter
             for alias in c.aliases or (name,)}  # fmt: skip
     return sorted(name for name in read - assigned.keys() if name in own)
 

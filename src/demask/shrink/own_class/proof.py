@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 
 from demask.errors import DemaskError
 from demask.failures import described, is_strict
-from demask.graph.normalize.program_equality import difference
+from demask.graph.normalize.program_equality import find_difference
 from demask.graph.program import Program, module_of
 from demask.graph.provenance import Cut
 from demask.graph.result.uncalled_modules import is_holder
-from demask.shrink.check import Inputs, in_eval, run_seeded
+from demask.shrink.check import Inputs, copy_in_eval, run_seeded
 
 NormalForm = Callable[[Program], Program]
 
@@ -55,7 +55,7 @@ class Proof:
         """The outputs of a network on the example, in eval mode. Raises ProgramMismatch."""
         with _locate_errors(network):
             # With gradients enabled: some modules use a fused kernel without.
-            return run_seeded(in_eval(network), self.inputs, grad=True)
+            return run_seeded(copy_in_eval(network), self.inputs, grad=True)
 
     def find_difference(self, network: nn.Module) -> ProgramMismatch | None:
         """How a network fails to compute `after`, in every form; None if it computes it."""
@@ -67,7 +67,7 @@ class Proof:
                         continue
                     node = None
                     for k, form in enumerate(self.forms):
-                        node = difference(self.target(k), form(program))
+                        node = find_difference(self.target(k), form(program))
                         if node is None:
                             return None
                     assert node is not None

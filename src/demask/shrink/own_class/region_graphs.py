@@ -20,7 +20,7 @@ from demask.graph.result.restore_modules import Originals
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
 from demask.shrink.own_class.region_calls import ModuleCall, match_calls
 from demask.shrink.own_class.regions import ModuleRegion
-from demask.shrink.pipeline import inputs_of
+from demask.shrink.pipeline import input_specs
 from demask.shrink.program_size import measure_module
 
 
@@ -57,7 +57,7 @@ def _build_graph(
         reasons=(),
         effects={},
         notes=(),
-        inputs=tuple(spec for spec in inputs_of(program) if spec.name in used),
+        inputs=tuple(spec for spec in input_specs(program) if spec.name in used),
         before=measure_module(module),
         after=measure_module(module),
         guards=(),

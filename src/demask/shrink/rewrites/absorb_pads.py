@@ -24,7 +24,7 @@ from demask.facts.masks import uniform_over
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import Relation, Table, bind, schema
-from demask.ops.entries.padded import PADDED, PLAIN, grows
+from demask.ops.entries.padded import PADDED, PLAIN, may_add_positions
 from demask.ops.traits import CONVOLUTIONS, PADS
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 
@@ -227,7 +227,7 @@ def _restore_pad(editor: GraphEditor, node: fx.Node, done: dict[str, fx.Node]) -
     name = next(iter(call))  # the first argument is what the window reads
     if own is not None:
         call["padding"] = own
-    elif grows(pads) or any(n != 0 for n in pads):
+    elif may_add_positions(pads) or any(n != 0 for n in pads):
         key = repr((call[name], pads, value))
         if key not in done:
             done[key] = editor.call(aten.constant_pad_nd.default, call[name], pads, value)

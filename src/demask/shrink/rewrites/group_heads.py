@@ -143,7 +143,7 @@ class _Grouper:
             else:
                 rows = self._rows(slot[axis], cell, groups[k])
                 values.append(self._select(self.copies[value], axis, rows))
-        arguments = schema.replaced(schema.arguments(copy), relation.operands, values)
+        arguments = schema.replace_operands(schema.arguments(copy), relation.operands, values)
         if relation.entry.args is not None:
             axis = self._head_axis(node, cell)
             sizes = self.editor.sizes(copy)

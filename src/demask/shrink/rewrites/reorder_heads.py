@@ -70,8 +70,8 @@ def _gather_operand(
     operand = schema.operands(node)[k]
     with editor.graph.inserting_before(node):
         gathered = _gather(operand.value, axis, order, editor, store)
-    arguments = schema.replaced(schema.arguments(node), (operand,), [gathered])
-    args, kwargs = schema.call(node.target, arguments)
+    arguments = schema.replace_operands(schema.arguments(node), (operand,), [gathered])
+    args, kwargs = schema.bind_arguments(node.target, arguments)
     node.args, node.kwargs = tuple(args), kwargs
 
 

@@ -167,7 +167,7 @@ class _Splitter:
                 value = self._split(value)[0] if alone else self._whole(value)
             values.append(value)
         arguments = map_arg(schema.arguments(node), self.copies.get)
-        arguments = schema.replaced(arguments, relation.operands, values)
+        arguments = schema.replace_operands(arguments, relation.operands, values)
         return self.editor.call_named(node.target, arguments, node)
 
     def _is_linear(self, relation: Relation) -> bool:
@@ -249,8 +249,8 @@ class _Splitter:
             outside = self.store.constant(~mask * torch.tensor(number).to(dtype), "mask")
             masked = self.editor.call(aten.mul.Tensor, values[k], inside)
             values[k] = self.editor.call(aten.add.Tensor, masked, outside)
-        return schema.call(
-            relation.node.target, schema.replaced(for_one, relation.operands, values)
+        return schema.bind_arguments(
+            relation.node.target, schema.replace_operands(for_one, relation.operands, values)
         )
 
     def _for_one(self, value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Run-time supports: calls that are computed only at an index, where the index is an input.
 
-A `Pick` states about one value: along this axis only the positions in this index are computed;
-elsewhere it is a constant (or a value that is an input). The consequences follow from the
+An `IndexedSupport` states about one value: along this axis only the positions in this index are
+computed; elsewhere it is a constant (or a value that is an input). The consequences follow from the
 relations, in two sweeps:
 
     forward:   op(scatter(x, fill)) == scatter(op(x), op(fill))       along axes that an op carries
@@ -34,7 +34,7 @@ WHOLE: RunTimeSupports = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
+class IndexedSupport:
     """A run-time support of a value: only the positions of an axis that are in an index are
     computed.
 
@@ -60,7 +60,7 @@ class IndexPlan:
 
     relations: Relations
     facts: Facts
-    picks: Mapping[Key, Pick]
+    picks: Mapping[Key, IndexedSupport]
     fills: dict[Key, tuple[RunTimeSupports, Tensor]] = field(default_factory=dict)
     chosen: dict[fx.Node, tuple[str, RunTimeIndex]] = field(default_factory=dict)
     wants: dict[tuple[fx.Node, int], RunTimeSupports] = field(default_factory=dict)
@@ -85,7 +85,12 @@ class IndexPlan:
 
 
 def plan_indices(
-    graph: fx.Graph, relations: Relations, facts: Facts, picks: Mapping[Key, Pick], *, push: bool
+    graph: fx.Graph,
+    relations: Relations,
+    facts: Facts,
+    picks: Mapping[Key, IndexedSupport],
+    *,
+    push: bool,
 ) -> IndexPlan:
     """The plan of which call uses which index.
 

@@ -2,9 +2,9 @@
 
     indexed(analysis, picks)(x, index) == masked(analysis, picks)(x, index)
 
-`masked` computes every value whole and then writes the fill wherever the index has no position: the
-reference. `indexed` does not compute positions outside the index: weights are gathered, activations
-are small, and are scattered only where a reader needs the whole axis.
+`emit_masked` computes every value whole and then writes the fill wherever the index has no position:
+the reference. `emit_indexed` does not compute positions outside the index: weights are gathered,
+activations are small, and are scattered only where a reader needs the whole axis.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from demask.shrink.emit.context import EmitContext
 from demask.shrink.emit.contraction import add_constants
 from demask.shrink.layout.cells import Layout, RunTimeIndex, RunTimeSupports
 from demask.shrink.layout.placement import Placement
-from demask.shrink.runtime_index.analysis import IndexPlan, Pick, plan_indices
+from demask.shrink.runtime_index.analysis import IndexedSupport, IndexPlan, plan_indices
 
 aten = torch.ops.aten
 
 
-def with_inputs(
+def add_inputs(
     program: Program, more: Mapping[str, Tensor | int]
 ) -> tuple[Program, dict[str, fx.Node], dict[fx.Node, fx.Node]]:
     """The program with more positional inputs, after the existing ones; their nodes by name; the
@@ -78,20 +78,20 @@ def _index_value(mode: Any, name: str, size: int) -> Tensor:
     return mode.from_tensor(example, symbolic_context=context, source=ConstantSource(name))
 
 
-def indexed(analysis: Analysis, picks: Mapping[Key, Pick]) -> Program:
-    """The program that computes the same as `masked`, and picked values only at their indices.
+def emit_indexed(analysis: Analysis, picks: Mapping[Key, IndexedSupport]) -> Program:
+    """The program that computes the same as `emit_masked`, and picked values only at their indices.
 
     Indices have at least one position: torch has no convolution of no channels.
     """
     return _rewrite(analysis, picks, push=True)
 
 
-def masked(analysis: Analysis, picks: Mapping[Key, Pick]) -> Program:
+def emit_masked(analysis: Analysis, picks: Mapping[Key, IndexedSupport]) -> Program:
     """The program that computes all positions, and writes fills outside the indices."""
     return _rewrite(analysis, picks, push=False)
 
 
-def _rewrite(analysis: Analysis, picks: Mapping[Key, Pick], *, push: bool) -> Program:
+def _rewrite(analysis: Analysis, picks: Mapping[Key, IndexedSupport], *, push: bool) -> Program:
     program, relations = analysis.program, analysis.relations
     # The facts of a picked value do not apply: outside the index it is its fill.
     opaque = {node: Declined("its support is known only at run time") for node, _ in picks}
@@ -223,7 +223,9 @@ class _IndexRewriter(EmitContext):
         names = {operand.name for operand in relation.operands}
         arguments = schema.arguments(node)
         plain = {name: v if name in names else self.argument(v) for name, v in arguments.items()}
-        return schema.call(node.target, schema.replaced(plain, relation.operands, values))
+        return schema.bind_arguments(
+            node.target, schema.replace_operands(plain, relation.operands, values)
+        )
 
     def _groups(self, relation: Relation) -> dict[str, Any]:
         """The number of groups of a grouped convolution of which some groups are computed."""

@@ -15,7 +15,7 @@ from demask.kernels.cpu.thread_team import ENTRY
 from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.llvm.isa import Isa
 from demask.kernels.llvm.jit import CODE
-from demask.machine.arena import Block, planned
+from demask.machine.arena import Block, plan_arena
 from demask.sparse.plan.tile_layout import GridLayout
 
 HEADER = 4096  # bytes of slots before the buffers of an arena
@@ -112,7 +112,7 @@ class Tape:
             selected = {
                 k: b for k, b in buffers.items() if (b.layout.grid.parts > 1) is is_per_thread
             }
-            plan = planned([Block(b.layout.bytes, b.start, b.end) for b in selected.values()])
+            plan = plan_arena([Block(b.layout.bytes, b.start, b.end) for b in selected.values()])
             offsets |= {key: first + o for key, o in zip(selected, plan.offsets, strict=True)}
             if is_per_thread and plan.size > self.thread_bytes:
                 raise NoPlan(f"a thread needs {plan.size} bytes at once")

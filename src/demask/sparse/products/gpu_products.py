@@ -18,7 +18,7 @@ from demask.kernels.gpu import activations, bitmap, epilogue
 from demask.kernels.gpu import sddmm as sddmm_rows
 from demask.kernels.gpu import spgemm as pairs
 from demask.kernels.gpu import spmm as spmm_rows
-from demask.ops.activations import Act, activate
+from demask.ops.activations import Act, apply_activation
 from demask.sparse.csr_matrix import CsrMatrix, like, row_of
 from demask.sparse.products.gpu_autotune import TRANSPOSED, KernelChoice, choose
 from demask.sparse.products.gpu_formats import MatrixFormats, formats_of
@@ -42,7 +42,7 @@ def spmm(
     Raises BadInput for invalid indices.
     """
     if act is not None and act[0] not in activations.NAMES:  # registered at run time
-        return activate(spmm(m, x, bias, None, choice), act)
+        return apply_activation(spmm(m, x, bias, None, choice), act)
     formats = formats_of(m)
     out = like(x, m.size[0], x.shape[1])
     if not out.numel():
@@ -291,7 +291,7 @@ def _finish(
 def _empty(out: Tensor, bias: Tensor | None, act: Act | None) -> Tensor:
     """`out`, filled with the values of rows without nonzeros."""
     value = out.new_zeros(1) if bias is None else bias
-    value = value if act is None else activate(value.float(), act)
+    value = value if act is None else apply_activation(value.float(), act)
     return out.copy_(value.reshape(-1, 1).expand_as(out))
 
 
@@ -301,7 +301,7 @@ def _dense(w: Tensor, x: Tensor, bias: Tensor | None, act: Act | None, out: Tens
         torch.mm(w, x, out=out)
     else:
         torch.addmm(bias[:, None], w, x, out=out)
-    return out if act is None else out.copy_(activate(out, act))
+    return out if act is None else out.copy_(apply_activation(out, act))
 
 
 def _aligned(values: Tensor) -> Tensor:

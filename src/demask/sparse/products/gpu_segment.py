@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from demask.ops.activations import activate
+from demask.ops.activations import apply_activation
 from demask.sparse import reference as dense
 from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.gradient_ops import kernels
@@ -65,7 +65,7 @@ def _layer(
     )
     y = product.t().reshape(*tokens.shape[:-1], step.out)
     y = y if isinstance(step, LinearStep) else y.movedim(-1, 1)
-    return y if step.add is None else activate(y + operands[1], step.act)
+    return y if step.add is None else apply_activation(y + operands[1], step.act)
 
 
 def _is_product(step: ConvStep | LinearStep) -> bool:

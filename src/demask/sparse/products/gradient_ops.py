@@ -90,7 +90,7 @@ def _sampled(
         return gpu.sddmm(m, a, b)
     if a.dtype in (torch.float16, torch.bfloat16):
         return _sampled(crow, col, rows, size, a.float(), b.float()).to(a.dtype)
-    if a.device.type == "cpu" and a.dtype == torch.float32 and llvm.installed():
+    if a.device.type == "cpu" and a.dtype == torch.float32 and llvm.is_installed():
         from demask.sparse.products import sddmm_cpu as sample
 
         return sample.sampled(m, a, b)

@@ -15,7 +15,7 @@ from demask.kernels.cpu.thread_team import ENTRY, Job
 from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
 from demask.kernels.plan_cache import TensorCache, identity, version
-from demask.ops.activations import Act, activate
+from demask.ops.activations import Act, apply_activation
 from demask.sparse.csr_matrix import CsrMatrix
 
 LINE = 64  # bytes of a cache line
@@ -143,7 +143,7 @@ def _padded(x: Tensor, entries: int) -> tuple[Tensor, bool]:
 
 def _fill(out: Tensor, bias: Tensor | None, act: Act | None) -> None:
     """Fill `out` with the values of rows without nonzeros."""
-    value = activate(torch.zeros(1) if bias is None else bias, act)
+    value = apply_activation(torch.zeros(1) if bias is None else bias, act)
     out.copy_(value.reshape(-1, 1).expand_as(out))
 
 

@@ -17,7 +17,7 @@ from torch.library import Library
 
 from demask.errors import BadInput
 from demask.kernels.llvm import availability as llvm
-from demask.ops.activations import ACTIVATIONS, Act, activate
+from demask.ops.activations import ACTIVATIONS, Act, apply_activation
 from demask.sparse.csr_matrix import CsrMatrix, like, row_of
 from demask.sparse.products.gradient_ops import kernels, parts, sampled, transposed_product
 from demask.sparse.reference import check_indices
@@ -83,7 +83,7 @@ def _checked(arguments: Sequence[Any]) -> tuple[CsrMatrix, Tensor, Tensor | None
 def on_cpu(*arguments: Any) -> Tensor:
     """The implementation for the CPU."""
     m, x, bias, act = _checked(arguments)
-    if x.dtype not in (torch.float32, *NARROW) or not llvm.installed():
+    if x.dtype not in (torch.float32, *NARROW) or not llvm.is_installed():
         return _by_aten(m, x, bias, act)
     from demask.sparse.products.spmm_cpu import multiplied
 
@@ -120,7 +120,7 @@ def _gathered(m: CsrMatrix, x: Tensor, bias: Tensor | None, act: Act | None) -> 
     sums = x.new_zeros(m.size[0], x.shape[1])
     for part in parts(len(row), x.shape[1]):
         sums.index_add_(0, row[part], m.values[part, None] * x[m.col[part].long()])
-    return activate(sums if bias is None else sums + bias[:, None], act)
+    return apply_activation(sums if bias is None else sums + bias[:, None], act)
 
 
 def fake(*arguments: Any) -> Tensor:
@@ -159,7 +159,7 @@ def _before_activation(
     z = product(*m[:3], m.names, m.size, x, bias)
     with torch.enable_grad():
         z = z.view_as(z) if create_graph else z.detach().requires_grad_()
-        y = activate(z, act)
+        y = apply_activation(z, act)
         (z_grad,) = torch.autograd.grad(y, z, grad, create_graph=create_graph)
     return z_grad
 

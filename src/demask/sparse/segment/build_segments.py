@@ -113,7 +113,7 @@ def layers_of(graph: fx.Graph) -> list[SegmentLayer]:
     for node, program in segments_of(graph):
         inputs = schema.arguments(node)["inputs"]
         segment_layers += layers(
-            program, [list(map(schema.hint, x.meta["val"].shape)) for x in inputs]
+            program, [list(map(schema.example_size, x.meta["val"].shape)) for x in inputs]
         )
     return segment_layers
 

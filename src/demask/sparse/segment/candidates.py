@@ -25,12 +25,12 @@ from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment.build_segments import csr, name_of, segmented, segments_of
 from demask.sparse.segment.match_calls import MatchedCall, matrix
 from demask.sparse.segment_program import ConvStep, LinearStep, SegmentProgram, SparseWeight
-from demask.tune.candidates import GAIN, Candidate, Maker, by_size
-from demask.tune.layer_costs import CACHE, Asker
+from demask.tune.candidates import GAIN, Candidate, CandidateBuilder, seconds_by_image_size
+from demask.tune.layer_costs import CACHE, LayerCosts
 from demask.tune.onnxruntime_candidate import for_runtime
-from demask.tune.passes.absorb_gathers import ungathered
-from demask.tune.passes.fold_affine import absorbed
-from demask.tune.passes.fuse_epilogues import chain
+from demask.tune.passes.absorb_gathers import absorb_gathers
+from demask.tune.passes.fold_affine import fold_affine
+from demask.tune.passes.fuse_epilogues import epilogue_chain
 
 DENSEST = 0.6  # largest share of nonzeros of a sparse layer: above it no kernel is faster
 EACH, ALL = "sparse layers, where each is faster", "all sparse layers"
@@ -40,13 +40,13 @@ SETS = 3  # inputs that a layer is timed with in turns, if one would stay in the
 
 
 @dataclass(slots=True)
-class Sparse:
+class SparseCandidates:
     """The sparse candidates of a network, for the sizes of its example input.
 
     precision: how weights are stored. least: dense seconds of the layers considered.
     """
 
-    asker: Asker
+    asker: LayerCosts
     table: Table
     precision: str | None = None
     least: float = 0.0
@@ -95,17 +95,19 @@ class Sparse:
 
     def _outside(self, name: str, program: Whole) -> Candidate:
         """A candidate with the fastest implementations of calls outside of segments."""
-        sizes = by_size(program, self.asker)
+        sizes = seconds_by_image_size(program, self.asker)
         last = {size for size, costs in sizes.items() if costs[True] < GAIN * costs[False]}
-        maker = Maker(self.asker, lambda node: self.asker.shape(node)[2:] in last, self.table)
+        maker = CandidateBuilder(
+            self.asker, lambda node: self.asker.shape(node)[2:] in last, self.table
+        )
         return maker.build(name, program)
 
 
 def _bases(reduced: Whole, original: Whole | None, table: Table) -> Iterator[tuple[str, Whole]]:
     """Programs without norms whose joins are sums, with suffixes for their names."""
-    yield "", ungathered(for_runtime(reduced, table), table)
+    yield "", absorb_gathers(for_runtime(reduced, table), table)
     if original is not None:
-        yield ", uncut", absorbed(original)
+        yield ", uncut", fold_affine(original)
 
 
 def _elements(program: Whole) -> int:
@@ -120,7 +122,7 @@ class _SparseLayers:
     between them are included.
     """
 
-    asker: Asker
+    asker: LayerCosts
     every: bool = True
     known: dict[str, dict[str, float]] = field(default_factory=dict)  # node name -> seconds
     names: dict[str, str] = field(default_factory=dict)
@@ -163,7 +165,7 @@ class _SparseLayers:
         """Seconds of a layer in its fastest dense implementation, and with its nonzeros."""
         if editor not in self.live:
             self.live = {editor: input_dependent(editor.graph)}
-        epilogue = chain(call.node, self.live[editor])
+        epilogue = epilogue_chain(call.node, self.live[editor])
         layer = self.asker.of(call.node)
         _, dense = self.asker.layer(layer, False, epilogue.after, other=epilogue.other is not None)
         count = round(float(f"{density:.2g}") * matrix.numel())

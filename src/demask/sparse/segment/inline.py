@@ -17,7 +17,7 @@ from demask.files.allowed_names import check_fqn
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program as Whole
 from demask.ops import schema
-from demask.ops.custom import Own
+from demask.ops.custom import CustomOp
 from demask.registry import CUSTOM_OPS
 from demask.sparse import reference as dense
 from demask.sparse.segment.build_segments import segments_of
@@ -73,7 +73,7 @@ def check(arguments: Mapping[str, Any]) -> None:
                 dense.part(span, weights)
 
 
-CUSTOM_OPS.register("segment", Own(run, inlined, check))
+CUSTOM_OPS.register("segment", CustomOp(run, inlined, check))
 
 
 class _InlinedSegment:

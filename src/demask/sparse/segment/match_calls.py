@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from demask.graph.editor import GraphEditor
 from demask.graph.queries import input_dependent
 from demask.ops import schema
-from demask.ops.activations import Act, by_op
+from demask.ops.activations import Act, activations_by_op
 from demask.ops.schema import same_size
 from demask.ops.traits import IDENTITIES, SQUEEZES
 from demask.sparse.segment_program import (
@@ -66,7 +66,7 @@ class MatchedCall:
 def calls_of(editor: GraphEditor, dtype: torch.dtype) -> dict[fx.Node, MatchedCall]:
     """Calls that a segment could replace, in order: on values of this dtype on the CPU."""
     live, calls = input_dependent(editor.graph), {}
-    rules = {**_RULES, **dict.fromkeys(by_op(), _activation)}
+    rules = {**_RULES, **dict.fromkeys(activations_by_op(), _activation)}
     for node in editor.graph.nodes:
         rule = rules.get(node.target) if node.op == "call_function" and node in live else None
         if rule is None or not _fits(node, dtype):
@@ -224,7 +224,7 @@ def _padding(value: Any, kernel: Sequence[int], dilation: Any, axes: int) -> Any
 
 
 def _activation(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
-    for activation, op in by_op()[node.target]:
+    for activation, op in activations_by_op()[node.target]:
         numbers = op.read(arguments.__getitem__)
         if numbers is not None:
             x = next(iter(arguments.values()))  # the first argument of the op

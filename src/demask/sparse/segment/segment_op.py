@@ -84,7 +84,7 @@ def planned(program: SegmentProgram, inputs: list[Tensor], weights: list[Tensor]
     dense.check(program, inputs, weights)
     if inputs[0].dtype != torch.float32 or any(x.numel() == 0 for x in inputs):
         return None, ()
-    if not llvm.installed():
+    if not llvm.is_installed():
         return None, ()
     from demask.sparse.plan.segment_plan import SegmentPlan
 

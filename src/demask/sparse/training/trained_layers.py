@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from demask.kernels.llvm import availability as llvm
-from demask.ops.activations import Act, activate
+from demask.ops.activations import Act, apply_activation
 from demask.sparse import reference as dense
 from demask.sparse.products.spmm_op import product
 from demask.sparse.segment_program import ConvStep, LinearStep, SegmentProgram, Span, SparseWeight
@@ -47,7 +47,7 @@ def trained(
         z = _conv(step, program, x, weights)
     else:
         return None
-    return None if z is None else activate(z, step.act)
+    return None if z is None else apply_activation(z, step.act)
 
 
 def takes(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
@@ -71,7 +71,7 @@ def takes(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[T
     indices = [weights[span[0]] for span in (step.weight.crow, step.weight.col)]
     if not any(t.requires_grad for t in tensors) or any(t.dtype != torch.int32 for t in indices):
         return False
-    return llvm.installed()
+    return llvm.is_installed()
 
 
 def _whole(span: Span, weights: Sequence[Tensor]) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from demask.errors import BadInput
-from demask.machine.arena import Block, aligned, planned
-from demask.machine.byte_sizes import human
+from demask.machine.arena import Block, align_size, plan_arena
+from demask.machine.byte_sizes import format_bytes
 from demask.stride.accelerator.emitter import Listing, UnitStep, ValueRef
 from demask.stride.accelerator.machine import (
     ACTIVATIONS,
@@ -37,10 +37,10 @@ def assign_addresses(listing: Listing, machine: Machine) -> PlacedInstructions:
     weights, end = dict[str, int](), 0
     for name, tensor in listing.weights.items():
         weights[name] = end
-        end += aligned(tensor.numel() * 4)
+        end += align_size(tensor.numel() * 4)
     owners = _shared(listing.steps)
     blocks = _blocks(listing.steps, owners)
-    plan = planned([*blocks.values()])
+    plan = plan_arena([*blocks.values()])
     offsets = dict(zip(blocks, plan.offsets, strict=True))
     sizes = {WEIGHTS: end, ACTIVATIONS: plan.size}
     _check_room(sizes, machine)
@@ -90,7 +90,7 @@ def _check_room(sizes: Mapping[str, int], machine: Machine) -> None:
         room = getattr(machine, name)
         if sizes[buffer] > room:
             raise BadInput(
-                f"the {buffer} buffer has {human(room)}, the network needs {human(sizes[buffer])} "
-                f"of it at once: pass machine=Machine({name}={sizes[buffer]}), or use a smaller "
+                f"the {buffer} buffer has {format_bytes(room)}, the network needs "
+                f"{format_bytes(sizes[buffer])} of it at once: pass machine=Machine({name}={sizes[buffer]}), or use a smaller "
                 "batch or smaller images"
             )

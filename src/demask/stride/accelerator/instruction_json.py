@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.machine.arena import aligned
+from demask.machine.arena import align_size
 from demask.stride.accelerator.machine import (
     ACTIVATIONS,
     BUFFERS,
@@ -135,7 +135,7 @@ def _sizes(data: Any, machine: Machine, weights: Mapping[str, Tensor]) -> dict[s
     _need(
         isinstance(data, dict) and set(data) == {WEIGHTS, ACTIVATIONS}, "the buffers' sizes", data
     )
-    room = {WEIGHTS: min(machine.weight_bytes, sum(aligned(t.numel() * WORD)
+    room = {WEIGHTS: min(machine.weight_bytes, sum(align_size(t.numel() * WORD)
                                                    for t in weights.values())),
             ACTIVATIONS: min(machine.activation_bytes, MAX_BYTES)}  # fmt: skip
     for buffer, size in data.items():

@@ -18,11 +18,11 @@ from torch.export import ExportedProgram
 from demask.errors import BadInput
 from demask.failures import public
 from demask.graph.capture.capture import capture
-from demask.graph.capture.fold_constants import folded
-from demask.graph.capture.functionalize import functionalized
+from demask.graph.capture.fold_constants import fold_constants
+from demask.graph.capture.functionalize import functionalize
 from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
-from demask.machine.byte_sizes import human
+from demask.machine.byte_sizes import format_bytes
 from demask.ops import TABLE, Table
 from demask.stride.accelerator import instruction_json as stored
 from demask.stride.accelerator.addresses import assign_addresses
@@ -41,7 +41,7 @@ from demask.stride.accelerator.machine import (
 from demask.stride.accelerator.units import unit_of, work_of
 from demask.stride.lowering.lower import lowered
 from demask.stride.targets import Target
-from demask.tune.passes.fold_affine import absorbed
+from demask.tune.passes.fold_affine import fold_affine
 
 
 @public
@@ -81,9 +81,9 @@ def instructions(
         True
     """
     captured = canonicalize_calls(
-        folded(functionalized(capture(model, args, kwargs, dynamic_shapes={})))
+        fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={})))
     )
-    program, choices = lowered(absorbed(captured), target, table)
+    program, choices = lowered(fold_affine(captured), target, table)
     return listed(program, machine or Machine(), tuple(map(str, choices)))
 
 
@@ -152,9 +152,9 @@ class Instructions:
         counts = self.counts
         cycles = ", ".join(f"{unit} {n - (counts.loading if unit == 'dma' else 0):,}"
                            for unit, n in counts.cycles.items())  # fmt: skip
-        crossed = ", ".join(f"{n} {kind} ({human(counts.transferred[kind])})"
+        crossed = ", ".join(f"{n} {kind} ({format_bytes(counts.transferred[kind])})"
                             for kind, n in counts.transfers.items())  # fmt: skip
-        used = ", ".join(f"{buffer} {human(size)}" for buffer, size in self.sizes.items())
+        used = ", ".join(f"{buffer} {format_bytes(size)}" for buffer, size in self.sizes.items())
         lines = [f"{len(self.instructions)} instructions, {counts.macs:,} multiply-adds",
                  f"cycles: {counts.total:,} per run ({cycles}), and {counts.loading:,} to load the "
                  "weights once", f"buffers: {used}", f"between host and device: {crossed}",

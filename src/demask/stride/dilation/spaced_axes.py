@@ -175,7 +175,7 @@ class Emission:
     def again(self, /, **changed: Any) -> fx.Node:
         """The node's own call on the replacements of its operands, with some arguments changed."""
         arguments = map_arg(schema.arguments(self.node), self.read)
-        args, kwargs = schema.call(self.node.target, arguments | changed)
+        args, kwargs = schema.bind_arguments(self.node.target, arguments | changed)
         return self.call(self.node.target, *args, **kwargs)
 
     def constant(self, name: str, tensor: Tensor) -> fx.Node:

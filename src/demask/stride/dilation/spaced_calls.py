@@ -19,8 +19,8 @@ from torch.fx.node import map_arg
 
 from demask.graph.queries import is_pointwise
 from demask.ops import Declined, Relation, op_name, schema
-from demask.ops.entries.movement import refined
-from demask.ops.flow import lettered, tagged
+from demask.ops.entries.movement import common_refinement
+from demask.ops.flow import iterate_tags, tags_by_axis
 from demask.ops.traits import PADS, RESHAPES
 from demask.stride.average_pools import AveragePool
 from demask.stride.dilation.spaced_axes import (
@@ -86,7 +86,7 @@ class _Letters:
 
     def of(self, axes: tuple[tuple[str, ...], ...]) -> dict[int, SpacedAxis]:
         """The spaced axes of an operand or an output."""
-        return lettered(axes, self.spreads)
+        return tags_by_axis(axes, self.spreads)
 
 
 def _by_table(reader: SpacedReader) -> SpacedRule | NotSpaced:
@@ -151,7 +151,7 @@ def _merged(
     by_letter: dict[str, list[tuple[fx.Node, SpacedAxis]]] = {}
     broadcast: list[fx.Node] = []
     spacings = [reader.plan.spacing(operand.value) for operand in relation.operands]
-    for letter, k, part in tagged(relation, spacings):
+    for letter, k, part in iterate_tags(relation, spacings):
         if letter is None:
             return NotSpaced("it splits an axis, or reads one position many times")
         by_letter.setdefault(letter, []).append((relation.operands[k].value, part))
@@ -240,12 +240,12 @@ def _carried(here: Emission, reader: SpacedReader, letters: _Letters) -> fx.Node
             continue
         values.append(_alike(here, reader, value, k, letters))
     own = map_arg(schema.arguments(here.node), here.read)
-    arguments = schema.replaced(own, letters.relation.operands, values)
+    arguments = schema.replace_operands(own, letters.relation.operands, values)
     if here.node.target is aten.expand.default:
         outs = letters.of(letters.relation.outs[0])
         arguments["size"] = [outs[k].size if k in outs else n
                              for k, n in enumerate(arguments["size"])]  # fmt: skip
-    args, kwargs = schema.call(here.node.target, arguments)
+    args, kwargs = schema.bind_arguments(here.node.target, arguments)
     return here.call(here.node.target, *args, **kwargs)
 
 
@@ -336,7 +336,7 @@ def _viewed(reader: SpacedReader) -> SpacedRule | NotSpaced:
     x = reader.node.all_input_nodes[0]
     spacing, old = reader.plan.spacing(x), list(x.meta["val"].shape)
     new = list(reader.node.meta["val"].shape)
-    factors = refined(old, new)
+    factors = common_refinement(old, new)
     if isinstance(factors, Declined):
         return NotSpaced(factors.text)
     before, after, sizes = factors

@@ -99,7 +99,7 @@ class CostCounter:
 
     def read(self, node: fx.Node) -> Tensor:
         value = node.meta["val"]
-        shape = [schema.hint(size) for size in value.shape]
+        shape = [schema.example_size(size) for size in value.shape]
         return torch.empty(shape, dtype=value.dtype, device="meta")
 
     def cost(self, *, rounds: bool) -> Cost:

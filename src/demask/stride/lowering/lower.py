@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
-from demask.facts.ranges import ANY, Ranges, ranges
+from demask.facts.ranges import ANY, Ranges, compute_ranges
 from demask.failures import public
 from demask.graph.editor import GraphEditor, reshape_views
 from demask.graph.normalize.canonical_calls import canonicalize_calls
@@ -26,9 +26,9 @@ from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Table, op_name
 from demask.ops.traits import CONVOLUTIONS_ANY_PADDING
-from demask.shrink.build_uncut import finished
-from demask.shrink.on_device import through_cpu
-from demask.shrink.pipeline import given
+from demask.shrink.build_uncut import build_uncut
+from demask.shrink.on_device import run_through_cpu
+from demask.shrink.pipeline import capture_program
 from demask.stride.average_pools import pools_to_convs
 from demask.stride.dilation.dilate import dilate
 from demask.stride.lowering.form_writers import Cost, CostCounter, GraphWriter
@@ -116,11 +116,11 @@ def lower(
     """
     wanted = target_of(target)
     rest = {"target": wanted, "dynamic_shapes": dynamic_shapes, "table": table}
-    if (elsewhere := through_cpu(lower, model, args, kwargs, **rest)) is not None:
+    if (elsewhere := run_through_cpu(lower, model, args, kwargs, **rest)) is not None:
         return elsewhere
-    before = canonicalize_calls(given(model, args, kwargs, dynamic_shapes))
+    before = canonicalize_calls(capture_program(model, args, kwargs, dynamic_shapes))
     program, choices = lowered(before, wanted, table)
-    return finished(Analysis(before, table), program, map(str, choices))
+    return build_uncut(Analysis(before, table), program, map(str, choices))
 
 
 @public
@@ -165,7 +165,9 @@ def _check_ops(graph: fx.Graph, target: Target) -> None:
 
 def _ranges(editor: GraphEditor, table: Table) -> Ranges:
     """The ranges of all values."""
-    return ranges(editor.graph, {name: c.tensor for name, c in editor.constants.items()}, table)
+    return compute_ranges(
+        editor.graph, {name: c.tensor for name, c in editor.constants.items()}, table
+    )
 
 
 def _next(editor: GraphEditor, target: Target) -> fx.Node | None:

@@ -16,18 +16,18 @@ from torch.export import ExportedProgram
 
 from demask.facts.analysis import Analysis
 from demask.failures import public
-from demask.graph.capture.fold_constants import folded
+from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Relation, Table, schema
-from demask.shrink.build_uncut import finished
+from demask.shrink.build_uncut import build_uncut
 from demask.shrink.emit.rewrite import rewrite
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
-from demask.shrink.layout.ties import sampling
-from demask.shrink.on_device import through_cpu
-from demask.shrink.pipeline import given
-from demask.shrink.program_size import macs_of, traffic
+from demask.shrink.layout.ties import strided_axes
+from demask.shrink.on_device import run_through_cpu
+from demask.shrink.pipeline import capture_program
+from demask.shrink.program_size import count_elements_written, count_macs
 from demask.stride.average_pools import convs_to_pools
 from demask.stride.raising.subsampling_as_slices import rewrite_as_slices
 
@@ -69,19 +69,19 @@ def raise_strides(
         True
     """
     rest = {"dynamic_shapes": dynamic_shapes, "table": table}
-    if (elsewhere := through_cpu(raise_strides, model, args, kwargs, **rest)) is not None:
+    if (elsewhere := run_through_cpu(raise_strides, model, args, kwargs, **rest)) is not None:
         return elsewhere
-    before = given(model, args, kwargs, dynamic_shapes)
-    return finished(Analysis(before, table), *raised(before, table))
+    before = capture_program(model, args, kwargs, dynamic_shapes)
+    return build_uncut(Analysis(before, table), *raised(before, table))
 
 
 @public
 def raised(program: Program, table: Table = TABLE) -> tuple[Program, tuple[str, ...]]:
     """The program with raised strides, and a description of each strided convolution."""
-    best = folded(canonicalize_calls(program))
+    best = fold_constants(canonicalize_calls(program))
     start, weight = rewrite_as_slices(best, table), _weight(best, table)
     for _ in range(PASSES):
-        pulled = _absorbed(folded(canonicalize_calls(start)), table)
+        pulled = _absorbed(fold_constants(canonicalize_calls(start)), table)
         start = rewrite_as_slices(
             pulled, table
         )  # may compute more until its slices are pulled back in turn
@@ -99,20 +99,22 @@ def _absorbed(program: Program, table: Table) -> Program:
     analysis = LayoutAnalysis.of(hidden, table)
     placement = analysis.placer.placement()
     rewritten = rewrite(program, analysis.relations, analysis.known, analysis.needs, placement)
-    return folded(rewritten.program)
+    return fold_constants(rewritten.program)
 
 
 def _weight(program: Program, table: Table) -> tuple[int, int]:
     """Multiply-adds, and written elements."""
     relations = Analysis(program, table).relations
-    macs = sum(macs_of(r) for r in relations.values() if isinstance(r, Relation))
-    return macs, traffic(program)
+    macs = sum(count_macs(r) for r in relations.values() if isinstance(r, Relation))
+    return macs, count_elements_written(program)
 
 
 def _described(program: Program, table: Table) -> tuple[str, ...]:
     """The strided convolutions of a program, with their strides."""
     relations = Analysis(program, table).relations
-    convolutions = [r.node for r in relations.values() if isinstance(r, Relation) and sampling(r)]
+    convolutions = [
+        r.node for r in relations.values() if isinstance(r, Relation) and strided_axes(r)
+    ]
     strided = [n for n in convolutions if any(s > 1 for s in schema.arguments(n)["stride"])]
     return tuple(f"{n.name}: stride {list(schema.arguments(n)['stride'])}" for n in strided)
 

@@ -187,7 +187,7 @@ def slice_before_pad(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     less = -(-size // step)
     small = insert_slices(editor, node, inner, [(0, step, less), *_whole(inner, axis)])
     flat[k : k + 2] = [before // step, count - less - before // step]
-    args, kwargs = schema.call(x.target, arguments | {"self": small, "pad": flat})
+    args, kwargs = schema.bind_arguments(x.target, arguments | {"self": small, "pad": flat})
     return editor.insert(node, node, x.target, *args, **kwargs)
 
 
@@ -268,7 +268,7 @@ def absorb_slices(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     counts = [_windows(*axis) for axis in axes]
     if counts != list(node.meta["val"].shape[-rank:]):
         return None
-    args, kwargs = schema.call(pool.target, arguments | {"stride": step})
+    args, kwargs = schema.bind_arguments(pool.target, arguments | {"stride": step})
     return editor.insert(node, node, pool.target, *args, **kwargs)
 
 

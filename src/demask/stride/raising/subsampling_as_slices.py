@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from demask.compat.dispatch import OpOverload
-from demask.facts.ranges import Range, ranges
+from demask.facts.ranges import Range, compute_ranges
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.queries import is_pointwise
@@ -144,7 +144,7 @@ def _through(table: Table, editor: GraphEditor, node: fx.Node, rank: int) -> _Ma
         return None
     name, dtype = relation.operands[0].name, masked.value.meta["val"].dtype
     arguments = schema.arguments(node)
-    args, kwargs = schema.call(
+    args, kwargs = schema.bind_arguments(
         node.target, arguments | {name: torch.tensor(masked.fill, dtype=dtype)}
     )
     fill = float(node.target(*args, **kwargs))  # type: ignore[operator]
@@ -279,7 +279,7 @@ def _is_least(table: Table, editor: GraphEditor, masked: _Masked) -> bool:
 
 def _range(table: Table, editor: GraphEditor, node: fx.Node) -> Range:
     constants = {name: constant.tensor for name, constant in editor.constants.items()}
-    return ranges(editor.graph, constants, table)[node]
+    return compute_ranges(editor.graph, constants, table)[node]
 
 
 def _mean(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:

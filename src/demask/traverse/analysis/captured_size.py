@@ -23,7 +23,7 @@ from demask.compat.symbolic_shapes import ShapeEnv
 from demask.errors import BadInput
 from demask.files.onnx.module import from_onnx
 from demask.files.pt2.io import read_model
-from demask.graph.capture.capture import interface_of
+from demask.graph.capture.capture import recorded_interface
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.traverse.analysis.flow import read
@@ -65,7 +65,7 @@ def network_of(model: Any) -> SizedNetwork:
         )
     if not isinstance(model, nn.Module):
         raise BadInput(f"expected a network or the path of one, got {type(model).__name__}")
-    interface = interface_of(model)
+    interface = recorded_interface(model)
     ports: Any = None if interface is None else interface.inputs
     remedy = "torch.onnx.export"
     if isinstance(model, Demasked):

@@ -17,17 +17,17 @@ from torch import Tensor, fx, nn
 
 from demask.facts.analysis import Analysis
 from demask.graph.capture.capture import capture
-from demask.graph.capture.fold_constants import folded
-from demask.graph.capture.functionalize import functionalized
+from demask.graph.capture.fold_constants import fold_constants
+from demask.graph.capture.functionalize import functionalize
 from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.ops import Table
 from demask.ops.entry import Declined
 from demask.ops.regions import Interval
 from demask.ops.relation import Relation
-from demask.shrink.program_size import macs_of
+from demask.shrink.program_size import count_macs
 from demask.traverse.analysis.partial_reductions import Reduction, reduction
-from demask.traverse.analysis.split_global_ops import parted, with_reductions
+from demask.traverse.analysis.split_global_ops import split_global_calls, with_reductions
 from demask.traverse.axes import Axes, axes_of, length, whole
 from demask.traverse.local.dispatch import Local, local
 
@@ -67,7 +67,7 @@ class Flow:
         here, relation = self.local.get(node), self.relations.get(node)
         if here is not None:
             return here.macs(whole(node, self.axes[node]))
-        return macs_of(relation) if isinstance(relation, Relation) else 0
+        return count_macs(relation) if isinstance(relation, Relation) else 0
 
     @property
     def calls(self) -> tuple[fx.Node, ...]:
@@ -120,14 +120,14 @@ def read(
 ) -> Program:
     """A model captured at the sizes of the example: functional, constants folded, canonical."""
     return canonicalize_calls(
-        folded(functionalized(capture(model, args, kwargs, dynamic_shapes={})))
+        fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={})))
     )
 
 
 def flow_of(program: Program, table: Table) -> Flow:
     """The flow of a program whose global calls are split into statistics and their application."""
     table = with_reductions(table)
-    program = _hoist_whole_calls(parted(program, table))
+    program = _hoist_whole_calls(split_global_calls(program, table))
     flow = _flow(program, table)
     reads = (read for here in flow.local.values() for read in here.reads if read.whole)
     inputs_read_whole = {read.node for read in reads if read.node.op == "placeholder"}

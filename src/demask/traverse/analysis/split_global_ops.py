@@ -22,7 +22,7 @@ from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import Case, Entry, Relation, Table, schema, traits
-from demask.ops.custom import Own
+from demask.ops.custom import CustomOp
 from demask.ops.entries import norm
 from demask.ops.entry import Shape as S
 from demask.ops.schema import same_shape
@@ -53,7 +53,7 @@ def _moments(x: Tensor, dims: list[int]) -> Tensor:
     return torch.stack([mean, variance])
 
 
-CUSTOM_OPS.register("moments", Own(_moments))
+CUSTOM_OPS.register("moments", CustomOp(_moments))
 
 
 def _moments_line(node: fx.Node) -> str:
@@ -95,7 +95,9 @@ def with_reductions(table: Table) -> Table:
     return table.extended({op: entry for op, entry in ENTRIES.items() if op not in table})
 
 
-def parted(program: Program, table: Table, nodes: Collection[str] | None = None) -> Program:
+def split_global_calls(
+    program: Program, table: Table, nodes: Collection[str] | None = None
+) -> Program:
     """The program with global calls replaced by statistics and their application.
 
     Calls with several outputs are replaced by calls with one output.
@@ -146,7 +148,8 @@ def global_calls(
 
 
 def folded_scale(program: Program) -> Program:
-    """The program of `parted` with norms folded into the weights of 1x1 convolutions before them.
+    """The program of `split_global_calls` with norms folded into the weights of 1x1 convolutions
+    before them.
 
     Such a convolution runs twice, for the moments and scaled; its unscaled result is not stored.
     """
@@ -494,4 +497,11 @@ _RULES: dict[Any, _Rule] = {
     aten.log_softmax.int: _log_softmax,
 }
 
-__all__ = ["ENTRIES", "folded_scale", "global_calls", "moments", "parted", "with_reductions"]
+__all__ = [
+    "ENTRIES",
+    "folded_scale",
+    "global_calls",
+    "moments",
+    "split_global_calls",
+    "with_reductions",
+]

@@ -27,15 +27,15 @@ from demask.errors import BadInput
 from demask.failures import public
 from demask.files.weight_file import StoredTensor, WeightFile, with_weights
 from demask.graph.capture.capture import capture
-from demask.graph.capture.fold_constants import folded
-from demask.graph.capture.functionalize import functionalized
-from demask.graph.guards import values_of
+from demask.graph.capture.fold_constants import fold_constants
+from demask.graph.capture.functionalize import functionalize
+from demask.graph.guards import literal_inputs
 from demask.graph.program import Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result.demasked_module import attach, build
-from demask.machine.byte_sizes import BUDGET, human, parse_memory
+from demask.machine.byte_sizes import BUDGET, format_bytes, parse_memory
 from demask.ops import TABLE, Table
-from demask.shrink.pipeline import inputs_of
+from demask.shrink.pipeline import input_specs
 from demask.traverse.batching.batch_axis import BatchAxis
 from demask.traverse.batching.batch_plan import (
     BatchCall,
@@ -170,7 +170,7 @@ class Batched(nn.Module):
 
     def extra_repr(self) -> str:
         plan = self.plan
-        return f"inputs={plan.inputs}, at_once={plan.at_once}, peak={human(plan.peak)}"
+        return f"inputs={plan.inputs}, at_once={plan.at_once}, peak={format_bytes(plan.peak)}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = dict(zip(self.plan.input_names, self.front(*args, **kwargs), strict=True))
@@ -324,8 +324,8 @@ def _front(program: Program) -> nn.Module:
     graph.output(tuple(inputs))
     nothing = Sizes(0, 0, 0)
     provenance = Provenance(
-        {}, (), {}, program.notes, inputs_of(program), nothing, nothing,
-        guards=program.guards, values=values_of(program.graph),
+        {}, (), {}, program.notes, input_specs(program), nothing, nothing,
+        guards=program.guards, values=literal_inputs(program.graph),
     )  # fmt: skip
     out_spec = pytree.tree_structure(tuple(range(len(inputs))))
     return build(replace(program, graph=graph, constants={}, out_spec=out_spec), provenance)
@@ -369,14 +369,14 @@ def _source(
 def _read(model: nn.Module, args: Any, kwargs: Any, *, fold: bool = True) -> Program:
     """The captured, functional network. fold: compute calls on constants once; off where the values
     are in a file."""
-    program = functionalized(capture(model, args, kwargs))
+    program = functionalize(capture(model, args, kwargs))
     constant = {n for n in program.graph.nodes if n.op == "get_attr"}
     for node in program.graph.nodes:
         sources = node.all_input_nodes
         if node.op == "call_function" and sources and all(n in constant for n in sources):
             constant.add(node)
     if fold and any(n.op == "call_function" and not is_view(n) for n in constant):
-        return folded(program)
+        return fold_constants(program)
     for node in program.graph.find_nodes(op="get_attr"):
         tensor = program.constants[str(node.target)].tensor
         if not tensor.is_floating_point():

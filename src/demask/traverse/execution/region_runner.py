@@ -141,7 +141,7 @@ class RegionNetwork:
         return counter
 
 
-def fitted(windows: RegionNetwork, tile: int) -> Any:
+def fit_cost(windows: RegionNetwork, tile: int) -> Any:
     """Estimated seconds as a function of heights and widths (arrays): a fit of area, height, width.
 
     It is exact where rules are linear, away from the image's border.
@@ -169,4 +169,4 @@ def _positions(rows: tuple[int, int], columns: tuple[int, int]) -> int:
     return max(rows[1] - rows[0], 0) * max(columns[1] - columns[0], 0)
 
 
-__all__ = ["RegionNetwork", "fitted", "refusals"]
+__all__ = ["RegionNetwork", "fit_cost", "refusals"]

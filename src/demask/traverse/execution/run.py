@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from demask.machine.allocator import give_back
+from demask.machine.allocator import release_free_memory
 from demask.machine.arena import ALIGNMENT
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.axes import Window
@@ -107,7 +107,7 @@ def _execute(
         walk(place, ends, work, counter, _step_callback(on_step, place))
         ends.packed.clear()
         if place.allocated >= LARGE:
-            give_back()
+            release_free_memory()
         _delete_spills(layout, k, spills)
         for v in layout.last_used[k]:
             whole_values.pop(v, None)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from demask.machine.allocator import give_back
-from demask.machine.arena import aligned
+from demask.machine.allocator import release_free_memory
+from demask.machine.arena import align_size
 from demask.ops.regions import Interval
 from demask.traverse.analysis.partial_reductions import Reduction
 from demask.traverse.analysis.streamed_attention import attend, keys_of
@@ -147,7 +147,7 @@ class SegmentExecutor:
             elif step[unit.value].computed[0] < step[unit.value].computed[1]:
                 self._compute(k, unit, step)
             if k in self.memory.large:
-                give_back()
+                release_free_memory()
             for node in self.last.get(k, ()):
                 if node in active:
                     self._save_tail(node, step)
@@ -344,7 +344,7 @@ class SegmentExecutor:
         def take(shape: Any, axes: Axes, dtype: torch.dtype) -> Tensor:
             nonlocal offset
             piece = view_part(self.arena, offset, shape, axes, dtype)
-            offset += aligned(piece.numel() * dtype.itemsize)
+            offset += align_size(piece.numel() * dtype.itemsize)
             if offset > end:
                 raise RuntimeError(f"{self.stage.units[k].node} needs more memory than planned")
             return piece

@@ -22,7 +22,7 @@ from demask.graph.result.codegen import TRACED, Codegen
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import TABLE, Table
 from demask.registry import RESULT_KINDS
-from demask.shrink.pipeline import inputs_of
+from demask.shrink.pipeline import input_specs
 from demask.traverse.analysis.flow import Flow, flow_of
 from demask.traverse.execution.run import ImageRun, OnStep, execute, rehearse
 from demask.traverse.execution.segment_executor import Counter
@@ -129,7 +129,7 @@ def tiled(
     nothing = Sizes(0, 0, 0)
     notes = (*program.notes, "runs in tiles: " + str(plan).partition("\n")[0])
     provenance = Provenance(
-        {}, (), {}, notes, inputs_of(program), nothing, nothing, guards=program.guards
+        {}, (), {}, notes, input_specs(program), nothing, nothing, guards=program.guards
     )
     module: Any = build(program, provenance, Tiled)
     layout.compile_kernels()
@@ -166,7 +166,7 @@ def _set_fake_values(graph: fx.Graph, module: Tiled) -> None:
                 node.meta["val"] = node.target(*args, **kwargs)
 
 
-def called(
+def call_by_image(
     module: Tiled, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Image | None = None
 ) -> Any:
     """The results of one call, image by image, without gradients. run: executes an image; None: by
@@ -191,7 +191,7 @@ def planned(module: Tiled, flat: list[Any], run: Image | None = None) -> Any:
     for k in range(count):
         image_inputs = [x[k : k + 1] if node in per_image and node not in prepared.flow.axes else x
                 for node, x in zip(prepared.flow.inputs, flat, strict=True)]  # fmt: skip
-        values, counter = (run or image)(module, prepared, image_inputs, results, k, count)
+        values, counter = (run or run_image)(module, prepared, image_inputs, results, k, count)
         module.counted = Counter(
             module.counted.macs + counter.macs, module.counted.steps + counter.steps
         )
@@ -282,7 +282,7 @@ def _size_error(node: fx.Node, value: Any) -> ValueError:
                       "demask.traverse.tile with an example of this size")  # fmt: skip
 
 
-def image(
+def run_image(
     module: Tiled, prepared: Prepared, flat: Sequence[Any], results: list[Any], k: int, count: int,
     on_step: OnStep | None = None,
 ) -> tuple[dict[fx.Node, Any], Counter]:  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from demask.machine.arena import aligned
+from demask.machine.arena import align_size
 from demask.machine.threads import set_threads
 from demask.traverse.axes import cut_shape
 from demask.traverse.execution.segment_executor import (
@@ -36,7 +36,7 @@ class _WorkerArena:
 
     def take(self, size: int) -> Tensor:
         start = self.taken
-        self.taken += aligned(size)
+        self.taken += align_size(size)
         return self.memory[start : start + size]
 
 

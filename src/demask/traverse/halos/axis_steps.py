@@ -16,7 +16,7 @@ from typing import Any
 
 from demask.ops import schema
 from demask.ops.flow import Part, follow
-from demask.ops.regions import needed
+from demask.ops.regions import needed_interval
 from demask.ops.relation import Relation
 
 PERIODS = 64  # the longest period that is searched for
@@ -167,7 +167,7 @@ class _Rule:
 
     def _needed(self, start: int, end: int) -> tuple[int, int]:
         inner = self.after.inner
-        return needed(
+        return needed_interval(
             self.relation, self.operand, self.after.axis, start * inner, end * inner, out=self.out
         )
 

@@ -33,7 +33,7 @@ from demask.failures import public
 from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
 from demask.ops.flow import Part
-from demask.text_table import WIDTH, as_lines
+from demask.text_table import WIDTH, render_lines
 from demask.traverse.halos.axis_steps import Rules, TooSmall
 from demask.traverse.halos.error_curve import Leaf, Point, TileCut, curve_of
 from demask.traverse.halos.record import HaloRecording, record_calls
@@ -363,7 +363,7 @@ def _text(result: Halo) -> str:
                 exact = _pair(side.before, side.after)
                 local = _pair(side.local_before, side.local_after)
                 table.add_row(one.name, name, exact, local, str(side.align))
-    lines = [*as_lines(table), *_barrier_lines(result.barriers)]
+    lines = [*render_lines(table), *_barrier_lines(result.barriers)]
     lines += [f"padding {point}" for point in result.curve]
     return "\n".join([*lines, *result.notes])
 

@@ -26,11 +26,11 @@ from demask.compat.dispatch import (
     overload_name,
 )
 from demask.graph.capture.capture import capture
-from demask.graph.capture.fold_constants import folded
-from demask.graph.capture.functionalize import functionalized
+from demask.graph.capture.fold_constants import fold_constants
+from demask.graph.capture.functionalize import functionalize
 from demask.graph.module_copy import structural_copy
 from demask.graph.normalize.canonical_calls import canonicalize_calls
-from demask.graph.result.demasked_module import exportable
+from demask.graph.result.demasked_module import to_exportable
 from demask.ops import Table
 from demask.ops.entry import op_name
 
@@ -67,7 +67,7 @@ def record_calls(
     if isinstance(model, ExportedProgram):
         return _exported(model, args, kwargs)
     try:
-        recording = _run(exportable(structural_copy(model, share=True).eval()), args, kwargs)
+        recording = _run(to_exportable(structural_copy(model, share=True).eval()), args, kwargs)
     except Exception:  # export has a better message, or supports the model
         return _exported(model, args, kwargs)
     is_known = all(_is_known(node, table) for node in recording.graph.nodes)
@@ -82,7 +82,7 @@ def _is_known(node: fx.Node, table: Table) -> bool:
 def _exported(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> HaloRecording:
     """The recording by torch.export, functional and canonical."""
     program = canonicalize_calls(
-        folded(functionalized(capture(model, args, kwargs, dynamic_shapes={})))
+        fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={})))
     )
     inputs = [n if isinstance(n.meta.get("val"), Tensor) else None
               for n in program.graph.find_nodes(op="placeholder")]  # fmt: skip

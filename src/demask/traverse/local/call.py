@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.compat.dispatch import schema_of
-from demask.machine.arena import aligned
+from demask.machine.arena import align_size
 from demask.ops import regions, schema
 from demask.ops.regions import Geometry, Interval, Rule
 from demask.ops.relation import Relation
@@ -71,7 +71,7 @@ class LocalCall:
 
     def arguments(self, values: Sequence[Any], **changed: Any) -> dict[str, Any]:
         """The arguments by name, with `values` for the operands and other changes."""
-        return schema.replaced(self.bound, self.relation.operands, values) | changed
+        return schema.replace_operands(self.bound, self.relation.operands, values) | changed
 
     def window(self, axis: int, window: Window) -> Interval:
         """The interval of an axis of the output; the whole axis where it is not cut."""
@@ -257,4 +257,4 @@ def grown(shape: Sequence[int], margins: Mapping[int, Interval]) -> Sizes:
 
 def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Bytes of a tensor in scratch, aligned as in an arena."""
-    return aligned(math.prod(shape) * dtype.itemsize)
+    return align_size(math.prod(shape) * dtype.itemsize)

@@ -98,7 +98,7 @@ def _carried(call: LocalCall) -> _Carried | Declined:
         block_sizes = {
             0
             if regions.is_whole(call.relation, k, axis)
-            else regions.steps(call.relation, k, axis)[2]
+            else regions.carried_steps(call.relation, k, axis)[2]
             for k, cut in enumerate(call.cuts)
             if axis is not None and cut.rules[dim] is not None
         }
@@ -308,7 +308,7 @@ class LocalRearrange(LocalKind):
         for dim, axis in enumerate(call.axes):
             operand_axis = call.cuts[0].axes[dim]
             if axis is not None and operand_axis is not None and carried.tiles[dim]:
-                common = regions.steps(call.relation, 0, axis)[0]
+                common = regions.carried_steps(call.relation, 0, axis)[0]
                 ins[operand_axis] = (f"#{dim}", *ins[operand_axis][common:])
                 outs[axis] = (f"#{dim}", *outs[axis][common:])
         before, after = (tuple(a for axis in axes for a in axis) for axes in (ins, outs))

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from demask.kernels.cpu.window import LARGEST, Runner, WindowKernel, WindowSizes
+from demask.kernels.cpu.window import LARGEST_WINDOW, WindowKernel, WindowRunner, WindowSizes
 from demask.kernels.llvm import availability as llvm
 from demask.kernels.llvm.isa import host
-from demask.ops.activations import Act, by_onednn
+from demask.ops.activations import Act, find_onednn_activation
 from demask.ops.entry import Declined
 from demask.ops.regions import Interval
 from demask.traverse.axes import COLUMNS, ROWS
@@ -25,7 +25,7 @@ from demask.traverse.axes import Window as Part
 from demask.traverse.local.call import LocalCall, LocalKind, Scratch, Sliding
 from demask.traverse.local.pools import LocalAvgPool, LocalMaxPool
 from demask.traverse.local.windows import LocalConv
-from demask.tune.epilogue import Epilogue, plain_call
+from demask.tune.epilogue import Epilogue, apply_activation
 
 LLVM = 40 * 2**20  # bytes that the compiler takes, measured
 
@@ -46,7 +46,7 @@ def is_supported(kind: LocalConv | LocalAvgPool | LocalMaxPool) -> bool:
     kernels of at most 7 x 7.
     """
     call, value = kind.call, kind.call.node.meta["val"]
-    is_too_large = [s.geometry.kernel > LARGEST for s in kind.axes]
+    is_too_large = [s.geometry.kernel > LARGEST_WINDOW for s in kind.axes]
     tensors = [value, *(o.value.meta["val"] for o in call.relation.operands
                         if hasattr(o.value, "meta"))]  # fmt: skip
     if any(t.dtype is not torch.float32 or t.device.type != "cpu" for t in tensors):
@@ -81,7 +81,7 @@ def _laid_out(call: LocalCall, axes: tuple[Sliding, ...]) -> bool:
 def _compiles() -> bool:
     """Whether LLVM compiles for this machine, and the kernels run on this system."""
     try:
-        return llvm.installed() and host().lanes > 0
+        return llvm.is_installed() and host().lanes > 0
     except (OSError, RuntimeError):
         return False
 
@@ -127,7 +127,7 @@ class _CompiledWindows(LocalKind):
     across: tuple[Sliding | None, Sliding]
     layout: _PartDims
     fallback: LocalConv | LocalAvgPool | LocalMaxPool
-    runners: dict[tuple[Act | None, bool], Runner] = field(default_factory=dict)
+    runners: dict[tuple[Act | None, bool], WindowRunner] = field(default_factory=dict)
 
     @classmethod
     def of(cls, kind: LocalConv | LocalAvgPool | LocalMaxPool) -> Self:
@@ -139,7 +139,7 @@ class _CompiledWindows(LocalKind):
     def macs(self, window: Part) -> int:
         return self.fallback.macs(window)
 
-    def _runner(self, mode: str, divisor: int, act: Act | None, add: bool) -> Runner:
+    def _runner(self, mode: str, divisor: int, act: Act | None, add: bool) -> WindowRunner:
         runner = self.runners.get((act, add))
         if runner is None:
             geometries = [(1, 1, 1) if s is None else (s.geometry.kernel, s.geometry.step,
@@ -149,7 +149,7 @@ class _CompiledWindows(LocalKind):
             kernel = WindowKernel(
                 sizes, steps, dilations, self.layout.width, mode, divisor, act, add
             )
-            runner = self.runners.setdefault((act, add), Runner(kernel))
+            runner = self.runners.setdefault((act, add), WindowRunner(kernel))
         return runner
 
     def _sizes(self, x: Tensor, into: Tensor, window: Part) -> WindowSizes | None:
@@ -193,7 +193,7 @@ class CompiledDepthwise(_CompiledWindows):
                   0 if bias is None else bias.data_ptr())  # fmt: skip
         self._runner("conv", 1, act, add).run(sizes, torch.get_num_threads(), addresses)
         if after is not None and act is None:
-            activated = plain_call(after, into)
+            activated = apply_activation(after, into)
             if activated is not into:
                 into.copy_(activated)
 
@@ -211,7 +211,7 @@ def fused(after: Epilogue | None) -> Act | None:
     parameter."""
     if after is None or any(map(math.isnan, after.scalars)):
         return None
-    activation = by_onednn(after.name, after.algorithm)
+    activation = find_onednn_activation(after.name, after.algorithm)
     if activation is None or activation.exponential:
         return None
     return activation.name, tuple(after.scalars)

@@ -28,7 +28,7 @@ from demask.traverse.local.depthwise import faster_kind
 from demask.traverse.local.moves import LocalMove
 from demask.traverse.local.resize import LocalResize
 from demask.traverse.local.windows import windowed
-from demask.tune.epilogue import Epilogue, plain_call
+from demask.tune.epilogue import Epilogue, apply_activation
 
 RESIZES = ("nearest", "exact", "linear", "cubic")
 
@@ -138,7 +138,7 @@ class Local:
 
 def activate(after: Epilogue, into: Tensor) -> None:
     """Apply an activation to a part in place."""
-    activated = plain_call(after, into)
+    activated = apply_activation(after, into)
     if activated is not into:
         into.copy_(activated)
 
@@ -173,7 +173,7 @@ def _call(relation: Relation, pair: Axes, cuts: tuple[OperandCut, ...]) -> Local
     bound = dict(schema.arguments(relation.node))
     for name in relation.entry.indices:
         bound[name] = bound[name].meta["positions"]
-    shape = tuple(schema.hint(n) for n in value.shape)
+    shape = tuple(schema.example_size(n) for n in value.shape)
     return LocalCall(relation, pair, shape, value.dtype, bound, cuts)
 
 
@@ -183,7 +183,7 @@ def _read(
     """How operand k is cut along the output's rows and columns, and what is read of it."""
     operand, operand_axes, rules, arrives = relation.operands[k], [], [], []
     value = operand.value.meta["val"] if isinstance(operand.value, fx.Node) else None
-    shape = () if value is None else tuple(schema.hint(n) for n in value.shape)
+    shape = () if value is None else tuple(schema.example_size(n) for n in value.shape)
     value_axes = axes.get(operand.value, NONE) if value is not None else NONE
     for dim, axis in enumerate(pair):
         along = None if axis is None else axis_of(relation, k, axis)
@@ -191,7 +191,7 @@ def _read(
         if here and dim == ROWS and regions.is_whole(relation, k, axis or 0):
             return Declined(f"{op_name(relation.node.target)} needs all rows at once"), None
         operand_axes.append(along)
-        rules.append(None if along is None else regions.rule(relation, k, axis or 0))
+        rules.append(None if along is None else regions.region_rule(relation, k, axis or 0))
         arrives.append(here)
     cut = OperandCut(
         (operand_axes[0], operand_axes[1]), (rules[0], rules[1]), (arrives[0], arrives[1]), shape

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from demask.ops.entry import Declined, op_name
-from demask.ops.positions import Move
+from demask.ops.positions import IndexMap
 from demask.ops.regions import Interval
 from demask.traverse.axes import Window
 from demask.traverse.local.call import LocalCall, LocalKind, Scratch, stepped
@@ -64,7 +64,7 @@ class MovedAxis:
     value: float
 
     @staticmethod
-    def of(axis: int, move: Move) -> MovedAxis:
+    def of(axis: int, move: IndexMap) -> MovedAxis:
         axis_runs = tuple(runs(move.source.tolist(), move.position.tolist()))
         return MovedAxis(axis, axis_runs, tuple(run.first for run in axis_runs), move.value)
 

@@ -31,7 +31,7 @@ from demask.traverse.local.call import (
 )
 from demask.traverse.local.carried import bind_arguments
 from demask.traverse.local.pools import LocalAdaptivePool, LocalAvgPool, LocalMaxPool
-from demask.tune.epilogue import Epilogue, plain_call
+from demask.tune.epilogue import Epilogue, apply_activation
 
 aten = torch.ops.aten
 
@@ -170,7 +170,7 @@ class LocalConv(LocalWindows):
 
 
 def _activate(after: Epilogue, into: Tensor) -> None:
-    activated = plain_call(after, into)
+    activated = apply_activation(after, into)
     if activated is not into:
         into.copy_(activated)
 

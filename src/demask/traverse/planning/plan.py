@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from demask.errors import BadInput
-from demask.machine.byte_sizes import human
+from demask.machine.byte_sizes import format_bytes
 
 LAYERWISE, BANDS, FRUSTUMS, BARRIER = "layer-wise", "bands", "frustums", "barrier"
 MODES = (LAYERWISE, BANDS, FRUSTUMS, BARRIER)
@@ -103,10 +103,10 @@ class TilePlan:
             raise BadInput(f"the plan of the network is damaged: {error!r}") from error
 
     def __str__(self) -> str:
-        head = (f"{len(self.segments)} segments; peak {human(self.peak)} of {human(self.budget)} "
-                f"(live {human(self.live)}, process {human(self.overhead)}); "
+        head = (f"{len(self.segments)} segments; peak {format_bytes(self.peak)} of "
+                f"{format_bytes(self.budget)} (live {format_bytes(self.live)}, process {format_bytes(self.overhead)}); "
                 f"{self.macs:.4g} MACs ({self.recompute:.4f} x untiled); "
-                f"traffic {human(self.traffic)}")  # fmt: skip
+                f"traffic {format_bytes(self.traffic)}")  # fmt: skip
         rows = [("", "mode", "tile", "steps", "calls", "keeps", "memory", "MACs", "traffic")]
         rows += [_row(k, segment) for k, segment in enumerate(self.segments)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -126,8 +126,8 @@ def _row(k: int, segment: Segment) -> tuple[str, ...]:
     if segment.workers > 1:
         tile[BANDS] += f" x {segment.workers} strips"
     return (str(k), segment.mode, tile.get(segment.mode, "whole"), str(segment.steps),
-            _span(segment.nodes), stored, human(segment.bytes), f"{segment.macs:.3g}",
-            human(segment.traffic))  # fmt: skip
+            _span(segment.nodes), stored, format_bytes(segment.bytes), f"{segment.macs:.3g}",
+            format_bytes(segment.traffic))  # fmt: skip
 
 
 def _span(nodes: tuple[str, ...]) -> str:

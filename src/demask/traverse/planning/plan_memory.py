@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from demask.errors import BadInput
-from demask.machine.arena import Block, aligned, planned
+from demask.machine.arena import Block, align_size, plan_arena
 from demask.ops.regions import Interval
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.analysis.streamed_attention import can_stream_keys
@@ -56,7 +56,7 @@ class PlacedSegment:
     @property
     def bytes(self) -> int:
         """Bytes of all workers, with the borders between them."""
-        each = aligned(self.memory.size)
+        each = align_size(self.memory.size)
         return each * max(len(self.strips), 1) + sum(map(sum, self.borders()))
 
     @property
@@ -66,7 +66,7 @@ class PlacedSegment:
 
     def borders(self) -> list[list[int]]:
         """For each two adjacent strips, the bytes of each value that is exchanged."""
-        return [[aligned(self.border_bytes(v, n)) for v, n in strip.borders.items()]
+        return [[align_size(self.border_bytes(v, n)) for v, n in strip.borders.items()]
                 for strip in self.strips[:-1]]  # fmt: skip
 
     def border_bytes(self, node: fx.Node, rows: int) -> int:
@@ -303,9 +303,9 @@ def _allocate(
         for v in place.maps & map_values:
             first, last = lives.get(owner[v], (k, k))
             lives[owner[v]] = min(first, k), max(last, k)
-    blocks = [Block(aligned(value_bytes(v)), *life) for v, life in lives.items()]
-    blocks += [Block(aligned(p.bytes), k, k) for k, p in enumerate(places)]
-    arena = planned(blocks)
+    blocks = [Block(align_size(value_bytes(v)), *life) for v, life in lives.items()]
+    blocks += [Block(align_size(p.bytes), k, k) for k, p in enumerate(places)]
+    arena = plan_arena(blocks)
     offset_of = dict(zip(lives, arena.offsets, strict=False))
     maps = {v: offset_of[owner[v]] for v in map_values if owner[v] in offset_of}
     whole_lifetimes = _whole_lifetimes(flow, places)

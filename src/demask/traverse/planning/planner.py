@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from demask.errors import BudgetTooSmall
-from demask.machine.byte_sizes import human
+from demask.machine.byte_sizes import format_bytes
 from demask.machine.roofline import TWO_CORES
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.analysis.streamed_attention import can_stream_keys
@@ -435,8 +435,8 @@ def plan_tiles(
     planner, fitted = min(((p, p.least()) for p in tried), key=lambda pair: pair[1][0])
     least = _lay_out(planner, fitted[1:])[1].peak + reserved
     raise BudgetTooSmall(
-        f"no plan of this network fits {human(budget)}; the least budget that would do is about "
-        f"{human(math.ceil(least * 1.01))}",
+        f"no plan of this network fits {format_bytes(budget)}; the least budget that would do is "
+        f"about {format_bytes(math.ceil(least * 1.01))}",
         least,
     )
 

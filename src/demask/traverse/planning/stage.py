@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from demask.compat.onednn import available
 from demask.ops.traits import ADDS, CONVOLUTIONS
 from demask.traverse.analysis.flow import Flow, FlowEdge
-from demask.tune.epilogue import Epilogue, epilogue
+from demask.tune.epilogue import Epilogue, epilogue_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def _unit(flow: Flow, node: fx.Node, inside: set[fx.Node], keeps: set[fx.Node]) 
         nodes.append(follower)
         follower = _only(follower, inside, keeps)
     if follower is not None and follower in flow.local:
-        after = epilogue(follower)
+        after = epilogue_of(follower)
         nodes += [follower] if after is not None else []
     return Unit(tuple(nodes), edges, addend, after)  # type: ignore[arg-type]
 

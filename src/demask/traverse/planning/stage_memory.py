@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from demask.machine.arena import ArenaPlan, Block, aligned, peak, planned
+from demask.machine.arena import ArenaPlan, Block, align_size, peak_bytes, plan_arena
 from demask.traverse.analysis.streamed_attention import scratch_bytes
 from demask.traverse.axes import cut_shape
 from demask.traverse.planning.schedule import LiveRows, Step
@@ -133,13 +133,13 @@ def plan_stage_memory(
     owner = _owners(stage, peaks)
     lives = _lifetimes(stage, peaks, owner)
     scratch = {k: n for k, n in peaks.scratch.items() if n}
-    blocks = [Block(aligned(peaks.block[v]), *life) for v, life in lives.items()]
-    blocks += [Block(aligned(n), k, k) for k, n in scratch.items()]
-    arena = ArenaPlan((0,) * len(blocks), peak(blocks)) if estimate else planned(blocks)
+    blocks = [Block(align_size(peaks.block[v]), *life) for v, life in lives.items()]
+    blocks += [Block(align_size(n), k, k) for k, n in scratch.items()]
+    arena = ArenaPlan((0,) * len(blocks), peak_bytes(blocks)) if estimate else plan_arena(blocks)
     size, tails = arena.size, {}
     for v, n in peaks.tail.items():
         if n:
-            tails[v], size = size, size + aligned(n)
+            tails[v], size = size, size + align_size(n)
     scratch_blocks = {
         k: (arena.offsets[len(lives) + i], n) for i, (k, n) in enumerate(scratch.items())
     }

@@ -22,10 +22,10 @@ from demask.graph.editor import reshape_views
 from demask.graph.program import Program
 from demask.graph.queries import COPY, input_dependent
 from demask.graph.result.codegen import TRACED, Codegen
-from demask.graph.result.demasked_module import Demasked, attach, changed
-from demask.machine.arena import Block, View, extent, planned
+from demask.graph.result.demasked_module import Demasked, apply_pass, attach
+from demask.machine.arena import Block, View, plan_arena, strided_bytes
 from demask.ops import schema
-from demask.tune.epilogue import is_fused, is_pack, pack_weight, plain, run_unfused
+from demask.tune.epilogue import is_fused, is_pack, pack_weight, run_unfused, unfuse
 from demask.tune.module.buffer_assignment import InArena, InPlace, assign_buffers, sharing_cached
 from demask.tune.module.shape_cache import ShapeCache, ShapeEntry
 from demask.tune.stale_sources import count_writes, sources_of
@@ -64,7 +64,7 @@ class FastCodegen(Codegen):
         copy, info = fx.Graph(), self.pytree_info
         copy.output(copy.graph_copy(graph, {}))
         program = Program(copy, {}, info.in_spec, info.out_spec, tuple(info.orig_args))
-        plain_graph = plain(program).graph
+        plain_graph = unfuse(program).graph
         plain_graph.set_codegen(Codegen(info, self.provenance))
         return plain_graph
 
@@ -129,7 +129,7 @@ class Optimized(Demasked):
     def plain(self) -> Demasked:
         """The same network in ATen ops only, sharing its tensors: it can be exported and compiled,
         and runs in every dtype and on every device."""
-        return changed(self, plain).plain()
+        return apply_pass(self, unfuse).plain()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         before = _kinds(self)
@@ -234,9 +234,9 @@ def _new_entry(module: Optimized, inputs: Sequence[Any]) -> ShapeEntry:
         shape, stride, dtype = values[node]
         call = calls[node]
         assert isinstance(call, InArena)
-        blocks.append(Block(extent(shape, stride, dtype), call.start, call.end))
+        blocks.append(Block(strided_bytes(shape, stride, dtype), call.start, call.end))
         views.append(View(0, shape, stride, dtype))
-    arena = planned(blocks)
+    arena = plan_arena(blocks)
     placed = tuple(View(offset, v.shape, v.stride, v.dtype)
                    for offset, v in zip(arena.offsets, views, strict=True))  # fmt: skip
     if not values.keys() >= set(cached):

@@ -37,7 +37,7 @@ class _GatherRegion:
     readers: dict[fx.Node, None] = field(default_factory=dict)
 
 
-def ungathered(program: Program, table: Table) -> Program:
+def absorb_gathers(program: Program, table: Table) -> Program:
     """The program without gathers that cost more than they save."""
     editor = GraphEditor(program)
     for node in editor.calls(aten.index_select.default, aten.slice.Tensor):
@@ -121,7 +121,7 @@ def _apply(editor: GraphEditor, gather: fx.Node, region: _GatherRegion) -> None:
     for node in depthwise:
         _spread(editor, node, region, rows=True)
         changed = schema.arguments(node) | {"groups": region.count}
-        node.args, node.kwargs = schema.call(node.target, changed)
+        node.args, node.kwargs = schema.bind_arguments(node.target, changed)
     for node in region.readers:
         _spread(editor, node, region, rows=False)
     axis = schema.arguments(gather)["dim"] % gather.meta["val"].ndim

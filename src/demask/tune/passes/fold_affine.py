@@ -34,7 +34,7 @@ class Affine:
     shift: Tensor | None
 
 
-def absorbed(program: Program) -> Program:
+def fold_affine(program: Program) -> Program:
     """The program with norms and per-channel constants folded into the layers before them."""
     editor = GraphEditor(program)
     live = input_dependent(editor.graph)

@@ -23,7 +23,7 @@ from demask.graph.queries import COPY, input_dependent, only_reader
 from demask.ops import schema
 from demask.ops.schema import same_size
 from demask.ops.traits import CONVOLUTIONS
-from demask.tune.epilogue import Epilogue, convolution, epilogue
+from demask.tune.epilogue import Epilogue, convolution, epilogue_of
 from demask.tune.passes.fold_affine import contraction_weight
 
 aten = torch.ops.aten
@@ -65,7 +65,7 @@ class EpilogueChain:
     other: fx.Node | None
 
 
-def chain(node: fx.Node, live: set[fx.Node]) -> EpilogueChain:
+def epilogue_chain(node: fx.Node, live: set[fx.Node]) -> EpilogueChain:
     """The calls after a layer that oneDNN could compute with it."""
     convolves = node.target is not aten.linear.default
     last, other = node, None
@@ -73,7 +73,7 @@ def chain(node: fx.Node, live: set[fx.Node]) -> EpilogueChain:
     if reader is not None and (addend := _addend(node, reader, live, convolves)) is not None:
         last, other = reader, addend
         reader = only_reader(last)
-    act = None if reader is None else epilogue(reader)
+    act = None if reader is None else epilogue_of(reader)
     fits = other is None or (act is not None and act.name == "relu" and convolves)
     if reader is None or act is None or not fits:
         return EpilogueChain(last, Epilogue(), other)
@@ -85,7 +85,7 @@ def chain(node: fx.Node, live: set[fx.Node]) -> EpilogueChain:
 def _fuse(
     editor: GraphEditor, node: fx.Node, live: set[fx.Node], wanted: Wanted, convolves: bool
 ) -> None:
-    calls = chain(node, live)
+    calls = epilogue_chain(node, live)
     if not wanted(node, calls.after, calls.other is not None):
         return
     make = _convolution if convolves else _linear

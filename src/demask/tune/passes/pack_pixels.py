@@ -81,7 +81,7 @@ def _pair(editor: GraphEditor, node: fx.Node, count: int) -> None:
     changed = {"W": weight, "B": bias, "stride": stride}
     if arguments.get("other") is not None:
         changed["other"] = _grouped(editor, node, arguments["other"], count)
-    args, kwargs = schema.call(node.target, arguments | changed)
+    args, kwargs = schema.bind_arguments(node.target, arguments | changed)
     with editor.graph.inserting_before(node):
         grouped = editor.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
     n, c, h, w = node.meta["val"].shape

@@ -237,7 +237,7 @@ def apply_widening(editor: GraphEditor, plan: Widening) -> None:
         shape[plan.axis] = count + plan.more
         node.meta["val"] = editor.values.dense(shape, value)
         if node in depthwise:
-            args, kwargs = schema.call(
+            args, kwargs = schema.bind_arguments(
                 node.target, schema.arguments(node) | {"groups": count + plan.more}
             )
             node.args, node.kwargs = args, kwargs

@@ -15,7 +15,7 @@ from demask.files.onnx import check as checking
 from demask.files.onnx.check import Draw, file_run
 from demask.files.onnx.write import writer as writing
 from demask.files.onnx.write.clean import is_exact
-from demask.files.onnx.write.writer import judge_of, proto_of, serialized, to_onnx
+from demask.files.onnx.write.writer import comparator_of, proto_of, serialized, to_onnx
 from demask.ops import TABLE
 from graphs import to_graph
 
@@ -226,7 +226,7 @@ def test_what_rounding_alone_makes_is_no_mismatch(tmp_path):
 def test_a_file_may_be_as_far_off_as_the_runtime_was_before():
     slim = to_graph(Faint(-1.0).eval(), (torch.randn(2, 8),))
     x = torch.randn(2, 8)
-    judge, draw = judge_of(slim, ((x,), {}), None, TABLE), Draw("numbers", (x,))
+    judge, draw = comparator_of(slim, ((x,), {}), None, TABLE), Draw("numbers", (x,))
     exact = slim(x).detach().numpy()
     coarse = exact * np.float32(1 + 3e-4)  # what the runtime made of the file as given
     judge.difference(draw, [coarse], [exact])

@@ -22,9 +22,9 @@ from demask.errors import BadInput, RefusedFile
 from demask.files.onnx.quantized_weights import quantize_exactly
 from demask.graph.provenance import Cut, Provenance, QuantizationGrid
 from demask.ops import TABLE
-from demask.ops.quantization import dequantized, quantized
+from demask.ops.quantization import dequantize_values, quantize_values
 from demask.optimize_onnx import deploy
-from demask.shrink.pipeline import given as captured
+from demask.shrink.pipeline import capture_program as captured
 from demask.tune.onnxruntime_candidate import for_runtime
 from night import at_night
 
@@ -268,7 +268,7 @@ def test_each_way_to_store_a_constant(tmp_path, kind):
     step = (
         0.517
         * np.abs(given["v"]).max()
-        * np.abs(dequantized(*(torch.tensor(given[k]) for k in ("m", "ms", "mz")), 1).numpy())
+        * np.abs(dequantize_values(*(torch.tensor(given[k]) for k in ("m", "ms", "mz")), 1).numpy())
         .sum(0)
         .max()
     )
@@ -286,7 +286,7 @@ def weight():
     """Whole numbers of 8 rows, and the float weight that they stand for."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randint(-127, 128, (8, 5, 3), generator=generator, dtype=torch.int8)
-    return whole, dequantized(whole, torch.tensor(SCALES), None, 0)
+    return whole, dequantize_values(whole, torch.tensor(SCALES), None, 0)
 
 
 def test_a_cut_says_which_scale_a_row_has():
@@ -314,7 +314,7 @@ def test_axes_may_have_moved():
 
 def test_zero_points_go_along():
     whole, scales = torch.tensor([[0, 255, 7], [3, 255, 11]], dtype=torch.uint8), [0.1, 0.31]
-    w = dequantized(whole, torch.tensor(scales), torch.tensor([128, 3]), 0)
+    w = dequantize_values(whole, torch.tensor(scales), torch.tensor([128, 3]), 0)
     found = quantize_exactly(w, grid(scales, [128, 3], "uint8"))
     assert torch.equal(found.integers, whole) and found.zero_point.tolist() == [128, 3]
 
@@ -462,11 +462,11 @@ def test_the_ops_say_what_they_take():
     with pytest.raises(BadInput, match="per position of axis 0"):
         torch.ops.demask.quantize(x, scale, None, 0, "int8")
     with pytest.raises(BadInput, match="to quantize to"):
-        quantized(x, scale, None, 1, "int64")
+        quantize_values(x, scale, None, 1, "int64")
     with pytest.raises(BadInput, match="expected integers"):
         torch.ops.demask.dequantize(x, scale, None, 1)
     halves = torch.tensor([0.5, 1.5, 2.5, -0.5, 300.0, -300.0])
-    assert quantized(halves, torch.tensor(1.0), None, 0, "int8").tolist() == [
+    assert quantize_values(halves, torch.tensor(1.0), None, 0, "int8").tolist() == [
         0,
         2,
         2,

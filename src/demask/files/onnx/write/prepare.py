@@ -114,7 +114,7 @@ def _set_values(graph: fx.Graph, slim: nn.Module) -> bool:
     inputs = graph.find_nodes(op="placeholder")
     if not inputs or any("val" not in node.meta for node in inputs):
         return False
-    if modules.spell(graph, slim):
+    if modules.lower_modules(graph, slim):
         return False
     editor = GraphEditor.in_place(graph)
     for node in list(graph.nodes):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from demask.graph.guards import condition, renamed
+from demask.graph.guards import parse_condition, rename_symbols
 from demask.graph.provenance import InputSpec
 
 _ARITHMETIC: Mapping[type, str] = {
@@ -44,7 +44,7 @@ def refuse_sizes(model: Any, specs: Sequence[InputSpec], guards: Sequence[str]) 
     graph = model.graph
     inputs = [v for v in graph.inputs if v.name not in graph.initializers]
     axes = _axes_of_symbols(specs)
-    trees = [tree for guard in guards if (tree := condition(guard, axes)) is not None]
+    trees = [tree for guard in guards if (tree := parse_condition(guard, axes)) is not None]
     sized = [k for k, spec in enumerate(specs) if spec.sizes]
     if not trees or not sized or len(specs) != len(inputs):
         return
@@ -58,7 +58,7 @@ def refuse_sizes(model: Any, specs: Sequence[InputSpec], guards: Sequence[str]) 
     reshaped = file.call("Reshape", [_Number(smallest, int), sizes]).value
     reshaped.type, reshaped.shape = smallest.type, smallest.shape
     file.nodes[-1].name = "only for sizes with " + " and ".join(
-        dict.fromkeys(renamed(ast.unparse(tree), names) for tree in trees)
+        dict.fromkeys(rename_symbols(ast.unparse(tree), names) for tree in trees)
     )
     graph.insert_before(graph[0], file.nodes)
     for user, position in users:

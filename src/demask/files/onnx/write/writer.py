@@ -23,7 +23,7 @@ from demask.compat.onnx_exporter import list_functions_once
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.failures import public
 from demask.files.atomic_write import check_writable, write
-from demask.files.onnx.check import Judge, add_row, draws
+from demask.files.onnx.check import OutputComparator, add_row, draws
 from demask.files.onnx.check import check as check_file
 from demask.files.onnx.quantized_weights import opset_for, quantize_constants, translations
 from demask.files.onnx.read.reader import installed
@@ -42,7 +42,7 @@ from demask.graph.result.class_result import as_graph
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import TABLE, Table, schema
 from demask.ops.quantization import DTYPES
-from demask.shrink.pipeline import inputs_of
+from demask.shrink.pipeline import input_specs
 
 ALIGNED = 4096  # bytes; alignment of weights in a separate file, so that they can be mapped
 MIN_EXTERNAL = 256  # bytes; smaller constants stay in the graph, as runtimes read sizes and axes
@@ -138,7 +138,7 @@ def _network(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> 
     graph = as_graph(module) if dynamic_shapes is None else module
     if isinstance(graph, Demasked) and accepts(graph, args, kwargs):
         return graph.plain()
-    return remembering(capture(module, args, kwargs, dynamic_shapes))
+    return as_demasked(capture(module, args, kwargs, dynamic_shapes))
 
 
 def _with_example_sizes(slim: Demasked, args: Any, kwargs: Any) -> Demasked | None:
@@ -146,7 +146,7 @@ def _with_example_sizes(slim: Demasked, args: Any, kwargs: Any) -> Demasked | No
     if not any(isinstance(size, str) for spec in slim.demasked.inputs for size in spec.sizes):
         return None
     call = (args, dict(kwargs or {})) if args or kwargs else example(slim)[:2]
-    return remembering(capture(slim, *call, dynamic_shapes={}))
+    return as_demasked(capture(slim, *call, dynamic_shapes={}))
 
 
 def _model(slim: Demasked, opset: int | None) -> Any:
@@ -166,7 +166,7 @@ def _check_values(
     """Raise Mismatch where a file computes other values than the network it was written from."""
     call = call if any(call) else example(slim)[:2]
     inputs = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
-    judge = judge_of(slim, call, tolerance, table)
+    judge = comparator_of(slim, call, tolerance, table)
     several = draws(inputs)
     axes = [bool(spec.sizes) and str(spec.sizes[0]).isidentifier() for spec in slim.demasked.inputs]
     if any(axes):
@@ -185,7 +185,9 @@ def _check_values(
         ) from error
 
 
-def judge_of(slim: Demasked, call: Any, tolerance: float | None, table: Table) -> Judge:
+def comparator_of(
+    slim: Demasked, call: Any, tolerance: float | None, table: Table
+) -> OutputComparator:
     """The comparator of files written from a network. call: (args, kwargs) of one call."""
     leaves, spec = pytree.tree_flatten(call)
     positions = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -197,7 +199,7 @@ def judge_of(slim: Demasked, call: Any, tolerance: float | None, table: Table) -
         return pytree.tree_unflatten(filled, spec)
 
     network: Any = structural_copy(slim, share=True).eval()
-    return Judge(network, filled, table, tolerance, _step(slim))
+    return OutputComparator(network, filled, table, tolerance, _step(slim))
 
 
 def _step(slim: fx.GraphModule) -> float:
@@ -309,10 +311,10 @@ def _check(proto: Any) -> None:
         raise NotExportable(reason, "torch.onnx", "report it, with the network") from error
 
 
-def remembering(program: Program) -> Demasked:
+def as_demasked(program: Program) -> Demasked:
     """A captured network, not reduced, as a module with `.demasked`."""
     nothing = Sizes(0, 0, 0)
-    provenance = Provenance({}, (), {}, program.notes, inputs_of(program), nothing, nothing,
+    provenance = Provenance({}, (), {}, program.notes, input_specs(program), nothing, nothing,
                             guards=program.guards, interface=program.interface)  # fmt: skip
     return build(program, provenance).eval()
 

@@ -17,7 +17,7 @@ from demask.files.onnx.ops.math.cast import cast
 from demask.files.onnx.ops.nn.linear import convolution
 from demask.files.onnx.read.tensors import DTYPES, NARROW
 from demask.ops import quantization as quantize
-from demask.ops.quantization import along
+from demask.ops.quantization import broadcast_scale
 
 OPS = Ops()
 UINT8 = 2
@@ -34,7 +34,7 @@ def spread(scale: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
     """A scale or zero point in a shape that broadcasts with x: one number, one per position on an
     axis, or one per block of positions."""
     if not block_size or scale.ndim == 0 or scale.shape == (1,):
-        return along(scale, x, axis)
+        return broadcast_scale(scale, x, axis)
     if block_size < 0 or scale.ndim != x.ndim:
         raise BadInput(
             f"expected a scale for each block of {x.ndim} axes, got one of {scale.ndim}, for "
