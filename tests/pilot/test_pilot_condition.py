@@ -81,7 +81,7 @@ def test_targets_end_before_sums(net: Net, x: Tensor):
     assert [(t.layer, t.node.name, t.axis, t.size) for t in found] == [
         ("a", "relu", 1, 8), ("b", "conv2d_1", 1, 8),
     ]  # fmt: skip
-    assert left == (Decision("end", "dense", "the network's output is wanted whole"),)
+    assert left == (Decision("end", "dense", "the network's output is returned whole"),)
 
 
 def test_skip_sets_what_is_unimportant_to_zero(net: Net, x: Tensor):
@@ -217,7 +217,7 @@ def test_texts():
         assert condition_of(text(made)) == made
     for wrong, words in (
         ("none", "expected one of"), ("skip", "one of keep and threshold"),
-        ("skip:2", "at most 1"), ("skip:x", "expected float"), ("skip:0.5:bits=4", "no knob"),
+        ("skip:2", "at most 1"), ("skip:x", "expected float"), ("skip:0.5:bits=4", "no parameter"),
         ("route", "not complete"), ("constant:0.5:value=x", "'mean'"),
         ("precision:0.5:bits=99", "1 to 16 bits"), ("skip:threshold=-1", "0 or more"),
     ):  # fmt: skip

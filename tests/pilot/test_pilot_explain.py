@@ -121,8 +121,8 @@ def test_what_pays_and_changes_answers_is_not_used(monkeypatch):
     given = [torch.randn(1, 3, 12, 12) for _ in range(4)]
     pairs = (("channels:0.25", "skip:0.25"),)
     ask = {"candidates": pairs, "machine": NOMINAL}
-    beside = explained._beside  # half the time, whatever the clock says
-    monkeypatch.setattr(explained, "_beside", lambda *given: (0.5, beside(*given)[1]))
+    beside = explained._run_alternately  # half the time, whatever the clock says
+    monkeypatch.setattr(explained, "_run_alternately", lambda *given: (0.5, beside(*given)[1]))
     careful = explain(model, given, **ask, clock=ticks(1.0)).lines[0]
     assert careful.gain > 1.2 and careful.loss > 0.01  # type: ignore[operator]
     assert not careful.use and "of the answers differ, 1.0% may" in careful.why

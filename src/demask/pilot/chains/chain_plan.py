@@ -182,10 +182,7 @@ class ChainPlanBuilder:
         first, second = packing.planes(weight, bias, bits, vectors, isa)
         width, count = 32 // bits, packing.tiles(rows, vectors, isa)
         list_bytes = 4 * (rows + vectors * isa.lanes + gemv.SLACK)
-        open_lists, open_counts = (
-            slots.several(self.threads, list_bytes),
-            slots.several(self.threads, 8),
-        )
+        open_lists, open_counts = slots.lists(self.threads, list_bytes)
         sums = [slots.several(self.threads, list_bytes) for _ in range(2)] if second else [0, 0]
         inputs = []
         for t in range(self.threads):
@@ -202,10 +199,7 @@ class ChainPlanBuilder:
         self.seen[-1][1].extend(range(open_counts, open_counts + self.threads))
         if second is not None:
             first_lists, first_counts = open_lists, open_counts
-            open_lists, open_counts = (
-                slots.several(self.threads, list_bytes),
-                slots.several(self.threads, 8),
-            )
+            open_lists, open_counts = slots.lists(self.threads, list_bytes)
             for t, (u0, u1, _, _, numbers, whole) in enumerate(inputs):
                 self.call(t, certify.SecondProofKernel(dot), certify.SECOND_PROOF,
                           lists=first_lists, counts=first_counts, first=sums[0], second=sums[1],

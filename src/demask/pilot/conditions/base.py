@@ -71,7 +71,8 @@ class Conditioned:
 
     >>> from demask.pilot import Columns
     >>> print(Conditioned(Columns(), "", True, (Decision("fc1", "columns", "60 % zeros"),)))
-    columns, exact fc1: columns (60 % zeros)
+    columns, exact
+    fc1: columns (60 % zeros)
     """
 
     condition: Condition
@@ -89,8 +90,10 @@ def text(condition: Condition) -> str:
     """The text of a condition: its name and the parameters that differ from their defaults.
 
     >>> @dataclass(frozen=True)
-    ... class Skip: ...     name: ClassVar[str] = "skip" ...     keep: float | None = None ...
-    threshold: float | None = None
+    ... class Skip:
+    ...     name: ClassVar[str] = "skip"
+    ...     keep: float | None = None
+    ...     threshold: float | None = None
     >>> text(Skip(keep=0.5)), text(Skip(threshold=0.1)), text(Skip())
     ('skip:0.5', 'skip:threshold=0.1', 'skip')
     """

@@ -8,11 +8,14 @@ packets, each at the start of a page, highest priority first. Packets may be in 
 
 A packet is a header of 32 bytes directly before its weights:
 
-| bytes | | | |---|---|---| | 0 | float32 | priority: the highest of its rows | | 4 | float32 | L2
-norm of its weights | | 8 | int32 | exponent e: every weight is at most 2^e in magnitude; 0 where
-all are zero | | 12 | float32 | scale: the largest magnitude / 127, the step of 8-bit weights | | 16
-| 3 uint32 | the number of the tensor in the index, first position, how many positions | | 28 |
-uint32 | CRC-32 of the 28 bytes before and of the weights after |
+| bytes | | |
+|---|---|---|
+| 0 | float32 | priority: the highest of its rows |
+| 4 | float32 | L2 norm of its weights |
+| 8 | int32 | exponent e: every weight is at most 2^e in magnitude; 0 where all are zero |
+| 12 | float32 | scale: the largest magnitude / 127, the step of 8-bit weights |
+| 16 | 3 uint32 | the number of the tensor in the index, first position, how many positions |
+| 28 | uint32 | CRC-32 of the 28 bytes before and of the weights after |
 
 Positions are rows of a matrix (filters of a convolution: first axis) in the tensor's `order`, most
 important first, so that the rows of one packet are about equally important. Priority and weights

@@ -141,9 +141,10 @@ class PacketReader:
     >>> import tempfile
     >>> from demask.pilot import write_packets
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = os.path.join(folder, "layer.packets") ...     _ = write_packets(path, {"weight":
-    torch.eye(2048)[:4]}) ...     with PacketReader(path) as reader: ...         row =
-    reader.read_rows("weight", [2])
+    ...     path = os.path.join(folder, "layer.packets")
+    ...     _ = write_packets(path, {"weight": torch.eye(2048)[:4]})
+    ...     with PacketReader(path) as reader:
+    ...         row = reader.read_rows("weight", [2])
     >>> row.shape, row.argmax().item()
     (torch.Size([1, 2048]), 2)
     """

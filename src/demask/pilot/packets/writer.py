@@ -80,9 +80,10 @@ def write(
     >>> import tempfile, os
     >>> layer = torch.nn.Linear(1024, 4)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = os.path.join(folder, "layer.packets") ...     index = write(path, layer,
-    {"weight": torch.tensor([0.0, 3.0, 1.0, 2.0])}) ...     with PacketReader(path) as reader: ...
-    partial = reader.read_above(1.5)
+    ...     path = os.path.join(folder, "layer.packets")
+    ...     index = write(path, layer, {"weight": torch.tensor([0.0, 3.0, 1.0, 2.0])})
+    ...     with PacketReader(path) as reader:
+    ...         partial = reader.read_above(1.5)
     >>> partial.read["weight"].tolist(), reader.reads, reader.bytes_read
     ([False, True, False, True], 4, 16432)
     """

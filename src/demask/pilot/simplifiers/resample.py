@@ -71,7 +71,8 @@ def split(axis: Axis, sizes: list[int | None]) -> list[Axis] | None:
     """An axis as a product of axes of these full sizes, major first; None where it is not one.
 
     >>> split(((Factor(8, 8), Factor(6, 3)),), [4, 12]) == [
-    ...     ((Factor(4, 4),),), ((Factor(2, 2), Factor(6, 3)),)] True
+    ...     ((Factor(4, 4),),), ((Factor(2, 2), Factor(6, 3)),)]
+    True
     """
     if len(sizes) == 1:
         return [axis]
