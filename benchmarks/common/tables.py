@@ -17,7 +17,7 @@ import demask
 from benchmarks import ROOT
 from demask.machine import describe
 from demask.machine.allocator import fix_allocator
-from demask.machine.describe import load_average
+from demask.machine.describe import format_spread, load_average
 
 __all__ = ["RESULTS", "command", "format_spread", "load_average", "machine", "markdown"]
 

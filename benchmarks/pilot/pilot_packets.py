@@ -241,14 +241,16 @@ def page(rows: list[Row], found: list[Exact], words: str, count: int) -> str:
     """The page of the results."""
     lines = [
         [NETWORKS[r.network], r.priorities, r.fill, format_bytes(r.nbytes),
-         f"{r.whole / r.nbytes:.2f} x", str(r.reads), f"{r.right:.2f} %", f"{-r.lost:+.2f}", f"{r.same:.2f} %"]
+         f"{r.whole / r.nbytes:.2f} x", str(r.reads), f"{r.right:.2f} %", f"{-r.lost:+.2f}",
+         f"{r.same:.2f} %"]
         for r in rows
     ]  # fmt: skip
     head = ["network", "priorities", "rows not read", "bytes read", "fewer", "reads", "right",
             "points", "same class"]  # fmt: skip
     told = [
         [NETWORKS[e.network], format_bytes(e.nbytes), f"{e.whole / e.nbytes:.2f} x",
-         format_bytes(e.worst), " / ".join(f"{100 * s:.1f} %" for s in e.rows), f"{e.changed} of {e.count}"]
+         format_bytes(e.worst), " / ".join(f"{100 * s:.1f} %" for s in e.rows),
+         f"{e.changed} of {e.count}"]
         for e in found
     ]  # fmt: skip
     asked = ["network", "bytes per image, mean", "fewer", "most", "rows demanded, by layer",

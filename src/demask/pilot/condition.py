@@ -156,7 +156,7 @@ def slower(
     args, kwargs = example
     original = _eval(model)
     calls = {
-        "given": partial(original, *args, **kwargs),
+        "baseline": partial(original, *args, **kwargs),
         "result": partial(module, *args, **kwargs),
     }
     with torch.no_grad():

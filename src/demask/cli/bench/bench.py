@@ -233,8 +233,8 @@ def _remarks(measured: Bench) -> Iterator[str]:
         yield BUSY
     yield (
         f"Milliseconds: median (10 %–90 % quantile) of {format_counts(measured.timings)}"
-        " alternating calls. Speed: the original's median over its own. Difference: the largest from the"
-        " original's outputs, relative to the largest of them. Setup: the time of demask(),"
-        " optimize(), or torch.compile with its first call."
+        " alternating calls. Speed: the original's median over its own. Difference: the largest"
+        " from the original's outputs, relative to the largest of them. Setup: the time of"
+        " demask(), optimize(), or torch.compile with its first call."
     )
     yield measured.machine

@@ -234,5 +234,6 @@ def _remarks(demo: Demo) -> Iterator[str]:
         yield BUSY
     yield (
         f"Milliseconds for {IMAGES} images: median (10 %–90 % quantile) of "
-        f"{format_counts(timings)} alternated runs. Difference: the largest of any test logit. {demo.machine}."
+        f"{format_counts(timings)} alternated runs. Difference: the largest of any test logit. "
+        f"{demo.machine}."
     )

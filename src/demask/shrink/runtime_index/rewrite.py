@@ -1,10 +1,10 @@
 """A program whose run-time indices are inputs: the same outputs from less work.
 
-    indexed(analysis, picks)(x, index) == masked(analysis, picks)(x, index)
+    emit_indexed(analysis, picks)(x, index) == emit_masked(analysis, picks)(x, index)
 
-`emit_masked` computes every value whole and then writes the fill wherever the index has no position:
-the reference. `emit_indexed` does not compute positions outside the index: weights are gathered,
-activations are small, and are scattered only where a reader needs the whole axis.
+`emit_masked` computes every value whole and then writes the fill wherever the index has no
+position: the reference. `emit_indexed` does not compute positions outside the index: weights are
+gathered, activations are small, and are scattered only where a reader needs the whole axis.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The ops of gradients, `demask::spmm_transposed` (transposed product) and `demask::sampled` (SDDMM).
+"""The ops of gradients: `demask::spmm_transposed` and `demask::sampled` (SDDMM).
 
-    torch.ops.demask.spmm_transposed(Tensor crow, Tensor col, Tensor values, Tensor? rows, int[] size,
-                            Tensor y) -> Tensor
+    torch.ops.demask.spmm_transposed(Tensor crow, Tensor col, Tensor values, Tensor? rows,
+                            int[] size, Tensor y) -> Tensor
     torch.ops.demask.sampled(Tensor crow, Tensor col, Tensor? rows, int[] size, Tensor a,
                              Tensor b) -> Tensor
 

@@ -91,6 +91,6 @@ def _check_room(sizes: Mapping[str, int], machine: Machine) -> None:
         if sizes[buffer] > room:
             raise BadInput(
                 f"the {buffer} buffer has {format_bytes(room)}, the network needs "
-                f"{format_bytes(sizes[buffer])} of it at once: pass machine=Machine({name}={sizes[buffer]}), or use a smaller "
-                "batch or smaller images"
+                f"{format_bytes(sizes[buffer])} of it at once: pass "
+                f"machine=Machine({name}={sizes[buffer]}), or use a smaller batch or smaller images"
             )

@@ -148,8 +148,7 @@ def global_calls(
 
 
 def folded_scale(program: Program) -> Program:
-    """The program of `split_global_calls` with norms folded into the weights of 1x1 convolutions
-    before them.
+    """The program with norms folded into the weights of 1x1 convolutions before them.
 
     Such a convolution runs twice, for the moments and scaled; its unscaled result is not stored.
     """
@@ -497,11 +496,5 @@ _RULES: dict[Any, _Rule] = {
     aten.log_softmax.int: _log_softmax,
 }
 
-__all__ = [
-    "ENTRIES",
-    "folded_scale",
-    "global_calls",
-    "moments",
-    "split_global_calls",
-    "with_reductions",
-]
+__all__ = ["ENTRIES", "folded_scale", "global_calls", "moments", "split_global_calls",
+           "with_reductions"]  # fmt: skip

@@ -104,7 +104,8 @@ class TilePlan:
 
     def __str__(self) -> str:
         head = (f"{len(self.segments)} segments; peak {format_bytes(self.peak)} of "
-                f"{format_bytes(self.budget)} (live {format_bytes(self.live)}, process {format_bytes(self.overhead)}); "
+                f"{format_bytes(self.budget)} (live {format_bytes(self.live)}, "
+                f"process {format_bytes(self.overhead)}); "
                 f"{self.macs:.4g} MACs ({self.recompute:.4f} x untiled); "
                 f"traffic {format_bytes(self.traffic)}")  # fmt: skip
         rows = [("", "mode", "tile", "steps", "calls", "keeps", "memory", "MACs", "traffic")]
