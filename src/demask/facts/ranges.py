@@ -56,7 +56,7 @@ def compute_ranges(graph: fx.Graph, constants: Mapping[str, Tensor], table: Tabl
         >>> from demask.ops import TABLE
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU6())
         >>> program = capture(net, (torch.ones(1, 2),))
-        >>> print(*ranges(program.graph, {}, TABLE).values(), sep=", ")
+        >>> print(*compute_ranges(program.graph, {}, TABLE).values(), sep=", ")
         -inf to inf, -inf to inf, -inf to inf, -inf to inf, 0 to 6
     """
     bounds: Ranges = {}

@@ -99,7 +99,7 @@ def draw_input(shape: Sequence[int], dtype: torch.dtype, span: Span | None = Non
     """A tensor of seeded random numbers: integers of a span; without one, pixels for uint8, True
     for bool, zeros for other integer types, normally distributed numbers for floating-point types.
 
-    >>> drawn((2,), torch.int64, Span(3, 3)).tolist(), drawn((2,), torch.bool).tolist()
+    >>> draw_input((2,), torch.int64, Span(3, 3)).tolist(), draw_input((2,), torch.bool).tolist()
     ([3, 3], [True, True])
     """
     generator = torch.Generator().manual_seed(0)

@@ -48,7 +48,7 @@ class View:
 def align_size(size: int) -> int:
     """`size` bytes rounded up to a multiple of ALIGNMENT.
 
-    >>> aligned(1), aligned(64)
+    >>> align_size(1), align_size(64)
     (64, 64)
     """
     return -(-size // ALIGNMENT) * ALIGNMENT
@@ -57,7 +57,7 @@ def align_size(size: int) -> int:
 def plan_arena(blocks: Sequence[Block]) -> ArenaPlan:
     """Offsets at which no two blocks that are live at the same time overlap.
 
-    >>> planned([Block(64, 0, 1), Block(64, 1, 2), Block(64, 2, 3)])
+    >>> plan_arena([Block(64, 0, 1), Block(64, 1, 2), Block(64, 2, 3)])
     ArenaPlan(offsets=(0, 64, 0), size=128)
     """
     offsets = [0] * len(blocks)
@@ -79,7 +79,7 @@ def plan_arena(blocks: Sequence[Block]) -> ArenaPlan:
 def peak_bytes(blocks: Sequence[Block]) -> int:
     """The most bytes in use at one step: a lower bound of the arena's size.
 
-    >>> peak([Block(64, 0, 1), Block(64, 1, 2), Block(64, 2, 3)])
+    >>> peak_bytes([Block(64, 0, 1), Block(64, 1, 2), Block(64, 2, 3)])
     128
     """
     change: dict[int, int] = {}
@@ -92,7 +92,7 @@ def peak_bytes(blocks: Sequence[Block]) -> int:
 def strided_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
     """Bytes from the first to the last element of a strided tensor.
 
-    >>> extent((2, 3), (3, 1), torch.float32)
+    >>> strided_bytes((2, 3), (3, 1), torch.float32)
     24
     """
     if math.prod(shape) == 0:

@@ -55,7 +55,7 @@ def _hint(match: re.Match[str] | None) -> str:
 def format_bytes(size: float) -> str:
     """An amount of bytes as text, in units of powers of 1024.
 
-    >>> human(512), human(1536 * 2**20), human(300 * 2**20)
+    >>> format_bytes(512), format_bytes(1536 * 2**20), format_bytes(300 * 2**20)
     ('512 B', '1.50 GiB', '300 MiB')
     """
     if size < 2**10:

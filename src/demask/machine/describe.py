@@ -17,7 +17,7 @@ BUSY = "Something else was running: times spread wide. Run again for clean numbe
 def describe_machine() -> str:
     """The processor, its cores, the operating system, and the versions of Python and torch.
 
-    >>> "Python" in machine()
+    >>> "Python" in describe_machine()
     True
     """
     info = Path("/proc/cpuinfo")
@@ -45,7 +45,7 @@ def format_threads(count: int) -> str:
 def format_milliseconds(seconds: float) -> str:
     """Seconds as text in milliseconds, with one decimal; with three below a millisecond.
 
-    >>> milliseconds(0.0105), milliseconds(0.0001054)
+    >>> format_milliseconds(0.0105), format_milliseconds(0.0001054)
     ('10.5', '0.105')
     """
     return f"{1e3 * seconds:.{1 if seconds >= 1e-3 else 3}f}"
@@ -54,7 +54,7 @@ def format_milliseconds(seconds: float) -> str:
 def format_spread(timing: Timing) -> str:
     """A timing as text in milliseconds: median (10 % quantile–90 % quantile).
 
-    >>> spread(Timing(median=0.0105, low=0.01, high=0.0112, count=30))
+    >>> format_spread(Timing(median=0.0105, low=0.01, high=0.0112, count=30))
     '10.5 (10.0–11.2)'
     """
     median, low, high = map(format_milliseconds, (timing.median, timing.low, timing.high))

@@ -59,7 +59,7 @@ def time_alternately(
     Raises:
         BadInput: pairs < 1 or warmup < 0.
 
-    >>> sorted(alternate({"a": lambda: 1, "b": lambda: 2}, pairs=2))
+    >>> sorted(time_alternately({"a": lambda: 1, "b": lambda: 2}, pairs=2))
     ['a', 'b']
     """
     samples = sample_seconds(contenders, pairs, warmup, seconds=seconds, clock=clock)
@@ -77,7 +77,7 @@ def sample_seconds(
     """The seconds of each call in each round, by name; arguments and errors as in
     `time_alternately`.
 
-    >>> {name: len(taken) for name, taken in sampled({"a": lambda: 1}, pairs=2).items()}
+    >>> {name: len(taken) for name, taken in sample_seconds({"a": lambda: 1}, pairs=2).items()}
     {'a': 2}
     """
     if pairs < 1 or warmup < 0:

@@ -125,7 +125,7 @@ def carried_steps(
     >>> from demask.ops import TABLE, bind
     >>> from demask.ops.laws import call_node
     >>> node = call_node(torch.ops.aten.pixel_shuffle.default, torch.zeros(1, 8, 3, 5), 2)
-    >>> steps(bind(node, TABLE), 0, 2)
+    >>> carried_steps(bind(node, TABLE), 0, 2)
     (1, 1, 2)
     """
     operand_axis = axis_of(relation, operand, axis, out=out)

@@ -45,7 +45,7 @@ class _Unknown(Exception):
 def check_condition(text: str) -> str:
     """A condition that is safe for torch to run. Raises RefusedFile for other code.
 
-    >>> check("L['x'].size()[3] // 2 % 4 == 0")
+    >>> check_condition("L['x'].size()[3] // 2 % 4 == 0")
     "L['x'].size()[3] // 2 % 4 == 0"
     """
     try:
