@@ -2,15 +2,39 @@
 
 
 class DemaskError(Exception):
-    """Base of every error that demask raises on purpose."""
+    """Base of every error that demask raises on purpose.
+
+    Example:
+        >>> import demask
+        >>> try:
+        ...     demask.load("missing.demask")
+        ... except demask.DemaskError as error:
+        ...     print(type(error).__name__)
+        BadInput
+    """
 
 
 class BadInput(DemaskError, ValueError):
-    """An argument, a path or a file of the caller is not usable."""
+    """An argument, a path or a file of the caller is not usable.
+
+    Example:
+        >>> import demask
+        >>> try:
+        ...     demask.demask("model")
+        ... except demask.BadInput as error:
+        ...     print(str(error).split(";")[0].split(",")[0])
+        expected an nn.Module or an ExportedProgram
+    """
 
 
 class RefusedFile(BadInput):
-    """A file contains something that could run code or exhaust the machine."""
+    """A file contains something that could run code or exhaust the machine.
+
+    Example:
+        >>> import demask
+        >>> issubclass(demask.RefusedFile, demask.BadInput)
+        True
+    """
 
 
 class BudgetTooSmall(BadInput):
@@ -22,7 +46,17 @@ class BudgetTooSmall(BadInput):
 
 
 class Mismatch(DemaskError, AssertionError):
-    """Two networks that should compute the same outputs do not."""
+    """Two networks that should compute the same outputs do not.
+
+    Example:
+        >>> import demask, torch
+        >>> a, b = torch.nn.Linear(2, 2).eval(), torch.nn.Linear(2, 2).eval()
+        >>> try:
+        ...     demask.verify(a, b, (torch.ones(1, 2),))
+        ... except demask.Mismatch as error:
+        ...     print("different")
+        different
+    """
 
 
 class TableError(DemaskError, ValueError):
@@ -34,6 +68,11 @@ class NotExportable(DemaskError):
 
     op: what stopped the capture. where: "file:line" in the user's code, the module that makes the
     call, or "unknown". advice: what to change. All three are part of the message.
+
+    Example:
+        >>> import demask
+        >>> demask.NotExportable("a branch on values", "model.py:12", "use torch.where").advice
+        'use torch.where'
     """
 
     def __init__(self, op: str, where: str, advice: str):
@@ -51,6 +90,11 @@ class NeedsGraph(DemaskError):
     """The demasked network cannot be an instance of the caller's class: not only shapes changed.
 
     places: the modules concerned, with what would have to be masked in the same way.
+
+    Example:
+        >>> import demask
+        >>> demask.NeedsGraph("more than shapes changed", ("mask a and b alike",)).places
+        ('mask a and b alike',)
     """
 
     def __init__(self, text: str, places: tuple[str, ...] = ()) -> None:

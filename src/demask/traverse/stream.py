@@ -53,6 +53,17 @@ class Streamed:
     shape, dtype: of the written result. images, rows: that were written. seconds: of execution.
     peak: predicted maximum bytes in addition to the process before the call. macs: counted
     multiply-adds.
+
+    Example:
+        >>> import demask, numpy as np, torch
+        >>> from torch import nn
+        >>> model = nn.Conv2d(1, 1, 3, padding=1).eval()
+        >>> x, y = np.zeros((1, 1, 40, 40), "float32"), np.empty((1, 1, 40, 40), "float32")
+        >>> shapes = ({2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC},)
+        >>> program = torch.export.export(model, (torch.ones(1, 1, 32, 32),), dynamic_shapes=shapes)
+        >>> streamed = demask.traverse.stream(program, x, y, memory="64MiB")
+        >>> streamed.shape, streamed.rows
+        ((1, 1, 40, 40), 40)
     """
 
     shape: tuple[int, ...]

@@ -117,7 +117,14 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
         BadInput: not a file of `save`, or damaged.
         RefusedFile: contents that no demasked network has.
 
-    Example: see `save`.
+    Example:
+        >>> import demask, tempfile, torch
+        >>> model, x = torch.nn.Linear(3, 2).eval(), torch.ones(1, 3)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     demask.save(demask.demask(model, (x,), result="graph"), f"{folder}/net.demask")
+        ...     slim = demask.load(f"{folder}/net.demask")
+        >>> torch.equal(slim(x), model(x))
+        True
     """
     with open_zip(path) as archive:
         document = read_json(archive, GRAPH)

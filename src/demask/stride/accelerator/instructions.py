@@ -101,6 +101,13 @@ class Instructions:
 
     inputs, outputs: names and shapes, in the network's order. weights: tensors on the host, by
     name. instructions: in order. sizes: used bytes by buffer. notes: how strides were replaced.
+
+    Example:
+        >>> import demask, torch
+        >>> model, x = torch.nn.Conv2d(1, 2, 3).eval(), torch.ones(1, 1, 8, 8)
+        >>> listed = demask.stride.instructions(model, (x,))
+        >>> torch.allclose(listed.run(x), model(x), atol=1e-6)
+        True
     """
 
     machine: Machine

@@ -50,7 +50,18 @@ DILATION = "dilation"  # the form that also rewrites the calls after the convolu
 
 class NoSoundForm(BadInput):
     """A strided convolution has no sound form in the ops of a target. reasons: by form, why it
-    cannot be used."""
+    cannot be used.
+
+    Example:
+        >>> import demask, torch
+        >>> model = torch.nn.Conv2d(1, 1, 3, stride=2).eval()
+        >>> bare = demask.stride.Target("bare", frozenset())
+        >>> try:
+        ...     demask.stride.lower(model, (torch.ones(1, 1, 8, 8),), target=bare)
+        ... except demask.stride.NoSoundForm as error:
+        ...     print(sorted(error.reasons)[0])
+        dilation
+    """
 
     def __init__(self, text: str, reasons: Mapping[str, str]):
         super().__init__(text)

@@ -112,6 +112,13 @@ class Halo:
 
     barriers: calls that read all positions. notes: remarks on the measurement. curve: errors of
     tiles with smaller padding, if requested.
+
+    Example:
+        >>> import demask, torch
+        >>> model = torch.nn.Conv2d(1, 1, 5, padding=2).eval()
+        >>> halo = demask.traverse.halo(model, (torch.ones(1, 1, 32, 32),))
+        >>> len(halo.inputs), halo.barriers
+        (1, ())
     """
 
     inputs: tuple[InputHalo, ...]

@@ -27,6 +27,13 @@ class Segment:
     those of them on disk. over: target map -> the map that it overwrites. bytes: of the segment's
     memory, without maps of other segments. traffic: bytes read and written by the segment. steps:
     number of bands or tiles. workers: threads, one per strip of bands.
+
+    Example:
+        >>> import demask, torch
+        >>> model = torch.nn.Conv2d(1, 1, 3, padding=1).eval()
+        >>> plan = demask.traverse.plan(model, (torch.ones(1, 1, 64, 64),), memory="64MiB")
+        >>> plan.segments[0].nodes
+        ('conv2d',)
     """
 
     mode: str
