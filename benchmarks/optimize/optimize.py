@@ -314,7 +314,7 @@ def losses(found: Sequence[Setting]) -> str:
 
 INTRO = """# What optimize gains, beside torch.compile and ONNX Runtime
 
-Made by `python -m benchmarks run optimize`. {words} {versions}.
+{words} {versions}.
 
 Half of each convolution's output channels are masked, or half of the heads and units of each layer,
 drawn anew for each layer. ResNet-56 is trained and sees real images, the others are random. Shifts

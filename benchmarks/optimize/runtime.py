@@ -167,7 +167,7 @@ def page(found: Sequence[Row], words: str) -> str:
     counts = sorted({t.count for row in found for t in (row.given, row.minimal, row.result)})
     return f"""# Masked ONNX files in ONNX Runtime
 
-Made by `python -m benchmarks run runtime`. {words} ONNX Runtime {onnxruntime.__version__}.
+{words} ONNX Runtime {onnxruntime.__version__}.
 
 *Given*: the masked file. *Minimal*: `demask slim --minimal`, every width as small as it can be.
 *Slim*: `demask slim`, which measures widths in multiples of 1, 4, 8 and 16, and constants that
