@@ -19,7 +19,7 @@ from demask.machine import describe
 from demask.machine.allocator import fix_allocator
 from demask.machine.describe import format_spread, load_average
 
-__all__ = ["RESULTS", "command", "format_spread", "load_average", "machine", "markdown"]
+__all__ = ["RESULTS", "command", "format_spread", "load_average", "machine", "markdown", "provenance"]
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -30,13 +30,23 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit of the working tree, with "+" if files are changed."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
+    """The commit of the working tree, with "+dirty" if files are changed."""
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+dirty", "--exclude=*"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "no commit known"
     return f"commit {done.stdout.strip()}"
+
+
+def provenance(name: str, *notes: str, before: str = "") -> str:
+    """How a page was measured: command, date, machine, versions, commit, notes and load.
+
+    name: of the benchmark. before: the load when it started.
+    """
+    words = "; ".join([f"{datetime.date.today().isoformat()}. {machine()}", *notes])
+    loads = f" Load before and after: {before}, {load()}." if before else ""
+    return f"Made by `python -m benchmarks run {name}`. {words}.{loads}"
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -73,8 +83,7 @@ def command(
     console = Console()
     with Progress(console=console, transient=True) as bar:
         found = list(rows(*first, asked.threads, asked.pairs, asked.seconds, bar))
-    today = datetime.date.today().isoformat()
-    words = f"{today}. {machine()}; {allocator}. Load before and after: {before}, {load_average()}."
+    words = provenance(output.stem, allocator, before=before)
     table = Table(*head, title=words)
     for row in found:
         table.add_row(*cells(row))

@@ -42,7 +42,7 @@ from demask.tune.layer_costs import PLAIN, LayerCosts
 BENCHMARK = Benchmark(
     "optimize(), torch.compile and ONNX Runtime on masked networks",
     "at most 60 s a setting, and compilation", ("optimize.md",), needs=(DEV, SHARED_DATA),
-    quick="--threads 1 --pairs 3 --seconds 3",
+    quick="--networks encoder --threads 1 --pairs 3 --seconds 3",
 )  # fmt: skip
 
 MASKED, DENSE, DEMASKED, OPTIMIZED = "masked", "dense, optimized", "demasked", "optimized"
@@ -131,7 +131,7 @@ def compiled(model: nn.Module, x: Tensor) -> Row:
     """By torch.compile, for these sizes and threads; seconds: with its first call, no caches."""
     found = contenders.compiled(contenders.Contender.of("", model), ((x,), {}))
     call = None if found.failure else lambda: found.module(x)
-    return Row(call, found.made or nan, found.failure)
+    return Row(call, found.preparation or nan, found.failure)
 
 
 def exported(model: nn.Module, x: Tensor, threads: int, path: Path) -> Row:
@@ -316,7 +316,7 @@ def losses(found: Sequence[Setting]) -> str:
 
 INTRO = """# What optimize gains, beside torch.compile and ONNX Runtime
 
-Made by `python -m benchmarks run optimize`. {words} {versions}.
+{words} {versions}.
 
 Half of each convolution's output channels are masked, or half of the heads and units of each layer,
 drawn anew for each layer. ResNet-56 is trained and sees real images, the others are random. Shifts

@@ -11,7 +11,6 @@ seconds, does.
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.common.tables import RESULTS, load, markdown, provenance
 from benchmarks.pilot.trained_networks import images, network
 from demask.machine.threads import set_threads
 from demask.ops import TABLE
@@ -35,7 +34,8 @@ from demask.pilot.simplifiers.rounding import Bits
 BENCHMARK = Benchmark(
     "the best answer for so many bytes of weights", "not timed",
     ("pilot_deadline.md", "pilot_deadline.svg"),
-    needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"), quick=None,
+    needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"),
+    quick="--images 200 --threads 1",
 )  # fmt: skip
 
 SHARES = (0.05, 0.1, 0.12, 0.15, 0.25, 0.5)
@@ -459,10 +459,7 @@ def main() -> None:
     rows = [Row(who, share, units, answer == classes, answer == whole)
             for (who, share, units), answer in found.items()]  # fmt: skip
     truth = 100 * float((whole == classes).float().mean())
-    today = datetime.date.today().isoformat()
-    words = (
-        f"{today}. {machine()}, {asked.threads} threads. Load before and after: {before}, {load()}."
-    )
+    words = provenance("pilot_deadline", f"{asked.threads} threads", before=before)
     text = page(rows, truth, exact, timed, words, checked)
     asked.output.write_text(text)
     picture(rows, truth, asked.output.with_suffix(".svg"))

@@ -9,7 +9,6 @@ alone, too.
 from __future__ import annotations
 
 import argparse
-import datetime
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.common.tables import RESULTS, load, markdown, provenance
 from benchmarks.common.turns import settle
 from benchmarks.pilot.pilot_mlp import setting
 from benchmarks.pilot.trained_networks import DATA, TRANSFORMER
@@ -34,7 +33,8 @@ from demask.pilot.explain import BETTER, EXACT, Explanation, explain
 
 BENCHMARK = Benchmark(
     "predictions of explain(), and measurements", "not timed", ("pilot_explain.md",),
-    needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"), quick=None,
+    needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"),
+    quick="--networks none --rounds 2 --threads 1",
 )  # fmt: skip
 
 RESIDUAL = "ResNet-20"
@@ -132,8 +132,8 @@ def main() -> None:
         with torch.no_grad():
             table += lines(name, found, rounds(calls, inputs, asked.rounds))
         print(markdown(HEAD, table[-len(found.lines) :]), flush=True)
-    words = f"{datetime.date.today().isoformat()}. {machine()}; {allocator}. Load before and "
-    words += f"after: {before}, {load()}. {asked.threads} threads, {asked.rounds} rounds."
+    words = provenance("pilot_explain", allocator, before=before)
+    words += f" {asked.threads} threads, {asked.rounds} rounds."
     asked.output.parent.mkdir(exist_ok=True)
     asked.output.write_text(f"# Predicted and measured\n\n{words}\n\n{markdown(HEAD, table)}\n")
 

@@ -10,7 +10,6 @@ Writes benchmarks/results/pilot_gate.md and .svg; no figure depends on the machi
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 import cifar
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, machine, markdown
+from benchmarks.common.tables import RESULTS, markdown, provenance
 from demask.machine.threads import set_threads
 from demask.pilot.data.collect import collect
 from demask.pilot.gate import Gate
@@ -160,7 +159,7 @@ def main() -> None:
                 )
     text = f"""# Updates of some units
 
-{datetime.date.today().isoformat()}. {machine()}.
+{provenance("pilot_gate")}
 
 ResNet-20, trained on CIFAR-10, trained on with {asked.train} JPEG images: SGD, rate {RATE},
 momentum 0.9, batches of {BATCH}; norms stay as they are. {asked.test} test images, {asked.seeds}

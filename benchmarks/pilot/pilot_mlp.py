@@ -13,7 +13,6 @@ with torch's.
 from __future__ import annotations
 
 import argparse
-import datetime
 import random
 import tempfile
 import warnings
@@ -34,7 +33,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.common.tables import RESULTS, load, markdown, provenance
 from benchmarks.common.turns import settle
 from benchmarks.pilot.trained_networks import (
     DATA,
@@ -52,7 +51,7 @@ from demask.pilot.chains.exact_conditions import Certified, Columns, chained, un
 BENCHMARK = Benchmark(
     "one vector through perceptrons: certificates, columns, dense", "not timed",
     ("pilot_mlp.md",), needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"),
-    quick=None,
+    quick="--networks none --rounds 2 --images 200 --threads 1",
 )  # fmt: skip
 
 FLUSHED = 96 * 2**20  # bytes
@@ -253,8 +252,8 @@ def main() -> None:
                     taken = rounds(found, inputs[:INPUTS], asked.rounds, regime == "flushed", bar)
                     table += lines(name, threads, regime, taken, result)
                     print(markdown(HEAD, table[-len(found) :]), flush=True)
-    words = f"{datetime.date.today().isoformat()}. {machine()}; {allocator}. Load before and "
-    words += f"after: {before}, {load()}. {asked.rounds} rounds of {CALLS} calls, {asked.images} "
+    words = provenance("pilot_mlp", allocator, before=before)
+    words += f" {asked.rounds} rounds of {CALLS} calls, {asked.images} "
     words += "inputs compared at most; intervals of 95 % by bootstrap over rounds."
     asked.output.parent.mkdir(exist_ok=True)
     asked.output.write_text(f"# One vector\n\n{words}\n\n{markdown(HEAD, table)}\n")

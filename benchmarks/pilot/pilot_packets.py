@@ -10,7 +10,6 @@ those of the reads. Writes benchmarks/results/pilot_packets.md; no figure depend
 from __future__ import annotations
 
 import argparse
-import datetime
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, machine, markdown
+from benchmarks.common.tables import RESULTS, markdown, provenance
 from benchmarks.pilot.trained_networks import images, network
 from demask.machine.byte_sizes import format_bytes
 from demask.machine.threads import set_threads
@@ -30,7 +29,7 @@ from demask.pilot.packets.writer import PacketReader, write
 
 BENCHMARK = Benchmark(
     "bytes read against accuracy", "not timed", (),
-    needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"), quick=None,
+    needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"), quick="--images 200",
 )  # fmt: skip
 
 NETWORKS = {"l1-1e-3": "penalty 1e-3", "none": "no penalty"}
@@ -293,7 +292,7 @@ def main() -> None:
             assert isinstance(model, nn.Sequential)
             rows += budgets(name, model, x, classes, seen, Path(folder), bar)
             found.append(exact(name, model, x, seen, Path(folder), bar))
-    words = f"{datetime.date.today().isoformat()}. {machine()}."
+    words = provenance("pilot_packets")
     text = page(rows, found, words, len(x))
     asked.output.write_text(text)
     print(text)

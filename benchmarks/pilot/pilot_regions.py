@@ -11,7 +11,6 @@ allocator. Writes benchmarks/results/pilot_regions.md and a picture of one page.
 from __future__ import annotations
 
 import argparse
-import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +30,7 @@ import demask
 import networks
 from benchmarks.common import turns
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.common.tables import RESULTS, load, markdown, provenance
 from benchmarks.pilot.pilot_pages import page
 from demask.machine.allocator import fix_allocator
 from demask.ops import TABLE
@@ -41,7 +40,8 @@ from traverse_networks import SEED, Block, conv
 
 BENCHMARK = Benchmark(
     "mostly empty pages: regions against the whole page", "not timed",
-    ("pilot_regions.md", "pilot_regions.png"), needs=(DEV, SHARED_DATA), quick=None,
+    ("pilot_regions.md", "pilot_regions.png"), needs=(DEV, SHARED_DATA),
+    quick="--size 256 --pages 1 --threads 1",
 )  # fmt: skip
 
 SIZE, PAGES, THREADS, TILE, GROW = 2048, 8, 2, 64, 8
@@ -254,13 +254,13 @@ def report(rows: Sequence[Row], words: str, size: int, picture: str, exact: str)
     each = markdown(["page", "condition", "ran", "seconds", "times as fast"], list(pages(rows)))
     return f"""# Pages restored where something is on them
 
-Made by `python -m benchmarks run pilot_regions`. {words}
+{words}
 
 {len(rows)} pages of {size} x {size} pixels, seeds {rows[0].seed} to {rows[-1].seed}: text of this
 project's documents and a photograph, paper with noise and shade
-([pilot_pages.py](../pilot_pages.py)). The network has the size and the blocks of TAEF2's decoder,
-and random weights. Batch 1, float32. Numbers are medians (least–largest) over the pages; a turn is
-one call. *Work*: multiply-adds with halos over those of the whole page. {exact}
+([pilot_pages.py](../pilot/pilot_pages.py)). The network has the size and the blocks of TAEF2's
+decoder, and random weights. Batch 1, float32. Numbers are medians (least–largest) over the pages; a
+turn is one call. *Work*: multiply-adds with halos over those of the whole page. {exact}
 
 *Matters*: the whole run and what stands in for it differ by more than 8/255 in some channel;
 *missed*: that part of it that was not run; *recall*: the share of it that was. *By contrast*: tiles
@@ -322,8 +322,8 @@ def main() -> None:
             console.print(f"page {seed}: {told}")
             for name, ran in rows[-1].ran.items():
                 console.print(f"  {name}: {ran}; {rows[-1].apart[name]}; {rows[-1].missed[name]}")
-    words = (f"{datetime.date.today().isoformat()}. {machine()}; {asked.threads} threads; "
-             f"{allocator}. Load before and after: {before}, {load()}.")  # fmt: skip
+    threads = f"{asked.threads} threads"
+    words = provenance("pilot_regions", threads, allocator, before=before)
     exact = ("*Difference where run*: from the whole page in `demask.traverse`, whose kernels are "
              "the same; torch and oneDNN choose them by size.")  # fmt: skip
     asked.output.write_text(report(rows, words, asked.size, image.name, exact))

@@ -9,7 +9,6 @@ and pilot_router.svg. Needs the trained weights and the test images of shared/da
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
 import tempfile
 import warnings
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 import cifar
 import demask
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine, markdown, spread
+from benchmarks.common.tables import RESULTS, load, markdown, provenance, spread
 from demask.machine.allocator import fix_allocator
 from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, sample_seconds, time_alternately
@@ -357,7 +356,7 @@ def page(found: list[Network], rows: list[Row], ends: list[Streamed], labels: Te
     ]
     return f"""# ResNet-56 behind a pilot
 
-Made by `python -m benchmarks run pilot_router`. {words}
+{words}
 
 CIFAR-10's {len(labels):,} test images, as JPEG. The reference is ResNet-56 in the fastest of its
 engines ({full.engine}), each timed in turns on other images at every call; networks of a cascade
@@ -474,10 +473,9 @@ def main() -> None:
             rows = [row for one in cascades for row in one.rows(asked.splits, bar)]
         small = [one for one in cascades if one.pilot.name.startswith("ResNet-20")]
         ends = streamed(small, rows, x, asked.streams)
-    today = datetime.date.today().isoformat()
     threads = f"{asked.threads} thread{'s' if asked.threads > 1 else ''}"
-    words = (f"{today}. {machine()}, ONNX Runtime {onnxruntime.__version__}, {threads}; "
-             f"{allocator}. Load before and after: {before}, {load()}.")  # fmt: skip
+    runtime = f"ONNX Runtime {onnxruntime.__version__}"
+    words = provenance("pilot_router", runtime, threads, allocator, before=before)
     text = page(found, rows, ends, labels, words)
     asked.output.write_text(text)
     draw(cascades, rows, asked.output.with_suffix(".svg"), words)

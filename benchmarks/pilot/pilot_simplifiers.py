@@ -9,7 +9,6 @@ Fashion-MNIST, once for each seed. Writes benchmarks/results/pilot_simplifiers.m
 from __future__ import annotations
 
 import argparse
-import datetime
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 import cifar
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.common.tables import RESULTS, load, markdown, provenance
 from benchmarks.pilot.trained_networks import DATA, images
 from demask.machine.allocator import fix_allocator
 from demask.machine.byte_sizes import format_bytes
@@ -31,7 +30,8 @@ from demask.pilot.compare import ComparisonRow
 
 BENCHMARK = Benchmark(
     "simplifiers of four networks: agreement and cost", "not timed", (),
-    needs=(DEV, SHARED_DATA, "Fashion-MNIST"), quick=None,
+    needs=(DEV, SHARED_DATA, "Fashion-MNIST"),
+    quick="--networks perceptron --seeds 1 --images 50 --steps 50 --pairs 0",
 )  # fmt: skip
 
 BY = ("bits:8", "bits:6", "bits:4", "bits:4:64", "bits:2", "exponents", "rank:0.5", "rank:0.25",
@@ -162,7 +162,7 @@ def page(found: Sequence[Found], asked: argparse.Namespace, words: str) -> str:
     """The page of results."""
     parts = [
         "# Simplifiers",
-        f"{words} `python -m benchmarks run pilot_simplifiers`: {asked.seeds} seeds of "
+        f"{words} {asked.seeds} seeds of "
         f"{asked.images} images each; the ResNets, which are not trained here, on as many at once. "
         f"Same class: share of images on which the simplified network names the class "
         f"that the full one names, with a 95 % bootstrap interval over all images. Other columns: "
@@ -202,13 +202,12 @@ def main() -> None:
     asked = parser.parse_args()
     allocator, before = fix_allocator(), load()
     torch.set_num_threads(1)
-    today = datetime.date.today().isoformat()
     asked.output.parent.mkdir(exist_ok=True)
     found: list[Found] = []
     with Progress(transient=True) as bar:
         for one in measured(asked, bar):
             found.append(one)
-            words = f"{today}. {machine()}; {allocator}. Load before and after: {before}, {load()}."
+            words = provenance("pilot_simplifiers", allocator, before=before)
             asked.output.write_text(page(found, asked, words))
     print(asked.output.read_text())
 

@@ -11,7 +11,6 @@ network. Nothing here is exact, and it is expected to lose: the table says where
 from __future__ import annotations
 
 import argparse
-import datetime
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cifar
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.common.tables import RESULTS, load, markdown, provenance
 from demask.facts.analysis import Analysis
 from demask.graph.result.demasked_module import Demasked
 from demask.machine.allocator import fix_allocator
@@ -156,8 +155,7 @@ def page(found: list[Row], words: str, right: str) -> str:
 {words}
 
 {found[0].count} test images of CIFAR-10 (JPEG), one at a time, weights and images as they are
-published: no draw, no seed. The full network is right on {right}. Made by
-`benchmarks/pilot/pilot_skip.py`.
+published: no draw, no seed. The full network is right on {right}.
 
 {markdown(HEAD, [cells(row) for row in found])}
 
@@ -183,8 +181,7 @@ def main() -> None:
         found = list(rows(asked.images, tuple(asked.keeps), asked.pairs, tuple(asked.layers)))
         x, labels = cifar.images(asked.images)
         right = int((cifar.trained(56)(x).argmax(1) == labels).sum())
-    words = (f"{datetime.date.today().isoformat()}. {machine()}; {allocator}, {asked.threads} "
-             f"thread(s). Load before and after: {before}, {load()}.")  # fmt: skip
+    words = provenance("pilot_skip", allocator, f"{asked.threads} thread(s)", before=before)
     asked.output.parent.mkdir(exist_ok=True)
     asked.output.write_text(page(found, words, share(right, asked.images)))
     print(asked.output.read_text())

@@ -7,7 +7,6 @@ take at most 2.4 times as long. Writes benchmarks/results/cost.md; exits with 1 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import sys
 import time
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 import demask
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.common.tables import RESULTS, load, markdown, provenance
 from benchmarks.shrink.residual import calls_of
 from cifar import IMAGE, Block, ResNet, masked
 from demask.graph.capture.capture import capture
@@ -94,10 +93,8 @@ def main() -> None:
         f"ResNet-56: {median(whole['ResNet-56']):.2f} s (limit {LIMIT:g}). "
         f"{large} / {small}: {ratio:.2f} (limit {RATIO:g})."
     )
-    today = datetime.date.today().isoformat()
     words = (
-        f"{today}. {machine()}; 1 thread. Load before and after: {before}, {load()}. "
-        f"Medians of {asked.runs} runs in turns."
+        f"{provenance('cost', '1 thread', before=before)} Medians of {asked.runs} runs in turns."
     )
     table = Table(*head, title=f"{words}\n{verdict}")
     for line in lines:
@@ -105,7 +102,7 @@ def main() -> None:
     Console().print(table)
     asked.output.parent.mkdir(exist_ok=True)
     asked.output.write_text(
-        "# The time that demask() itself takes\n\nMade by `python -m benchmarks run cost`. "
+        "# The time that demask() itself takes\n\n"
         f"{words}\n\n{markdown(head, lines)}\n\n{verdict}\n"
     )
     sys.exit(0 if ok else 1)

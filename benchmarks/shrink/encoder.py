@@ -181,7 +181,7 @@ def page(found: Sequence[Row], words: str) -> str:
     counts = sorted({t.count for row in found for t in (row.given, row.result, row.hand)})
     return f"""# A MiniLM-sized encoder, masked and demasked
 
-Made by `python -m benchmarks run encoder`. {words}
+{words}
 
 BERT with {LAYERS} layers of width {WIDTH}, {HEADS} heads and {UNITS:,} units, random weights; half
 of the heads and half of the units of each layer are masked (biases of units kept). One demask, with

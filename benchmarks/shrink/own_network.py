@@ -12,7 +12,6 @@ Writes benchmarks/results/own_network.md.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,7 +28,7 @@ from torch import Tensor, fx, nn
 import demask
 import networks
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.common.tables import RESULTS, load, markdown, provenance
 from benchmarks.common.turns import turn
 from benchmarks.traverse.traverse_memory import peaked
 from cifar import IMAGE, ResNet, masked
@@ -52,7 +51,6 @@ TITLES = {
     "memory": "Memory: a LLaMA of 1.1 billion parameters in bfloat16",
     "speed": "Batch 1, one thread",
 }
-CACHE = RESULTS / "own_network.json"
 
 
 def spread(values: list[float]) -> str:
@@ -219,16 +217,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "own_network.md")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    found = json.loads(CACHE.read_text()) if CACHE.exists() else {}
+    stored = asked.output.with_suffix(".json")
+    found = json.loads(stored.read_text()) if stored.exists() else {}
     for part in asked.parts:
         before = load()
         rows = list(ROWS[part](asked.runs))
-        today = datetime.date.today().isoformat()
-        words = f"{today}. {machine()}; 1 thread. Load before and after: {before}, {load()}."
+        words = provenance("own_network", "1 thread", before=before)
         if part != "memory":
             words += f" Medians of {asked.runs} runs in turns, and the range of the middle half."
         found[part] = {"words": words, "rows": rows}
-        CACHE.write_text(json.dumps(found, indent=1))
+        stored.write_text(json.dumps(found, indent=1))
         Console().print(markdown(HEADS[part], rows))
     asked.output.write_text(page(found))
 

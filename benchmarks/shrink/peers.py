@@ -12,7 +12,6 @@ Needs the `bench` extra and torchvision (`make bench` installs both).
 from __future__ import annotations
 
 import argparse
-import datetime
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from torch.nn.utils import prune
 import cifar
 import networks
 from benchmarks.common.catalog import BENCH, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine, markdown, spread
+from benchmarks.common.tables import RESULTS, load, markdown, provenance, spread
 from benchmarks.shrink.peers_called import (
     CALLED,
     DEMASK,
@@ -274,7 +273,7 @@ def brief(row: Row, who: str, given: Outcome, *, timed: bool = True) -> str:
 
 INTRO = """# demask and its peers, on the same masks
 
-Made by `python -m benchmarks run peers`. {words}
+{words}
 
 Half of each convolution's output channels are zeroed, drawn anew for each layer. *Made*: numbers
 left (of those stored), the error of the outputs relative to the largest, in float32, and seconds to
@@ -358,10 +357,7 @@ def main() -> None:
     console = Console()
     with Progress(console=console, transient=True) as bar:
         found = list(rows(asked, bar, skipped))
-    words = (
-        f"{datetime.date.today().isoformat()}. {machine()}, {versions()}; {allocator}. Load before "
-        f"and after: {before}, {load()}."
-    )
+    words = provenance("peers", versions(), allocator, before=before)
     table = Table(*SHORT, title=words, caption="milliseconds; † the result is wrong")
     for row in found:
         table.add_row(*summary(row))

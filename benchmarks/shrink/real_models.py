@@ -8,7 +8,6 @@ rapidocr-onnxruntime, nudenet, silero-vad, facenet-pytorch.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
 import tempfile
 import time
@@ -26,8 +25,8 @@ from torch import Tensor, nn
 
 import demask
 from benchmarks.common.catalog import Benchmark
-from benchmarks.common.tables import machine, markdown
-from demask.machine.timing import time_alternately
+from benchmarks.common.tables import markdown, provenance
+from demask.machine.timing import alternate
 
 BENCHMARK = Benchmark(
     "pretrained networks from packages, from the first call to the last", "not timed",
@@ -382,15 +381,14 @@ TILES = ("budget", "peak of the plan", "multiplications, times", "differs by", "
 
 def page(rows: list[Run], tiled: list[list[str]]) -> str:
     """The page of the documentation."""
-    today = datetime.date.today().isoformat()
     return f"""# Pretrained networks, from the first call to the last
 
 Networks as packages ship them, as they are, with every second channel of each convolution masked,
 and with the smallest 90 % of the weights zero: read, demasked, verified, saved and loaded,
-written as an ONNX file and compared in ONNX Runtime, optimized. Written by
-`python -m benchmarks run real_models`.
+written as an ONNX file and compared in ONNX Runtime, optimized.
 
-{today}. {machine()}; one thread. Seconds of the process, once; calls: medians in alternation.
+{provenance("real_models", "one thread")}
+Seconds of the process, once; calls: medians in alternation.
 "Fails" says at which step, and why.
 
 {markdown(HEAD, [cells(row) for row in rows])}

@@ -141,7 +141,7 @@ def page(found: Sequence[Row], words: str) -> str:
     slower = [row for row in found if row.speed < 1]
     return f"""# Residual networks, masked and demasked
 
-Made by `python -m benchmarks run residual`. {words}
+{words}
 
 Half of each convolution's output channels are masked, drawn anew for each layer. Shifts *kept*:
 batch norms stay as they are, so masked channels are constants; *zero*: they are 0. ResNet-20 and

@@ -15,7 +15,6 @@ nothing unless told where.
 from __future__ import annotations
 
 import argparse
-import datetime
 import re
 import shutil
 import sys
@@ -36,7 +35,7 @@ import dlmc
 import sparse_networks as nets
 from benchmarks.common import limits
 from benchmarks.common.catalog import BENCH, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine
+from benchmarks.common.tables import RESULTS, load, provenance
 from benchmarks.sparse.cpu_sparse_page import (
     GOAL,
     SHORT,
@@ -208,10 +207,7 @@ def main() -> None:
     limit["after"] = peaks(asked.threads)
     notes = (row.notes.get(DEEPSPARSE, {}).get("version") for row in found)
     deepsparse = next(filter(None, notes), NOT_RUN)
-    words = (
-        f"{datetime.date.today().isoformat()}. {machine()}, {packages}, DeepSparse {deepsparse}; "
-        f"{allocator}. Load before and after: {before}, {load()}."
-    )
+    words = provenance("cpu_sparse", packages, f"DeepSparse {deepsparse}", allocator, before=before)
     show(console, words, SHORT, map(short_cells, found))
     show(console, "goals", GOAL, goal_lines(found))
     if asked.output:

@@ -256,7 +256,7 @@ def peak_lines(peaks: Mapping[str, Sequence[limits.Peak]]) -> list[list[str]]:
 
 INTRO = """# Sparse networks on the CPU, beside other runtimes
 
-Made by `python -m benchmarks run cpu_sparse`. {words}
+{words}
 
 All is float32. The masks of *{pruned}* are those of a network that was pruned by magnitude and
 trained (Deep Learning Matrix Collection, Gale et al. 2020: 54 weights, zeros where theirs are),

@@ -14,7 +14,6 @@ is left out is said. --device cpu shows that it runs, in Triton's interpreter, o
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import sys
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.common.catalog import SHARED_DATA, Benchmark
+from benchmarks.common.tables import provenance
 from benchmarks.sparse.gpu_page import page
 from benchmarks.sparse.gpu_problems import Problem, layers, pruned
 
@@ -216,7 +216,8 @@ def device_words(device: str) -> str:
 
     name = torch.cuda.get_device_name() if device == "cuda" else "Triton's interpreter"
     python = ".".join(map(str, sys.version_info[:3]))
-    return f"{name}, torch {torch.__version__}, Triton {triton.__version__}, Python {python}"
+    versions = f"torch {torch.__version__}, Triton {triton.__version__}, Python {python}"
+    return f"{name}, {versions}"
 
 
 def arguments() -> argparse.Namespace:
@@ -252,8 +253,9 @@ def main() -> None:
     # B in between, so that a short run has some of both
     problems = [p for group in zip_long(suites) for p in group]
     found, left = rows(problems, asked)
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    text = page(found, left, f"{today}. {device_words(asked.device)}. Seed {asked.seed}.")
+    text = page(
+        found, left, provenance("gpu_sparse", device_words(asked.device), f"seed {asked.seed}")
+    )
     asked.output.parent.mkdir(parents=True, exist_ok=True)
     asked.output.write_text(text)
     stored = [{name: getattr(row, name) for name in Row.__slots__} for row in found]

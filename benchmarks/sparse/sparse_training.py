@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import gc
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from torch.nn import functional as F
 
 import cifar
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.common.tables import RESULTS, load, markdown, provenance
 from demask.machine.allocator import fix_allocator
 from demask.sparse import SparseConv2d, SparseLinear
 
@@ -276,8 +275,7 @@ def main() -> None:
             rows.append(timed(name, build, batch, asked.pairs))
             print(name, threads, _spread(rows[-1].dense), _spread(rows[-1].sparse), flush=True)
     curve = losses(lambda: cifar.ResNet(20), batches)
-    today = datetime.date.today().isoformat()
-    words = f"{today}. {machine()}; {allocator}. Load before and after: {before}, {load()}."
+    words = provenance("sparse_training", allocator, before=before)
     text = page(rows, curve, kept, words)
     asked.output.write_text(text)
     print(text)

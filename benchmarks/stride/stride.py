@@ -127,7 +127,7 @@ def page(found: Sequence[Row], words: str) -> str:
     best = sum(row.best < 3 for row in found)
     return f"""# Strides given back
 
-Made by `python -m benchmarks run stride`. {words}
+{words}
 
 A convolution of stride 1, a batch norm and a ReLU, of which every s-th position is kept; *raised*:
 behind `demask.stride.raise_strides`; *channels last*: the same, weights and input so laid out;

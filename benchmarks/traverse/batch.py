@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import datetime
 import gc
 import json
 import os
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks import ROOT
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine, markdown, spread
+from benchmarks.common.tables import RESULTS, load, markdown, provenance, spread
 from demask.files.weight_file import WeightFile
 from demask.machine.describe import format_threads
 from demask.machine.threads import set_threads
@@ -225,7 +224,7 @@ def page(found: Mapping[str, Any]) -> str:
     counts = {row["warm"]["count"] for row in found["file"]}
     return f"""# Fully connected layers for N inputs at a time
 
-Made by `python -m benchmarks run batch`. {found["machine"]}
+{found["machine"]}
 
 Milliseconds are the median (10 %–90 % quantile) of alternated calls in one process.
 
@@ -300,8 +299,7 @@ def main() -> None:
             found["head"] += head_rows(asked.pairs, threads)
     images = (torch.zeros(2, 3, 224, 224),)
     found["traffic"] = str(traffic(vgg(), images, at_once=1, memory="1GiB"))
-    today = datetime.date.today().isoformat()
-    found["machine"] = f"{today}. {machine()}. Load before and after: {before}, {load()}."
+    found["machine"] = provenance("batch", before=before)
     asked.output.write_text(page(found))
     asked.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     print(page(found))

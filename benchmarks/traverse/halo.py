@@ -9,7 +9,6 @@ with its trained weights, against the padding given.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -25,14 +24,14 @@ from torch import Tensor, nn
 
 import traverse_networks as shared
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.common.tables import RESULTS, load, markdown, provenance
 from demask.cli.bench.plot import FASTER, ORIGINAL_COLOR, SLOWER, WORDS
 from demask.traverse.halos.error_curve import Point
 from demask.traverse.halos.halo import Halo, halo
 
 BENCHMARK = Benchmark(
     "the exact halo of six networks, and the error of smaller ones", "minutes",
-    ("halo.md", "halo.json", "docs/halo.svg"), needs=(DEV, SHARED_DATA), quick=None,
+    ("halo.md", "halo.json", "docs/halo.svg"), needs=(DEV, SHARED_DATA), quick="--rounds 1",
 )  # fmt: skip
 
 PICTURE = Path(__file__).parents[2] / "docs" / "halo.svg"
@@ -211,7 +210,7 @@ def page(rows: Sequence[Row], found: dict[str, Halo], words: str) -> str:
     head = ["padding", *(f"{kind}: {name}" for name in found for kind in ("error", "8-bit"))]
     return f"""# The exact halo
 
-Made by `python -m benchmarks run halo`. {words}
+{words}
 
 How many input positions beyond a tile must be given so that the tile is exact (`before/after`
 where they differ), and what tools give. *Exact* "convolutions": the network also has global calls
@@ -239,19 +238,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS / "halo.md")
-    parser.add_argument("--picture", type=Path, default=PICTURE)
+    parser.add_argument("--picture", type=Path, help="docs/halo.svg for the full run")
     asked = parser.parse_args()
     before, console = load(), Console()
     with Progress(console=console, transient=True) as bar:
         rows = [row(known, asked.rounds) for known in bar.track(NETWORKS, description="halo")]
         found = curves(bar)
-    today = datetime.date.today().isoformat()
-    words = f"{today}. {machine()}. Load before and after: {before}, {load()}."
+    words = provenance("halo", before=before)
     asked.output.write_text(page(rows, found, words))
     data = {"machine": words, "rows": [asdict(one) for one in rows],
             "curves": {name: one.to_dict()["curve"] for name, one in found.items()}}  # fmt: skip
     asked.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-    draw(found, asked.picture, words)
+    usual = PICTURE if asked.output == RESULTS / "halo.md" else asked.output.with_suffix(".svg")
+    draw(found, asked.picture or usual, words)
     console.print(asked.output.read_text(), markup=False)
 
 

@@ -10,7 +10,6 @@ pictures beside them with --pictures.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.common.tables import RESULTS, load, markdown, provenance
 from benchmarks.traverse.traverse_memory import (
     SMALL,
     Failed,
@@ -42,7 +41,7 @@ BENCHMARK = Benchmark(
     "TAEF2's decoder streamed to pictures of 4096² and 16384² pixels", "hours",
     ("traverse_large.md", "traverse_large.json", "traverse_large_4096.png",
      "traverse_large_16384.png"),
-    needs=(DEV, SHARED_DATA, "12 GiB of memory"), quick=None,
+    needs=(DEV, SHARED_DATA, "12 GiB of memory"), quick="--only 512 --threads 1 --memory 64MiB",
 )  # fmt: skip
 
 NETWORK = "TAEF2"
@@ -211,7 +210,7 @@ def page(found: Sequence[Row], words: str) -> str:
     )
     return f"""# Pictures larger than memory
 
-Made by `python -m benchmarks run traverse_large`. {words}
+{words}
 
 The TAEF2 decoder with its trained weights, from a latent in a .npy file (a photograph's, reflected
 as in mirrors) to a picture of 8-bit values in another, by `demask.traverse.stream`. *Peak*:
@@ -257,10 +256,8 @@ def main() -> None:
     for size in asked.only:
         setting = Setting(NETWORK, size, asked.threads, asked.engine, cold=asked.cold)
         found.append(measured(setting, asked, console))
-        words = (
-            f"{datetime.date.today().isoformat()}. {machine()}; {asked.threads} threads, allocator "
-            f"as found. Load before and after: {before}, {load()}."
-        )
+        notes = f"{asked.threads} threads", "allocator not tuned"
+        words = provenance("traverse_large", *notes, before=before)
         write(found, words, asked.output)
 
 

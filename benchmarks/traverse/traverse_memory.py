@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import ctypes
-import datetime
 import gc
 import importlib
 import json
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.common.tables import RESULTS, load, markdown, provenance
 from demask.errors import BudgetTooSmall
 from demask.machine.allocator import M_MMAP_THRESHOLD
 from traverse_networks import Network, named
@@ -41,7 +40,7 @@ from traverse_networks import Network, named
 BENCHMARK = Benchmark(
     "predicted and measured peaks of memory of tiled networks", "hours",
     ("traverse_memory.md", "traverse_memory.json"), needs=(DEV, SHARED_DATA),
-    quick="--only denoiser --size 128 --budgets 2",
+    quick="--only squeeze-excite --size 256 --budgets 2 --threads 1",
 )  # fmt: skip
 
 MIB = 2**20
@@ -429,7 +428,7 @@ def page(results: Results, words: str) -> str:
     table = "\n".join([markdown(HEAD, [cells(row) for row in found]), "", *refused])
     return f"""# Peaks of memory, predicted and measured
 
-Made by `python -m benchmarks run traverse_memory`. {words}
+{words}
 
 *Predicted*: `plan.peak`. *Measured*: `VmHWM` of a process of its own, less what was resident before
 the call (after `malloc_trim(0)`, the mark reset by `/proc/self/clear_refs`), less the output that
@@ -475,7 +474,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     asked, console, results, before = arguments(), Console(markup=False), Results(), load()
     named(asked.only)
-    allocator = f"glibc maps from {FIXED // 1024} KiB on" if asked.fixed else "allocator as found"
+    allocator = f"glibc maps from {FIXED // 1024} KiB on" if asked.fixed else "allocator not tuned"
     for name in asked.only:
         size = asked.size or SIZES.get(name, 1024)
         setting = Setting(name, size, asked.threads, asked.engine, asked.fixed, asked.cold)
@@ -485,10 +484,7 @@ def main() -> None:
         except LookupError as error:
             console.print(f"{setting.title}: {error}")
             results.refused[setting.title] = str(error)
-        words = (
-            f"{datetime.date.today().isoformat()}. {machine()}; {allocator}. Load before and "
-            f"after: {before}, {load()}."
-        )
+        words = provenance("traverse_memory", allocator, before=before)
         write(results, words, asked.output)
 
 

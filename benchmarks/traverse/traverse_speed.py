@@ -10,7 +10,6 @@ each setting.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import turns
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, machine, markdown
+from benchmarks.common.tables import RESULTS, load, markdown, provenance
 from benchmarks.traverse.traverse_memory import (
     MIB,
     Child,
@@ -53,7 +52,9 @@ from traverse_networks import named
 
 BENCHMARK = Benchmark(
     "tiled networks and the untiled ones", "hours", ("traverse_speed.md", "traverse_speed.json"),
-    needs=(DEV, SHARED_DATA), quick=None,
+    needs=(DEV, SHARED_DATA),
+    quick="--only squeeze-excite --sizes 256 --threads 1 --rounds 2 --least 0.05 "
+    "--contenders NCHW|demask",
 )  # fmt: skip
 
 SIZES = {
@@ -311,8 +312,9 @@ def page(found: Sequence[Row], least: float) -> str:
     ratios = markdown(AGAINST, [line for row in found for line in against(row)])
     return f"""# Networks run part by part, and as a whole
 
-Made by `python -m benchmarks run traverse_speed`, which replaces the rows that it measures anew.
 {words}
+
+A run replaces the rows that it measures again.
 
 Size: the side of the larger of input and output, in pixels. Batch 1, float32. *Untiled*: the model
 as it is, NCHW being what torch does by default. *Tuned allocator*: glibc keeps what is freed
@@ -401,10 +403,8 @@ def main() -> None:
     for k, setting in zip(count(1), settings, strict=False):
         console.print(f"{k} of {len(settings)}: {setting.title}")
         found[setting] = row = measured(setting, asked, console)
-        row.words = (
-            f"{datetime.date.today().isoformat()}. {machine()}; allocator as found but where said. "
-            f"Load before and after: {before}, {load()}."
-        )
+        note = "allocator tuned only where stated"
+        row.words = provenance("traverse_speed", note, before=before)
         write(list(found.values()), asked.least, asked.output)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / name) for name in ("tests", "tests/networks", "benchmarks")]
+sys.path[:0] = [str(ROOT / name) for name in ("tests", "tests/networks", "tests/networks/zoo")]
 
 import torch  # noqa: E402
 from torch import Tensor, fx, nn  # noqa: E402
