@@ -19,7 +19,15 @@ from demask.machine import describe
 from demask.machine.allocator import fix_allocator
 from demask.machine.describe import format_spread, load_average
 
-__all__ = ["RESULTS", "command", "format_spread", "load_average", "machine", "markdown", "provenance"]
+__all__ = [
+    "RESULTS",
+    "command",
+    "format_spread",
+    "load_average",
+    "machine",
+    "markdown",
+    "provenance",
+]
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -45,7 +53,7 @@ def provenance(name: str, *notes: str, before: str = "") -> str:
     name: of the benchmark. before: the load when it started.
     """
     words = "; ".join([f"{datetime.date.today().isoformat()}. {machine()}", *notes])
-    loads = f" Load before and after: {before}, {load()}." if before else ""
+    loads = f" Load before and after: {before}, {load_average()}." if before else ""
     return f"Made by `python -m benchmarks run {name}`. {words}.{loads}"
 
 

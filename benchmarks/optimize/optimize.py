@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import cifar
 import demask
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, command, markdown, spread
+from benchmarks.common.tables import RESULTS, command, format_spread, markdown
 from benchmarks.shrink import encoder, peers
 from demask.cli.bench import contenders
 from demask.graph.provenance import Provenance
@@ -295,7 +295,7 @@ def lines(found: Setting) -> Iterator[list[str]]:
         failure = f"fails: {row.failure.replace('|', '/')}"
         yield [
             str(found.batch), str(found.threads), who,
-            spread(row.timing) if row.timing else failure, number(found.speed(MASKED, who)),
+            format_spread(row.timing) if row.timing else failure, number(found.speed(MASKED, who)),
             number(row.difference, ".0e"), number(row.seconds, ".1f"),
             "**faster than optimized**" if found.beats(who) else "",
         ]  # fmt: skip

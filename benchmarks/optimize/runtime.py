@@ -20,7 +20,7 @@ from torch import Tensor
 import demask
 import networks
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, command, markdown, spread
+from benchmarks.common.tables import RESULTS, command, format_spread, markdown
 from benchmarks.shrink import encoder, residual
 from demask.machine.timing import Timing, time_alternately
 from demask.optimize_onnx import deploy
@@ -157,8 +157,8 @@ def cells(row: Row) -> list[str]:
     before, after = row.report.before, row.report.after
     return [
         row.network, str(row.threads), f"{before.parameters:,} → {after.parameters:,}",
-        f"{after.macs / before.macs:.2f}", spread(row.given), spread(row.minimal),
-        spread(row.result), f"{row.speed:.2f}", "" if row.speed >= 1 else "slower", row.form,
+        f"{after.macs / before.macs:.2f}", format_spread(row.given), format_spread(row.minimal),
+        format_spread(row.result), f"{row.speed:.2f}", "" if row.speed >= 1 else "slower", row.form,
         f"{row.error:.0e}",
     ]  # fmt: skip
 

@@ -23,7 +23,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load, markdown, provenance
+from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
 from benchmarks.pilot.trained_networks import images, network
 from demask.machine.threads import set_threads
 from demask.ops import TABLE
@@ -447,7 +447,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=RESULTS / "pilot_deadline.md")
     asked = parser.parse_args()
-    before = load()
+    before = load_average()
     model = network(asked.network, asked.cache)
     (x, classes), (seen, _) = images("test"), images("train")
     x, classes = x[: asked.images], classes[: asked.images]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load, markdown, provenance
+from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
 from benchmarks.common.turns import settle
 from benchmarks.pilot.pilot_mlp import setting
 from benchmarks.pilot.trained_networks import DATA, TRANSFORMER
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=Path, default=RESULTS / "pilot_explain.md")
     asked = parser.parse_args()
-    allocator, before = fix_allocator(), load()
+    allocator, before = fix_allocator(), load_average()
     torch.set_num_threads(asked.threads)
     table: list[list[str]] = []
     for name in asked.networks:

@@ -33,7 +33,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load, markdown, provenance
+from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
 from benchmarks.common.turns import settle
 from benchmarks.pilot.trained_networks import (
     DATA,
@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=10_000, help="that are compared")
     parser.add_argument("--output", type=Path, default=RESULTS / "pilot_mlp.md")
     asked = parser.parse_args()
-    allocator, before = fix_allocator(), load()
+    allocator, before = fix_allocator(), load_average()
     table: list[list[str]] = []
     with Progress(transient=True) as bar, torch.no_grad():
         for name in asked.networks:

@@ -30,7 +30,7 @@ import demask
 import networks
 from benchmarks.common import turns
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, markdown, provenance
+from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
 from benchmarks.pilot.pilot_pages import page
 from demask.machine.allocator import fix_allocator
 from demask.ops import TABLE
@@ -300,7 +300,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     asked, console = arguments(), Console(markup=False)
     torch.set_num_threads(asked.threads)
-    allocator, before = fix_allocator(), load()
+    allocator, before = fix_allocator(), load_average()
     model = restorer()
     x, _ = page(0, asked.size)
     rows: list[Row] = []

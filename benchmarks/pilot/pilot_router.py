@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import cifar
 import demask
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, markdown, provenance, spread
+from benchmarks.common.tables import RESULTS, format_spread, load_average, markdown, provenance
 from demask.machine.allocator import fix_allocator
 from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, sample_seconds, time_alternately
@@ -339,12 +339,12 @@ def page(found: list[Network], rows: list[Row], ends: list[Streamed], labels: Te
     same = {one.name: float((one.logits.argmax(1) == full.logits.argmax(1)).float().mean())
             for one in found}  # fmt: skip
     whole = full.times[full.engine].median
-    engines = [[one.name, name, spread(timing), f"{whole / timing.median:.2f}",
+    engines = [[one.name, name, format_spread(timing), f"{whole / timing.median:.2f}",
                 f"{100 * accuracy[one.name]:.2f}", f"{100 * same[one.name]:.2f}"]
                for one in found for name, timing in one.times.items()]  # fmt: skip
     streams = [[one.row.pilot, one.row.answer, one.row.rule, f"{100 * one.row.target:.1f}",
                 f"{100 * one.share:.1f}", f"{one.gain:.2f} ({one.least:.2f})",
-                f"{one.expected:.2f}", spread(one.late)] for one in ends]  # fmt: skip
+                f"{one.expected:.2f}", format_spread(one.late)] for one in ends]  # fmt: skip
     sizes = " + ".join(f"{len(labels) * part // sum(PARTS):,}" for part in PARTS)
     heads = [
         "network",
@@ -459,7 +459,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="a file that keeps all networks' answers")
     parser.add_argument("--output", type=Path, default=RESULTS / "pilot_router.md")
     asked = parser.parse_args()
-    allocator, before = fix_allocator(), load()
+    allocator, before = fix_allocator(), load_average()
     x, labels = cifar.images(asked.images)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad(), set_threads(asked.threads):
         other = cifar.images(512, "cifar10_train_jpeg.zip")[0]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import cifar
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, markdown, provenance
+from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
 from benchmarks.pilot.trained_networks import DATA, images
 from demask.machine.allocator import fix_allocator
 from demask.machine.byte_sizes import format_bytes
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="folder of Fashion-MNIST")
     parser.add_argument("--output", type=Path, default=RESULTS / "pilot_simplifiers.md")
     asked = parser.parse_args()
-    allocator, before = fix_allocator(), load()
+    allocator, before = fix_allocator(), load_average()
     torch.set_num_threads(1)
     asked.output.parent.mkdir(exist_ok=True)
     found: list[Found] = []

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cifar
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, markdown, provenance
+from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
 from demask.facts.analysis import Analysis
 from demask.graph.result.demasked_module import Demasked
 from demask.machine.allocator import fix_allocator
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS / "pilot_skip.md")
     asked = parser.parse_args()
-    allocator, before = fix_allocator(), load()
+    allocator, before = fix_allocator(), load_average()
     with torch.no_grad(), set_threads(asked.threads):
         found = list(rows(asked.images, tuple(asked.keeps), asked.pairs, tuple(asked.layers)))
         x, labels = cifar.images(asked.images)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import demask
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load, markdown, provenance
+from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
 from benchmarks.shrink.residual import calls_of
 from cifar import IMAGE, Block, ResNet, masked
 from demask.graph.capture.capture import capture
@@ -71,7 +71,7 @@ def main() -> None:
     for size in SIZES:
         makes[f"{size} nodes"] = lambda size=size: Chain(size)
     models = {name: network(make) for name, make in makes.items()}
-    images, before = torch.randn(2, *IMAGE), load()
+    images, before = torch.randn(2, *IMAGE), load_average()
     for model in models.values():
         demask.demask(model, (images,))  # a first call imports and compiles
     whole: dict[str, list[float]] = {name: [] for name in models}

@@ -21,7 +21,7 @@ from torch.export import Dim
 import demask
 from architectures import transformers
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, command, markdown, spread
+from benchmarks.common.tables import RESULTS, command, format_spread, markdown
 from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
@@ -171,8 +171,8 @@ def cells(row: Row) -> list[str]:
     return [
         row.attention, f"{row.batch} x {row.length}", str(row.threads),
         f"{before.parameters:,} → {after.parameters:,}", f"{after.macs / before.macs:.2f}",
-        spread(row.given), spread(row.result), f"{row.speed:.2f}",
-        "" if row.speed >= 1 else "slower", spread(row.hand), f"{row.beside_hand:.2f}",
+        format_spread(row.given), format_spread(row.result), f"{row.speed:.2f}",
+        "" if row.speed >= 1 else "slower", format_spread(row.hand), f"{row.beside_hand:.2f}",
         f"{row.difference:.0e}",
     ]  # fmt: skip
 

@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 import demask
 import networks
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load, markdown, provenance
+from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
 from benchmarks.common.turns import turn
 from benchmarks.traverse.traverse_memory import peaked
 from cifar import IMAGE, ResNet, masked
@@ -220,7 +220,7 @@ def main() -> None:
     stored = asked.output.with_suffix(".json")
     found = json.loads(stored.read_text()) if stored.exists() else {}
     for part in asked.parts:
-        before = load()
+        before = load_average()
         rows = list(ROWS[part](asked.runs))
         words = provenance("own_network", "1 thread", before=before)
         if part != "memory":

@@ -31,7 +31,7 @@ from torch.nn.utils import prune
 import cifar
 import networks
 from benchmarks.common.catalog import BENCH, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, markdown, provenance, spread
+from benchmarks.common.tables import RESULTS, format_spread, load_average, markdown, provenance
 from benchmarks.shrink.peers_called import (
     CALLED,
     DEMASK,
@@ -212,7 +212,7 @@ def milliseconds(row: Row, who: str, *, short: bool = False) -> str:
     if who not in row.timings:
         return "–"
     timing = row.timings[who]
-    words = f"{1e3 * timing.median:.1f}" if short else spread(timing)
+    words = f"{1e3 * timing.median:.1f}" if short else format_spread(timing)
     return words + (" †" if row.case.outcomes[who].wrong else "")
 
 
@@ -353,7 +353,7 @@ def main() -> None:
     asked = arguments()
     versions()
     warnings.simplefilter("ignore")  # peers warn of torch's deprecations on every trace
-    allocator, before, skipped = fix_allocator(), load(), {}
+    allocator, before, skipped = fix_allocator(), load_average(), {}
     console = Console()
     with Progress(console=console, transient=True) as bar:
         found = list(rows(asked, bar, skipped))

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import demask
 from benchmarks.common.catalog import Benchmark
 from benchmarks.common.tables import markdown, provenance
-from demask.machine.timing import alternate
+from demask.machine.timing import time_alternately
 
 BENCHMARK = Benchmark(
     "pretrained networks from packages, from the first call to the last", "not timed",

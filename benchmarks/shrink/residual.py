@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import cifar
 import demask
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, command, markdown, spread
+from benchmarks.common.tables import RESULTS, command, format_spread, markdown
 from demask.graph.capture.capture import capture
 from demask.machine.timing import Timing, time_alternately
 from demask.verify import ULPS
@@ -124,8 +124,8 @@ def cells(row: Row) -> list[str]:
     return [
         row.network, row.shifts, str(row.batch), str(row.threads),
         f"{before.parameters:,} → {after.parameters:,}", f"{after.macs / before.macs:.2f}",
-        spread(row.given), spread(row.result), f"{row.speed:.2f}",
-        "" if row.speed >= 1 else "slower", spread(row.hand), f"{row.beside_hand:.2f}",
+        format_spread(row.given), format_spread(row.result), f"{row.speed:.2f}",
+        "" if row.speed >= 1 else "slower", format_spread(row.hand), f"{row.beside_hand:.2f}",
         f"{row.difference:.0e}",
     ]  # fmt: skip
 

@@ -35,7 +35,7 @@ import dlmc
 import sparse_networks as nets
 from benchmarks.common import limits
 from benchmarks.common.catalog import BENCH, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, provenance
+from benchmarks.common.tables import RESULTS, load_average, provenance
 from benchmarks.sparse.cpu_sparse_page import (
     GOAL,
     SHORT,
@@ -199,7 +199,7 @@ def show(console: Console, title: str, head: Sequence[str], lines: Iterable[list
 
 def main() -> None:
     asked, packages = arguments(), versions()
-    allocator, before = fix_allocator(), load()
+    allocator, before = fix_allocator(), load_average()
     limit = {"before": peaks(asked.threads)}
     console = Console()
     with Progress(console=console, transient=True) as bar:

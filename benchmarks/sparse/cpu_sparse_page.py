@@ -12,7 +12,7 @@ from typing import Any
 
 import sparse_networks as nets
 from benchmarks.common import limits
-from benchmarks.common.tables import markdown, spread
+from benchmarks.common.tables import format_spread, markdown
 from benchmarks.sparse.sparse_engines import (
     CALLED,
     DEEPSPARSE,
@@ -172,7 +172,7 @@ def latency_words(latencies: Sequence[float]) -> str:
 def time_cell(row: Row, who: str) -> str:
     """A contender's time, or why there is none."""
     timing = row.timing(who)
-    return spread(timing) if timing else row.entries[who].failure.replace("|", "/")
+    return format_spread(timing) if timing else row.entries[who].failure.replace("|", "/")
 
 
 def speed_cell(row: Row, peer: str) -> str:

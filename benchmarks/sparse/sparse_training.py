@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import cifar
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, markdown, provenance
+from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
 from demask.machine.allocator import fix_allocator
 from demask.sparse import SparseConv2d, SparseLinear
 
@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--losses", type=int, default=40, help="steps of the loss curve")
     parser.add_argument("--output", type=Path, default=RESULTS / "sparse_training.md")
     asked = parser.parse_args()
-    allocator, before = fix_allocator(), load()
+    allocator, before = fix_allocator(), load_average()
     batches = pictures(asked.losses, 128)
     cases: list[tuple[str, Callable[[], nn.Module], Batch]] = [
         ("perceptron, batch 128", perceptron, random(128)),

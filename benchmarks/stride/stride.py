@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import demask
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, command, markdown, spread
+from benchmarks.common.tables import RESULTS, command, format_spread, markdown
 from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
@@ -112,9 +112,9 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
 
 
 def cells(row: Row) -> list[str]:
-    made = [f"{spread(row.times[name])}: {row.speed(name):.2f}" for name in RAISED]
-    return [row.layer, row.way, str(row.threads), f"{row.macs:.2f}", spread(row.times["given"]),
-            *made, f"{row.best:.2f}", f"{row.difference:.0e}"]  # fmt: skip
+    made = [f"{format_spread(row.times[name])}: {row.speed(name):.2f}" for name in RAISED]
+    return [row.layer, row.way, str(row.threads), f"{row.macs:.2f}",
+            format_spread(row.times["given"]), *made, f"{row.best:.2f}", f"{row.difference:.0e}"]  # fmt: skip
 
 
 HEAD = ["layer", "subsampled by", "threads", "MACs left", "given, ms",

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks import ROOT
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load, markdown, provenance, spread
+from benchmarks.common.tables import RESULTS, format_spread, load_average, markdown, provenance
 from demask.files.weight_file import WeightFile
 from demask.machine.describe import format_threads
 from demask.machine.threads import set_threads
@@ -272,7 +272,7 @@ HEAD_HEAD = [
 
 
 def _words(numbers: Mapping[str, Any]) -> str:
-    return spread(Timing(**numbers))
+    return format_spread(Timing(**numbers))
 
 
 def main() -> None:
@@ -285,7 +285,7 @@ def main() -> None:
     if asked.child:
         print(json.dumps(child(Path(asked.child[0]), asked.child[1])))
         return
-    before = load()
+    before = load_average()
     found: dict[str, Any] = {"threads": max(asked.threads), "head": []}
     found["head_bytes"] = sum(p.nbytes for p in head().parameters() if p.ndim > 1)
     with tempfile.TemporaryDirectory() as folder, set_threads(max(asked.threads)):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import traverse_networks as shared
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, markdown, provenance
+from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
 from demask.cli.bench.plot import FASTER, ORIGINAL_COLOR, SLOWER, WORDS
 from demask.traverse.halos.error_curve import Point
 from demask.traverse.halos.halo import Halo, halo
@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "halo.md")
     parser.add_argument("--picture", type=Path, help="docs/halo.svg for the full run")
     asked = parser.parse_args()
-    before, console = load(), Console()
+    before, console = load_average(), Console()
     with Progress(console=console, transient=True) as bar:
         rows = [row(known, asked.rounds) for known in bar.track(NETWORKS, description="halo")]
         found = curves(bar)

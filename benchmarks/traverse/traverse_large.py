@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, markdown, provenance
+from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
 from benchmarks.traverse.traverse_memory import (
     SMALL,
     Failed,
@@ -251,7 +251,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    asked, console, found, before = arguments(), Console(markup=False), [], load()
+    asked, console, found, before = arguments(), Console(markup=False), [], load_average()
     named([NETWORK])
     for size in asked.only:
         setting = Setting(NETWORK, size, asked.threads, asked.engine, cold=asked.cold)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, markdown, provenance
+from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
 from demask.errors import BudgetTooSmall
 from demask.machine.allocator import M_MMAP_THRESHOLD
 from traverse_networks import Network, named
@@ -472,7 +472,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    asked, console, results, before = arguments(), Console(markup=False), Results(), load()
+    asked, console, results, before = arguments(), Console(markup=False), Results(), load_average()
     named(asked.only)
     allocator = f"glibc maps from {FIXED // 1024} KiB on" if asked.fixed else "allocator not tuned"
     for name in asked.only:

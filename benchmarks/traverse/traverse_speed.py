@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import turns
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load, markdown, provenance
+from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
 from benchmarks.traverse.traverse_memory import (
     MIB,
     Child,
@@ -391,7 +391,7 @@ def in_all() -> int:
 
 
 def main() -> None:
-    asked, console, before = arguments(), Console(markup=False), load()
+    asked, console, before = arguments(), Console(markup=False), load_average()
     named(asked.only)
     found = stored(asked.output)
     settings = [

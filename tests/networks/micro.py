@@ -78,7 +78,7 @@ def mlp() -> Made:
 
 
 @micro(4 * 3 + 3 + 3 * 2 + 2)
-def mlp_bias_kept() -> Made:
+def mlp_bias_remains() -> Made:
     net = nn.Sequential(
         dead(nn.Linear(4, 8), [0, 2, 3, 5, 7], bias=False), nn.GELU(), nn.Linear(8, 2)
     )
