@@ -15,7 +15,7 @@ from benchmarks.sparse.gpu_problems import Problem
 from demask.sparse.csr_matrix import CsrMatrix, like
 from demask.sparse.products import gpu_formats as gpu_forms
 from demask.sparse.products import gpu_products as gpu
-from demask.sparse.products.gpu_formats import form_of
+from demask.sparse.products.gpu_formats import formats_of
 
 CACHES, MOST = 3, 12  # copies are larger than so many caches together, or there are so many
 BLOCK = 64  # of BSR
@@ -95,7 +95,7 @@ def ours(case: Case) -> Calls:
 
 def forget() -> None:
     """Drop what is kept of matrices; which kernels are fast stays known."""
-    gpu_forms.FORMS.clear()
+    gpu_forms.FORMATS.clear()
 
 
 def lain(x: Tensor) -> Tensor:
@@ -108,17 +108,17 @@ def ours_poisoned(case: Case) -> tuple[Tensor, str]:
     m, task = rows_of(case.w), case.problem.task
     if task == "sddmm":
         assert case.y is not None
-        choice = gpu.chosen(task, m, case.y, case.x)
+        choice = gpu.select_kernel(task, m, case.y, case.x)
         out = torch.full_like(m.values, torch.nan)
-        found = gpu.run_sddmm(m, form_of(m), case.y, case.x, choice, out)
+        found = gpu.run_sddmm(m, formats_of(m), case.y, case.x, choice, out)
     else:
         x = lain(case.x)
-        choice = gpu.chosen(task, m, x)
+        choice = gpu.select_kernel(task, m, x)
         out = like(x, len(case.wanted), x.shape[1]).fill_(torch.nan)
         if task == "transposed":
-            found = gpu.run_transposed(m, form_of(m), x, choice, out)
+            found = gpu.run_transposed(m, formats_of(m), x, choice, out)
         else:
-            found = gpu.run(m, form_of(m), x, None, None, choice, out)
+            found = gpu.run(m, formats_of(m), x, None, None, choice, out)
     kind = choice.kind
     words = "" if kind == "dense" else f" {choice.height}×{choice.width}×{choice.split}"
     return found, f"{kind}{words}"

@@ -114,7 +114,8 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
 def cells(row: Row) -> list[str]:
     made = [f"{format_spread(row.times[name])}: {row.speed(name):.2f}" for name in RAISED]
     return [row.layer, row.way, str(row.threads), f"{row.macs:.2f}",
-            format_spread(row.times["given"]), *made, f"{row.best:.2f}", f"{row.difference:.0e}"]  # fmt: skip
+            format_spread(row.times["given"]), *made, f"{row.best:.2f}",
+            f"{row.difference:.0e}"]  # fmt: skip
 
 
 HEAD = ["layer", "subsampled by", "threads", "MACs left", "given, ms",

@@ -401,14 +401,14 @@ def shifted(monkeypatch: pytest.MonkeyPatch, layer: str, by: float) -> None:
     """Plants a fault: a number is added to a bias of a result of the network's own class, before
     it is compared with the network."""
     module = importlib.import_module("demask.shrink.demask")
-    unlike = module.unlike
+    describe = module.describe_difference
 
     def planted(slim: Any, *args: Any, **kwargs: Any) -> str:
         with torch.no_grad():
             slim.get_submodule(layer).bias += by
-        return unlike(slim, *args, **kwargs)
+        return describe(slim, *args, **kwargs)
 
-    monkeypatch.setattr(module, "unlike", planted)
+    monkeypatch.setattr(module, "describe_difference", planted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -127,7 +127,9 @@ def test_where_all_fails_the_network_is_as_it_was(monkeypatch, name):
 
 def test_macs_that_cannot_be_counted_are_none(monkeypatch):
     measure = importlib.import_module("demask.shrink.program_size")
-    monkeypatch.setattr(measure, "macs_of", raising(measure.macs_of, KeyError("planted"), "linear"))
+    monkeypatch.setattr(
+        measure, "count_macs", raising(measure.count_macs, KeyError("planted"), "linear")
+    )
     with strict(False):
         record = smaller()
     assert record.after.parameters < record.before.parameters

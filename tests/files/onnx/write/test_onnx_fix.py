@@ -147,7 +147,7 @@ def test_commands_take_constants(run, path, tmp_path):
         (("--fix", "rate=fast"), "expected --fix NAME=VALUE"),
         (("--fix", "rate=0.5"), "input 'rate': expected int64, got float64"),
         (("--fix", "speed=3"), "no input 'speed'"),
-        (("--fix", "rate=1", "--fix", "rate=2"), "--fix rate is there twice"),
+        (("--fix", "rate=1", "--fix", "rate=2"), "--fix rate appears twice"),
     ],
 )
 def test_commands_refuse_what_does_not_fit(run, path, words, said):
