@@ -91,9 +91,9 @@ class Comparison:
         >>> from demask.pilot import compare
         >>> from torch.nn import Linear, ReLU, Sequential
         >>> net = Sequential(Linear(8, 16), ReLU(), Linear(16, 4))
-        >>> comparison = compare(net, (torch.randn(32, 8),), by=["bits:8", "exponents"], pairs=0)
+        >>> comparison = compare(net, (torch.randn(32, 8),), by=["bits:8", "bits:4"], pairs=0)
         >>> comparison.weight_bytes, [(row.by, row.weight_bytes) for row in comparison.rows]
-        (848, [('bits:8', 352), ('exponents', 200)])
+        (848, [('bits:8', 352), ('bits:4', 256)])
     """
 
     rows: tuple[ComparisonRow, ...]

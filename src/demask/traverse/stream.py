@@ -48,22 +48,24 @@ OUTPUTS = ("uint8", "float16", "float32", "float64")
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """The report of a `stream` call.
+    """The result of `stream`: what was written, and the time and memory of the run.
 
-    shape, dtype: of the written result. images, rows: that were written. seconds: of execution.
-    peak: predicted maximum bytes in addition to the process before the call. macs: counted
-    multiply-adds.
+    Attributes:
+        shape: of the written result.
+        dtype: of the written result, such as "float32".
+        images: number of images.
+        rows: number of rows written, of all images.
+        seconds: of execution.
+        peak: predicted maximum bytes in addition to the process before the call.
+        macs: multiply-adds.
 
     Example:
-        >>> import demask, numpy as np, torch
-        >>> from torch import nn
-        >>> model = nn.Conv2d(1, 1, 3, padding=1).eval()
-        >>> x, y = np.zeros((1, 1, 40, 40), "float32"), np.empty((1, 1, 40, 40), "float32")
-        >>> shapes = ({2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC},)
-        >>> program = torch.export.export(model, (torch.ones(1, 1, 32, 32),), dynamic_shapes=shapes)
-        >>> streamed = demask.traverse.stream(program, x, y, memory="64MiB")
-        >>> streamed.shape, streamed.rows
-        ((1, 1, 40, 40), 40)
+        >>> import torch
+        >>> from demask.traverse import stream
+        >>> net, x, y = torch.nn.Conv2d(3, 1, 3), torch.rand(2, 3, 64, 48), torch.empty(2, 1, 62, 46)
+        >>> streamed = stream(net, x, y, memory="16MiB")
+        >>> streamed.shape, streamed.images, streamed.rows, streamed.peak < 16 * 2**20
+        ((2, 1, 62, 46), 2, 124, True)
     """
 
     shape: tuple[int, ...]

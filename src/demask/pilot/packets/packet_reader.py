@@ -152,9 +152,9 @@ class PacketReader:
         ...     _ = write_packets(path, layer)
         ...     with PacketReader(path) as reader:
         ...         row = reader.read_rows("weight", [200])
-        ...         part = reader.read("100KiB")  # the rows with the largest norms
+        ...         part = reader.read("100KiB")  # and the six rows of largest norm
         >>> torch.equal(row, layer.weight[200:201]), int(part.read["weight"].sum())
-        (True, 6)
+        (True, 7)
     """
 
     def __init__(self, path: str | os.PathLike[str]):

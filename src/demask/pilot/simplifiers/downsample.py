@@ -77,8 +77,8 @@ class Downsample:
     Example:
         >>> import torch
         >>> from demask.pilot import Downsample, compare
-        >>> net, image = torch.nn.Conv2d(3, 8, 3, padding=1), torch.randn(1, 3, 32, 32)
-        >>> comparison = compare(net, (image,), by=[Downsample(2)], pairs=0)
+        >>> net, images = torch.nn.Conv2d(3, 8, 3, padding=1), torch.randn(2, 3, 32, 32)
+        >>> comparison = compare(net, (images,), by=[Downsample(2)], pairs=0)
         >>> comparison.macs, comparison.rows[0].macs  # multiply-adds, full and at half the size
         (442368, 110592)
     """
