@@ -17,7 +17,7 @@ class Decline:
 
     Attributes:
         text: the reason.
-        slices: how many slices stayed for it.
+        slices: how many slices the reason is about.
         places: names of the modules, or of graph nodes outside of modules.
 
     Example:
@@ -26,8 +26,8 @@ class Decline:
         >>> with torch.no_grad():
         ...     _ = net.weight[:2].zero_(), net.bias[:2].zero_()
         >>> declined = demask.report(demask.demask(net, (torch.ones(1, 4),))).declined
-        >>> [decline.slices for decline in declined]  # the network's outputs keep their number
-        [2]
+        >>> [decline.text for decline in declined]
+        ["the model's output keeps its shape"]
     """
 
     text: str

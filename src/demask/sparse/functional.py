@@ -46,8 +46,8 @@ class DCSR:
         >>> matrix = torch.zeros(1000, 4)
         >>> matrix[700, 2] = 5.0
         >>> compact = DCSR.from_csr(matrix.to_sparse_csr())
-        >>> compact.rows.tolist(), compact.crow.tolist(), compact.col.tolist(), compact.values.tolist()
-        ([700], [0, 1], [2], [5.0])
+        >>> compact.rows, compact.crow, compact.col, compact.values
+        (tensor([700]), tensor([0, 1]), tensor([2]), tensor([5.]))
     """
 
     rows: Tensor
@@ -119,7 +119,7 @@ def spmm(
     bias: Tensor | None = None,
     activation: ActivationLike = None,
 ) -> Tensor:
-    """act(w @ x + bias), where one or both of the matrices are sparse.
+    """The product of two matrices of which one or both are sparse: activation(w @ x + bias).
 
     Supported layouts:
 
@@ -144,6 +144,8 @@ def spmm(
         BadInput: layouts, shapes, dtypes, devices or indices that do not match.
 
     Example:
+        >>> import torch
+        >>> from demask.sparse import DCSR, spmm
         >>> one = torch.tensor([0, 1])
         >>> w = DCSR(one[:1], one, torch.tensor([2]), torch.tensor([3.0]), (2, 3))  # 3 at (0, 2)
         >>> spmm(w, torch.ones(3, 2), bias=torch.tensor([0.0, -1.0]), activation="relu")

@@ -304,7 +304,7 @@ class SparseConv1d(SparseConv):
     Example:
         >>> import torch
         >>> from demask.sparse import SparseConv1d
-        >>> difference = SparseConv1d(torch.tensor([[-1.0, 0.0, 1.0]]), kernel_size=3)  # two nonzeros
+        >>> difference = SparseConv1d(torch.tensor([[-1.0, 0.0, 1.0]]), kernel_size=3)
         >>> difference(torch.tensor([[[0.0, 1.0, 4.0, 9.0]]])).detach()
         tensor([[[4., 8.]]])
     """

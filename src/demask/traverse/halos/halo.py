@@ -108,7 +108,7 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """The result of `halo`: how many input positions beyond its own borders a tile needs, per input.
+    """The result of `halo`: how many input positions beyond its own borders a tile needs.
 
     `print` shows it as a table; `halo["x"]` is the entry of the input named x.
 
@@ -126,7 +126,8 @@ class Halo:
     Example:
         >>> import torch
         >>> from demask.traverse import halo
-        >>> model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 5, padding=2), torch.nn.Conv2d(1, 1, 3))
+        >>> from torch.nn import Conv2d, Sequential
+        >>> model = Sequential(Conv2d(1, 1, 5, padding=2), Conv2d(1, 1, 3))
         >>> sizes = halo(model, (torch.ones(1, 1, 32, 32),))
         >>> sizes.inputs[0].rows.before + sizes.inputs[0].rows.after  # windows of 5 and 3
         6
