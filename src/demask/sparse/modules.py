@@ -78,6 +78,8 @@ class SparseLinear(SparseLayer):
             BadInput: `module` is not an nn.Linear, or the activation is not supported.
 
         Example:
+            >>> from torch import nn
+            >>> from demask.sparse import SparseLinear
             >>> SparseLinear.from_dense(nn.Linear(4, 3), "relu")
             SparseLinear(in_features=4, out_features=3, bias=True, density=1.000, activation=relu)
         """
@@ -89,6 +91,7 @@ class SparseLinear(SparseLayer):
 
         Example:
             >>> import torch
+            >>> from demask.sparse import SparseLinear
             >>> SparseLinear(torch.ones(3, 2)).to_dense()
             Linear(in_features=2, out_features=3, bias=False)
         """
@@ -195,6 +198,8 @@ class SparseConv(SparseLayer):
             BadInput: `module` has another type, or the activation is not supported.
 
         Example:
+            >>> from torch import nn
+            >>> from demask.sparse import SparseConv2d
             >>> SparseConv2d.from_dense(nn.Conv2d(8, 4, 3))
             SparseConv2d(8, 4, kernel_size=(3, 3), stride=(1, 1), bias=True, density=1.000)
         """
@@ -217,6 +222,7 @@ class SparseConv(SparseLayer):
 
         Example:
             >>> import torch
+            >>> from demask.sparse import SparseConv1d
             >>> SparseConv1d(torch.ones(3, 2), kernel_size=1).to_dense()
             Conv1d(2, 3, kernel_size=(1,), stride=(1,), bias=False)
         """
