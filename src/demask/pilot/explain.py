@@ -107,7 +107,7 @@ class Explanation:
         >>> import torch
         >>> from torch.nn import Linear, ReLU, Sequential
         >>> from demask.pilot import explain
-        >>> from demask.pilot.chains.chain_cost import NOMINAL  # rates of an average machine
+        >>> from demask.pilot.chains.chain_cost import NOMINAL  # built-in rates
         >>> net = Sequential(Linear(8, 8), ReLU(), Linear(8, 4)).eval()
         >>> pairs = [("", "columns"), ("bits:4", "columns")]
         >>> result = explain(net, [torch.randn(1, 8)], candidates=pairs, machine=NOMINAL)
@@ -185,7 +185,7 @@ def explain(
         >>> import torch
         >>> from torch.nn import Linear, ReLU, Sequential
         >>> from demask.pilot import explain
-        >>> from demask.pilot.chains.chain_cost import NOMINAL  # rates of an average machine
+        >>> from demask.pilot.chains.chain_cost import NOMINAL  # built-in rates
         >>> net = Sequential(Linear(8, 8), ReLU(), Linear(8, 4)).eval()
         >>> pairs = [("", "columns")]  # no pilot
         >>> result = explain(net, [torch.randn(1, 8)], candidates=pairs, machine=NOMINAL)

@@ -60,7 +60,8 @@ class Order:
 
     Text: "order:S" with S seconds, as in "order:0.001", or "order:bytes=20MiB". In chains of linear
     layers and ReLU, a pilot with weights of few bits rates all units; these are then computed with
-    full weights, largest first, and the rest have the pilot's values. The pilot always runs,
+    full weights, those first that can add the most to the next layer;
+    the others have the pilot's values. The pilot always runs,
     whatever the limit, and after the deadline at most one block of units (1 MiB of weights) is
     finished. The pilot is "bits:4:64" (also for None) or another text "bits:N:G". The returned
     module has `last`: for each chain its seconds, units computed, and bytes read in the last call.
