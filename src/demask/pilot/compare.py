@@ -35,14 +35,23 @@ WIDTH = 112
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """One simplifier on all inputs.
+    """One simplifier of a `Comparison`: how far its outputs differ, and what a call costs.
 
-    agreement: share of outputs (rows of the first one) whose largest entry has the same index.
-    error: ‖pilot − full‖ / ‖full‖ over all outputs. correlation: of the pilot's magnitudes per
-    channel with the full run's, the mean over layers. precision, recall: of "zero after ReLU", the
-    pilot's zeros against the full run's, element by element; None where maps do not correspond.
-    weight_bytes: as stored. macs: of one call. speed: the full network's time over the pilot's;
-    timing: of a call, seconds. refused: why there are no numbers.
+    Attributes:
+        by: the simplifier's text, such as "bits:8".
+        agreement: share of outputs (rows of the first output, 0 to 1) whose largest entry has the
+            same index as in the full network; None where outputs are no class scores.
+        error: ‖simplified - full‖ / ‖full‖ over all outputs, in the Euclidean norm.
+        correlation: Pearson's, of mean magnitudes per channel with the full run's; the mean over
+            layers.
+        precision: share of the zeros after ReLU that are zero in the full run, too; None without
+            ReLU or where the maps do not correspond.
+        recall: share of the full run's zeros after ReLU that are zero here, too; None likewise.
+        weight_bytes: of all floating-point constants, as the simplifier would store them.
+        macs: multiply-adds of one call.
+        speed: the full network's time over this one's; None without timing.
+        timing: of a call, in seconds; None without timing.
+        refused: why there are no numbers; "" where there are.
     """
 
     by: str
@@ -60,15 +69,31 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The rows of simplifiers, and the full network's numbers.
+    """The result of `compare`: for each simplifier, how far outputs differ and what a call costs.
 
-    inputs: how many. weight_bytes, macs, timing: of the full network. zeros: share of elements
-    after ReLU that are zero in the full run, None without a ReLU. same: for each simplifier, per
-    output, whether it agrees.
+    `print` shows it as a table.
 
-    >>> row = ComparisonRow("bits:8", agreement=1.0, error=0.01, weight_bytes=256)
-    >>> Comparison((row,), 10, 1024, 512, None, None, {"bits:8": (True,) * 10}).to_dict()["inputs"]
-    10
+    Attributes:
+        rows: one per simplifier, in the order of the call: `by` (its text), `agreement` (share of
+            outputs with the same largest entry), `error` (relative, Euclidean norm), `correlation`,
+            `precision` and `recall` of zeros after ReLU, `weight_bytes`, `macs`, `speed` (times as
+            fast as the full network), `timing`, and `refused` (why there are no numbers, or "").
+        inputs: number of inputs (sizes of the first axis, summed over the calls).
+        weight_bytes: bytes of all tensors of the full network.
+        macs: multiply-adds of one call of the full network.
+        zeros: share of elements after ReLU that are zero in the full network; None without a ReLU.
+        timing: of one call of the full network, in seconds; None without timing.
+        same: by simplifier's text, whether each output has the same largest entry as the full
+            network's, one bool per output; () where outputs are no class scores.
+
+    Example:
+        >>> import torch
+        >>> from demask.pilot import compare
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> net = Sequential(Linear(8, 16), ReLU(), Linear(16, 4))
+        >>> comparison = compare(net, (torch.randn(32, 8),), by=["bits:8", "bits:4"], pairs=0)
+        >>> comparison.weight_bytes, [(row.by, row.weight_bytes) for row in comparison.rows]
+        (848, [('bits:8', 352), ('bits:4', 256)])
     """
 
     rows: tuple[ComparisonRow, ...]
@@ -114,23 +139,35 @@ def compare(
     progress: Callable[[str], None] | None = None,
     table: Table = TABLE,
 ) -> Comparison:
-    """What each simplifier preserves of a network, measured on inputs.
+    """How far each simplified network's outputs differ from the full network's, and what it costs.
+
+    The full network and each simplified one run on the same inputs, and are timed in turns.
 
     Args:
-        inputs: the arguments of one call, or an iterable of such tuples.
-        by: simplifiers or their texts; one that the network refuses has a row that says why.
-        pairs: calls of the first input that are timed alternately; 0: none.
-        seconds: of timing per simplifier, at most.
-        progress: called with a line of text before each step.
+        model: the network, an nn.Module or an ExportedProgram; it is not changed.
+        inputs: the arguments of one call, a tuple, or an iterable of such tuples.
+        by: simplifiers or their texts ("bits:N", "bits:N:G", "exponents", "rank:F", "channels:F",
+            "downsample:N", "downsample:N:mode"; `simplify` explains them). Default: bits:8, bits:4,
+            exponents, rank:0.5, channels:0.5 and downsample:2. One that does not fit the network
+            has a row that says why.
+        pairs: how often each simplified network and the full one are timed in turns, on the first
+            input; default 15, 0 for no timing.
+        seconds: longest time for the timing of one simplifier, default 10.
+        progress: called with a line of text before each step; default None.
         table: the op table, as `demask.demask` takes it.
 
     Raises:
-        BadInput: there are no inputs, or a text is no simplifier.
+        BadInput: there are no inputs, or an entry of `by` is no simplifier.
+        NotExportable: torch.export cannot capture the model.
 
-    >>> net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-    >>> comparison = compare(net, (torch.randn(32, 8),), by=["bits:8", "bits:2"], pairs=0)
-    >>> comparison.rows[0].error < comparison.rows[1].error
-    True
+    Example:
+        >>> import torch
+        >>> from demask.pilot import compare
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> net = Sequential(Linear(8, 16), ReLU(), Linear(16, 4))
+        >>> comparison = compare(net, (torch.randn(32, 8),), by=["bits:8", "bits:2"], pairs=0)
+        >>> comparison.rows[0].error < 0.05 < comparison.rows[1].error
+        True
     """
     report = progress or (lambda words: None)
     chosen = [simplifier(one) for one in by]

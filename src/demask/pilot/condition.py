@@ -72,44 +72,56 @@ def condition(
     clock: Callable[[], float] = perf_counter,
     table: Table = TABLE,
 ) -> nn.Module:
-    """A module of the same call that does only the work that the condition selects.
+    """A network of the same call that does only the work which a condition selects.
 
-    The model is not changed.
+    The model is not changed. The result has an attribute `conditioned` (a `Conditioned`), which
+    says what is done in each layer and why.
 
     Args:
-        args, kwargs: example inputs; the module is also timed on them.
-        pilot: a simplifier or its text ("bits:4"), a module of the same call, execution data of an
-            earlier frame or a calibration set, or None.
-        condition: a dataclass or its text: "columns", "certified", "skip:0.5", "constant:0.5",
-            "value:0.5", "precision:0.5:bits=4", "order:deadline=0.001", "route:0.8", "regions:…".
-        check: time the module against the model, in 30 rounds. Where it may be slower (the lower 95
-        %
-            bound of the ratio of medians is below 0.97) a copy of the model is returned, and
-            `conditioned.decisions` says so. Conditions with a deadline are not timed.
-        calibration: batches (a tensor or an args tuple each), for a condition that is named without
-        its
-            first parameter ("skip"): the boldest of `knobs` that `guarantee` accepts is taken;
-            where
-            there is none, the model. Positions are chosen for a batch together, so give batches of
-            as
-            many examples as later calls have.
-        labels: classes, int64 [examples]; with them the loss is in accuracy, else in answers that
-            differ.
-        loss, level: the loss is at most `loss` with probability `level` on new examples.
-        knobs: values of the condition's first parameter, the most careful first.
-        clock: returns seconds, for `check`.
+        model: the network; it is run in eval mode.
+        args, kwargs: example inputs, positional and by name; the result is also timed on them.
+        pilot: the cheap run that selects the work: a simplifier or its text ("bits:4"), a network
+            of the same call, an ExecutionData of earlier inputs, or None (the default) for
+            conditions that need none.
+        condition: a condition or its text: "columns" (the default), "certified", "skip:0.5",
+            "constant:0.5", "value:0.5", "precision:0.5:bits=4", "order:0.001", "route:0.8",
+            "regions:0.1". Parameters follow as "name=value", as in "skip:threshold=0.1".
+        check: whether to time the result and the model in turns, 30 times each; default True. Where
+            the result may be slower (the lower 95 % bound of the ratio of medians is below 0.97), a
+            copy of the model is returned, and `conditioned.decisions` says so. `Order` is not
+            timed.
+        calibration: batches of examples (a tensor or a tuple of arguments each), for a condition
+            that is named without its parameter: "skip", "constant", "value", "precision" or
+            "route". The most aggressive value of `knobs` that `guarantee` accepts is used, and the
+            result has the `Guarantee` as `guarantee`; where no value passes, a copy of the model is
+            returned. Channels are chosen for a batch together, so pass batches as large as those of
+            later calls.
+        labels: classes of the calibration examples, int64 [examples]; with them the loss is in
+            accuracy; without (None, the default) it is the share of answers that differ from the
+            model's.
+        loss: greatest loss on new examples, a share of examples; default 0.002.
+        level: probability with which the loss is not exceeded; default 0.95.
+        knobs: values of the condition's parameter to test, the most careful first; default 0.95,
+            0.9, 0.8, ... 0.2.
+        clock: returns seconds, for `check`; default time.perf_counter.
         table: the op table, as `demask.demask` takes it.
 
     Raises:
-        BadInput: the condition, the pilot or the inputs do not fit the model.
+        BadInput: the condition, the pilot, the inputs or the calibration do not fit the model.
         NotExportable: torch.export cannot capture the model.
 
-    >>> import torch
-    >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
-    >>> x = torch.randn(2, 8)
-    >>> half = condition(net, (x,), pilot="bits:8", condition="skip:0.5", check=False)
-    >>> half(torch.randn(2, 8)).shape, half.conditioned.decisions[0]
-    (torch.Size([2, 4]), Decision(layer='0', what='skip', why='0.5 of 64 positions'))
+    Example:
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> from demask.pilot import condition
+        >>> net, x = Sequential(Linear(8, 64), ReLU(), Linear(64, 4)).eval(), torch.randn(2, 8)
+        >>> half = condition(net, (x,), pilot="bits:8", condition="skip:0.5", check=False)
+        >>> half(x).shape
+        torch.Size([2, 4])
+        >>> print(half.conditioned)
+        skip:0.5 by bits:8, outputs may differ
+        0: skip (0.5 of 64 positions)
+        2: dense (the network's output is returned whole)
     """
     example = tuple(args), dict(kwargs or {})
     if calibration is not None:

@@ -88,15 +88,33 @@ class ExplainedPair:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Predictions for one network on one machine.
+    """The result of `explain`: for each pilot and condition a predicted time and a verdict.
 
-    seconds: of the network as it is, the median of calls on the inputs. inputs: how many were used.
-    summary: what to do, in a line.
+    `print` shows it as a table.
 
-    >>> pair = ExplainedPair("", "columns", 1e-3, 2.0, 0.0, True, True, "columns")
-    >>> result = Explanation((pair,), 2e-3, 8, 2, "a CPU", "columns only, no pilot")
-    >>> result.to_dict()["lines"][0]["gain"]
-    2.0
+    Attributes:
+        lines: one per pair: `pilot` and `condition` (texts), `seconds` of a call, `gain` (times as
+            fast as the network), `loss` (share of inputs with another answer, 0 for exact
+            conditions; None where the pair cannot be applied), `exact`, `use` (whether to use it)
+            and `why`.
+        seconds: of a call of the network as it is, the median over the inputs.
+        inputs: how many inputs were used.
+        threads: of torch.
+        machine: a description of the machine.
+        summary: what to do, in one line.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> from demask.pilot import explain
+        >>> from demask.pilot.chains.chain_cost import NOMINAL  # built-in rates
+        >>> net = Sequential(Linear(8, 8), ReLU(), Linear(8, 4)).eval()
+        >>> pairs = [("", "columns"), ("bits:4", "columns")]
+        >>> result = explain(net, [torch.randn(1, 8)], candidates=pairs, machine=NOMINAL)
+        >>> [(line.pilot, line.condition, line.use) for line in result.lines]
+        [('', 'columns', False), ('bits:4', 'columns', False)]
+        >>> result.summary
+        'use none: nothing pays here'
     """
 
     lines: tuple[ExplainedPair, ...]
@@ -138,31 +156,41 @@ def explain(
     clock: Callable[[], float] = perf_counter,
     table: Table = TABLE,
 ) -> Explanation:
-    """Predicted gain and loss of each pair of pilot and condition, and whether to use it.
+    """Predicts for pilots and conditions the time of a call and how many answers would differ.
 
-    The model is not changed.
+    Returns an `Explanation`, for this machine. For conditions that change no output the time is
+    computed from the bytes of weights that are read; the others are applied, and timed on the
+    inputs. The model is not changed.
 
     Args:
-        inputs: tensors, or tuples of arguments, like those of later calls; 64 are used.
-        threads: of torch (None: as many as it has).
-        loss: the share of answers that may differ, for conditions that are not exact; pairs that
-        exceed
-            it are not to be used, whatever they gain.
-        candidates: pairs of texts, as `simplify` and `condition` take them.
-        costs: the measurements of this machine's bandwidths (None: those stored in the user's cache
-            folder, measured at the first time; later conditions use them, too).
-        machine: bandwidths, instead of `costs`.
-        clock: returns seconds.
+        model: the network.
+        inputs: tensors, or tuples of arguments, like those of later calls; the first 64 are used.
+        threads: of torch, 1 or more; default None: as many as it has.
+        loss: greatest share of answers that may differ, 0 to 1; default 0.01. Pairs that exceed it
+            get the verdict not to use them.
+        candidates: pairs of texts (pilot, condition), "" for no pilot, as in ("bits:8",
+            "skip:0.5"); `simplify` and `condition` list the texts. Default: six common pairs.
+        costs: measured bandwidths of this machine; default None: those in the user's cache folder,
+            which the first call measures and stores.
+        machine: bandwidths to use in place of `costs`; default None.
+        clock: returns seconds; default time.perf_counter.
         table: the op table, as `demask.demask` takes it.
 
     Raises:
-        BadInput: there are no inputs.
+        BadInput: there are no inputs, or `threads` is out of range. (A pair that cannot be applied
+            has a line with the reason.)
+        NotExportable: torch.export cannot capture the model.
 
-    >>> from demask.pilot.chains.chain_cost import NOMINAL
-    >>> net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
-    >>> result = explain(net, [torch.randn(1, 8)], candidates=[("", "columns")], machine=NOMINAL)
-    >>> result.lines[0].use
-    False
+    Example:
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> from demask.pilot import explain
+        >>> from demask.pilot.chains.chain_cost import NOMINAL  # built-in rates
+        >>> net = Sequential(Linear(8, 8), ReLU(), Linear(8, 4)).eval()
+        >>> pairs = [("", "columns")]  # no pilot
+        >>> result = explain(net, [torch.randn(1, 8)], candidates=pairs, machine=NOMINAL)
+        >>> result.summary  # the layers are too small
+        'use none: nothing pays here'
     """
     several = [one if isinstance(one, tuple) else (one,) for one in islice(inputs, MOST)]
     if not several:

@@ -43,36 +43,46 @@ class Gated:
 
 
 class Gate(TorchFunctionMode):
-    """A context in which training updates only the units of the highest priority, of each linear
-    layer and convolution (of one or two spatial axes) with gradients.
+    """A context in which training updates only the most important units of each layer.
 
-    Convolutions in groups and calls under autocast compute all gradients, of which the chosen rows
-    are used. rows: by layer, the chosen units, rising. updated: how many numbers were updated so
-    far, over all steps.
+    Layers are nn.Linear, nn.Conv1d and nn.Conv2d whose weight has gradients; a unit is a row of the
+    weight (an output unit or a filter). Within `with gate:` weight gradients are computed for the
+    chosen units alone; `gate.step(optimizer)` then updates only these, and only their state in the
+    optimizer. (Grouped convolutions and calls under autocast compute all gradients, and update the
+    chosen units.)
 
     Args:
-        priorities: for by="pilot" alone: an ExecutionData, a mapping from layer names to one number
-        per
-            unit, or a function that returns one of them.
-        fraction: of units that are updated in each layer.
-        by: "pilot" for `priorities`, "magnitude" for the L2 norm of the unit's weights, "random"
-        for
-            random numbers.
-        every: steps after which units are chosen again; None: never.
-        rest: whether parameters of other layers (norms, embeddings) are updated.
-        seed: of "random".
+        model: the network to train.
+        priorities: for by="pilot": an ExecutionData, a mapping from layer names to one number per
+            unit, or a function without arguments that returns one of them; else None, the default.
+        fraction: share of each layer's units that is updated, above 0, at most 1; rounded up.
+        by: how units are chosen: "pilot" (the default) by `priorities`, "magnitude" by the L2 norm
+            of a unit's weights, or "random".
+        every: number of steps after which units are chosen again; default None: never.
+        rest: whether parameters of other layers (norms, embeddings) are updated; default True.
+        seed: for "random"; default 0.
+
+    Attributes:
+        rows: by layer, the numbers of the chosen units, rising, int64.
+        updated: how many numbers were updated so far, over all steps.
+        steps: how many steps there were.
 
     Raises:
-        BadInput: a value out of range, priorities that do not fit, or a model without such layers.
+        BadInput: a value is out of range, priorities do not fit, or no layer of the model trains.
+            `step` raises it for optimizers that do not update each number by itself, such as LBFGS.
 
-    >>> layer = nn.Linear(3, 4)
-    >>> gate = Gate(layer, {"": torch.tensor([0.0, 2.0, 1.0, 3.0])}, fraction=0.5)
-    >>> optimizer, before = optim.SGD(layer.parameters(), lr=0.1), layer.weight.detach().clone()
-    >>> with gate:
-    ...     layer(torch.ones(2, 3)).sum().backward()
-    >>> gate.step(optimizer)
-    >>> gate.rows, (layer.weight != before).any(1).tolist(), gate.updated
-    ({'': tensor([1, 3])}, [False, True, False, True], 8)
+    Example:
+        >>> import torch
+        >>> from demask.pilot import Gate
+        >>> layer = torch.nn.Linear(3, 4)
+        >>> gate = Gate(layer, {"": torch.tensor([0.0, 2.0, 1.0, 3.0])}, fraction=0.5)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> before = layer.weight.detach().clone()
+        >>> with gate:
+        ...     layer(torch.ones(2, 3)).sum().backward()
+        >>> gate.step(optimizer)
+        >>> gate.rows[""].tolist(), (layer.weight != before).any(1).tolist()
+        ([1, 3], [False, True, False, True])
     """
 
     def __init__(

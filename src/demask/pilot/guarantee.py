@@ -28,8 +28,11 @@ MOST = 2**24  # examples of one split, beyond which no number is searched
 
 
 class Splits(NamedTuple):
-    """Three sets of examples, as indices, int64 and disjoint: on which to choose, to bound, and to
-    report."""
+    """Three disjoint sets of examples: to choose a parameter, to test it, to report its loss.
+
+    Attributes:
+        choose, bound, report: indices of examples, int64 each.
+    """
 
     choose: Tensor
     bound: Tensor
@@ -37,16 +40,27 @@ class Splits(NamedTuple):
 
 
 def splits(n: int, seed: int = 0, parts: Sequence[float] = (1, 1, 1)) -> Splits:
-    """`n` examples divided into three sets at random: to choose, to bound and to report.
+    """Divides `n` examples into three sets at random: to choose, to test (bound), to report.
+
+    `guarantee` chooses a parameter on the first, tests it on the second, and measures it on the
+    third.
 
     Args:
-        parts: proportions of the three.
+        n: number of examples.
+        seed: of the random order; default 0.
+        parts: proportions of the three sets, above 0; default (1, 1, 1).
+
+    Returns:
+        A named tuple (choose, bound, report) of int64 tensors, which contain 0 to n - 1 once each.
 
     Raises:
-        BadInput: a part would be empty.
+        BadInput: there are not three positive parts, or a set would be empty.
 
-    >>> [len(part) for part in splits(10, seed=0, parts=(1, 4, 5))]
-    [1, 4, 5]
+    Example:
+        >>> from demask.pilot import splits
+        >>> choose, bound, report = splits(10, parts=(1, 4, 5))
+        >>> len(choose), len(bound), sorted([*choose.tolist(), *bound.tolist(), *report.tolist()])
+        (1, 4, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
     """
     if len(parts) != 3 or min(parts) <= 0:
         raise BadInput(f"expected three positive parts (choose, bound, report), got {parts}")
@@ -134,20 +148,36 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Guarantee:
-    """The value of a parameter and what is guaranteed of it.
+    """The result of `guarantee`: a value of a parameter, and the loss that it does not exceed.
 
-    threshold: the value; None where no value can be guaranteed and the full network must be run.
-    The loss (accuracy lost, or without labels the disagreement) is at most `loss` on new examples
-    of the same kind, with probability `level` over the draw of the second split. p_value: of the
-    last test passed. passed, tested: how many values. reported: measured on the third split, which
-    had no part in the choice; each of its bounds is at `level` alone. enough: where the threshold
-    is None, how many examples would be enough at the rates of the value tested; None where no
-    number is.
+    The loss is accuracy lost or, without labels, the share of answers that differ. On new examples
+    of the same kind it is at most `loss`, with probability `level` over the draw of the second set.
+    `print` shows it as a table.
 
-    >>> differs = torch.zeros(1, 3000, dtype=torch.bool)
-    >>> bound = guarantee(Outcomes((0.5,), differs, differs, differs), loss=0.01)
-    >>> isinstance(bound, Guarantee), bound.threshold, bound.passed
-    (True, 0.5, 1)
+    Attributes:
+        threshold: the value; None where no value passed: then run the full network.
+        loss: greatest loss, as a share of examples.
+        level: probability with which it is not exceeded.
+        p_value: of the last test that passed; where none did, of the first.
+        passed, tested: how many values passed, and how many were tested.
+        sizes: numbers of examples to choose, to test and to report.
+        reported: counts on the third set, which had no part in the choice: examples, lost, won,
+            differs.
+        enough: where `threshold` is None, about how many examples would be enough for the first
+            value tested, at its measured rates; None where no number is, or a value passed.
+        loss_bound: the loss that is not exceeded with probability `level`, from the third set
+            alone.
+        disagreement_bound: the same for the share of answers that differ.
+
+    Example:
+        >>> import torch
+        >>> from demask.pilot import guarantee
+        >>> from demask.pilot.guarantee import Outcomes
+        >>> differs = torch.zeros(1, 3000, dtype=torch.bool)  # 0.5 changes no answer
+        >>> outcomes = Outcomes((0.5,), differs, differs, differs, labelled=False)
+        >>> never = guarantee(outcomes, loss=0.01)
+        >>> never.threshold, never.loss_bound < 0.01
+        (0.5, True)
     """
 
     threshold: float | None
@@ -250,13 +280,25 @@ def observed(
 
 
 def by_mean(outcomes: Outcomes, loss: float = LOSS) -> float | None:
-    """The boldest value of a parameter whose loss is at most `loss` on these examples, or None.
+    """The most aggressive value of a parameter whose measured loss is small; no guarantee.
 
-    It guarantees nothing: on half of all new samples the loss is larger.
+    On half of all new samples the loss is larger: `guarantee` returns a value that is tested.
 
-    >>> lost = torch.tensor([[False] * 10, [True] * 5 + [False] * 5])
-    >>> by_mean(Outcomes((0.9, 0.5), lost, torch.zeros_like(lost), lost), loss=0.1)
-    0.9
+    Args:
+        outcomes: for each value and example, whether the answer became wrong, right or different
+            (`demask.pilot.guarantee.Outcomes`).
+        loss: greatest loss on these examples, a share; default 0.002.
+
+    Returns:
+        The value, or None if no value's loss is at most `loss`.
+
+    Example:
+        >>> import torch
+        >>> from demask.pilot import by_mean
+        >>> from demask.pilot.guarantee import Outcomes
+        >>> lost = torch.tensor([[False] * 10, [True] * 5 + [False] * 5])  # 0.5 loses half
+        >>> by_mean(Outcomes((0.9, 0.5), lost, torch.zeros_like(lost), lost), loss=0.1)
+        0.9
     """
     accepted = [knob for knob, one in zip(outcomes.knobs, outcomes.measured(), strict=True)
              if one.loss <= loss]  # fmt: skip
@@ -272,30 +314,45 @@ def guarantee(
     split: Splits | None = None,
     seed: int = 0,
 ) -> Guarantee:
-    """The boldest value of a parameter whose loss is at most `loss` with probability `level`, and
-    what it loses on examples of its own.
+    """The most aggressive value of a parameter within a bound on its loss, and the loss measured
+    on examples not used to choose it.
 
-    Tests begin at the value that the first split rates most certain, and continue to bolder ones on
-    the second split while each passes. The loss is the share of examples that only the full network
-    gets right, less the share that only the conditioned one does (`paired_p_value`); without labels
-    the share of answers that differ (Clopper and Pearson's test). Examples must be independent
-    draws of the inputs of later calls.
+    The loss of the value on new examples is at most `loss`, with probability `level`.
+
+    The first set of examples chooses the value to begin with, the one that is most certain to pass.
+    On the second set values are tested from there, each more aggressive than the one before, until
+    one fails; the last that passed is the result. If the first one fails, the threshold is None:
+    run the full network. The loss is the share of examples that only the full network gets right,
+    less the share that only the conditioned one does; without labels it is the share of answers
+    that differ. Examples must be independent draws of the inputs of later calls.
 
     Args:
-        outcomes: of all values on all examples.
-        loss: 0 to 1, as a share of examples.
-        level: between 0 and 1.
-        split: as `splits` returns it; None for thirds by `seed`.
+        outcomes: for each value of the parameter (most careful first) and example, whether the
+            answer became wrong, right or different: a `demask.pilot.guarantee.Outcomes` of bool
+            tensors [values, examples].
+        loss: greatest loss, a share of examples, 0 to 1; default 0.002.
+        level: probability, between 0 and 1; default 0.95.
+        split: the three sets, as `splits` returns them; default None: thirds, by `seed`.
+        seed: of that division; default 0.
+
+    Returns:
+        A `Guarantee`; its `threshold` is None if no value passes.
 
     Raises:
-        BadInput: `loss` or `level` out of range, or too few examples.
+        BadInput: `loss` or `level` is out of range, or there are too few examples.
 
-    >>> chance = torch.Generator().manual_seed(0)
-    >>> noise = torch.rand(3000, generator=chance)
-    >>> differs = torch.stack([noise < 0.0002, noise < 0.05])
-    >>> outcomes = Outcomes((0.9, 0.5), differs, torch.zeros_like(differs), differs, labelled=False)
-    >>> guarantee(outcomes, loss=0.01).threshold
-    0.9
+    Example:
+        >>> import torch
+        >>> from demask.pilot import guarantee
+        >>> from demask.pilot.guarantee import Outcomes
+        >>> noise = torch.rand(3000, generator=torch.Generator().manual_seed(0))
+        >>> differs = torch.stack([noise < 0.0002, noise < 0.05])  # answers that 0.9 and 0.5 change
+        >>> won = torch.zeros_like(differs)
+        >>> outcomes = Outcomes((0.9, 0.5), differs, won, differs, labelled=False)
+        >>> guarantee(outcomes, loss=0.01).threshold
+        0.9
+        >>> print(guarantee(outcomes, loss=0.0).threshold)  # no value passes
+        None
     """
     if not 0 <= loss < 1:
         raise BadInput(f"expected a loss of 0 to 1, as a share of examples, got {loss}")

@@ -23,14 +23,27 @@ SPAN = 12  # standard deviations beyond which a sum is cut off; what is left the
 
 
 def clopper_pearson(k: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """The interval (low, high) of the rate of an event that occurred `k` times in `n` draws, with
-    probability `level` at least, half of the rest on either side (Clopper and Pearson 1934).
+    """An exact interval for the rate of an event that occurred `k` times in `n` independent draws.
 
-    Raises BadInput for counts or a level out of range.
+    The interval contains the true rate with probability `level` at least; of the rest, half is on
+    either side (Clopper and Pearson 1934). It holds for rare events, too.
 
-    >>> low, high = clopper_pearson(0, 10)
-    >>> low, round(high, 4)
-    (0.0, 0.3085)
+    Args:
+        k: how often the event occurred, 0 to n.
+        n: number of draws, 1 or more.
+        level: between 0 and 1; default 0.95.
+
+    Returns:
+        (low, high), both from 0 to 1.
+
+    Raises:
+        BadInput: `k`, `n` or `level` is out of range.
+
+    Example:
+        >>> from demask.pilot import clopper_pearson
+        >>> low, high = clopper_pearson(3, 100)  # measured: 3 %
+        >>> round(low, 4), round(high, 4)
+        (0.0062, 0.0852)
     """
     tail = (1 - _checked(k, n, level)) / 2
     low = 1 - _largest(lambda rate: _at_most(n - k, n, rate) > tail) if k else 0.0
@@ -96,11 +109,29 @@ def paired_p_value(lost: int, won: int, n: int, loss: float, level: float = 0.95
 
 
 def paired_bound(lost: int, won: int, n: int, level: float = 0.95) -> float:
-    """The rate that lost less won does not exceed, with probability `level` at least: the least
-    loss that `paired_p_value` rejects; 1 where it rejects none. Never below 0.
+    """The greatest loss of accuracy that a change may have on new examples, from counts.
 
-    >>> round(paired_bound(lost=45, won=45, n=4000), 4)
-    0.0047
+    Through the change some answers became wrong and others right; the loss is the rate of the first
+    less that of the second. It is at most the returned rate, with probability `level` at least.
+
+    Args:
+        lost: examples that were right before the change and are wrong after it.
+        won: examples that were wrong before and are right after.
+        n: number of examples, all others included, 1 or more.
+        level: between 0 and 1; default 0.95.
+
+    Returns:
+        A rate from 0 to 1, never below 0; 1 where nothing is excluded.
+
+    Raises:
+        BadInput: `lost + won` is above `n`, or another value is out of range.
+
+    Example:
+        >>> from demask.pilot import paired_bound
+        >>> round(paired_bound(lost=45, won=45, n=4000), 4)  # as many lost as won: 0 measured
+        0.0047
+        >>> paired_bound(lost=20, won=60, n=4000)  # it is an improvement
+        0.0
     """
     _checked(lost + won, n, level)
     return _largest(lambda loss: paired_p_value(lost, won, n, loss, level) > 1 - level)

@@ -55,16 +55,23 @@ class Report(ReportValues):
 
 @public
 def report(slim: nn.Module) -> Report:
-    """A `Report` of what demask did to `slim`, a network that one of its functions returned.
+    """A `Report` of what was removed from a network that a function of demask returned.
+
+    Args:
+        slim: the network; it is not changed.
 
     Raises:
-        BadInput: for any other module.
+        BadInput: `slim` is any other module.
 
     Example:
         >>> import demask, torch
-        >>> slim = demask.demask(torch.nn.Linear(3, 2).eval(), (torch.ones(1, 3),))
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+        >>> with torch.no_grad():  # six of eight hidden units are always zero
+        ...     _ = model[0].weight[:6].zero_(), model[0].bias[:6].zero_()
+        >>> slim = demask.demask(model, (torch.ones(2, 4),))
         >>> print(demask.report(slim).summary)
-        nothing left to remove
+        58 -> 16 parameters, 96 -> 24 MACs
     """
     provenance = getattr(slim, "demasked", None)
     if not isinstance(provenance, Provenance):

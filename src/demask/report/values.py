@@ -13,10 +13,21 @@ NOTHING = "nothing left to remove"
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """Slices that were not removed for one reason: how many, and the modules or nodes.
+    """One reason why zero slices (zero rows or columns of weights) stayed in the network.
 
-    >>> Decline("read by a graph output", 2, ("head",)).slices
-    2
+    Attributes:
+        text: the reason.
+        slices: how many slices the reason is about.
+        places: names of the modules, or of graph nodes outside of modules.
+
+    Example:
+        >>> import demask, torch
+        >>> net = torch.nn.Linear(4, 3).eval()
+        >>> with torch.no_grad():
+        ...     _ = net.weight[:2].zero_(), net.bias[:2].zero_()
+        >>> declined = demask.report(demask.demask(net, (torch.ones(1, 4),))).declined
+        >>> [decline.text for decline in declined]
+        ["the model's output keeps its shape"]
     """
 
     text: str

@@ -25,11 +25,14 @@ INDICES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DCSR:
-    """A doubly compressed sparse matrix: CSR in which rows without nonzeros are not stored.
+    """A sparse matrix that stores only the rows with nonzeros (doubly compressed sparse rows).
+
+    `spmm` and `sddmm` take it; `from_csr` and `to_csr` convert.
 
     Args:
         rows: index of each stored row [r], strictly increasing, int32 or int64.
-        crow: start of each stored row [r + 1], and the number of nonzeros, in the dtype of `rows`.
+        crow: where each stored row starts among the nonzeros, then their number [r + 1], in the
+            dtype of `rows`.
         col: column of each nonzero [n], in the dtype of `rows`.
         values: value of each nonzero [n].
         size: (rows, columns) of the whole matrix.
@@ -38,9 +41,13 @@ class DCSR:
         BadInput: dtypes, shapes or indices that are not valid.
 
     Example:
-        >>> ones = torch.ones(2)
-        >>> DCSR(torch.tensor([1]), torch.tensor([0, 2]), torch.tensor([0, 3]), ones, (3, 4)).size
-        (3, 4)
+        >>> import torch
+        >>> from demask.sparse import DCSR
+        >>> matrix = torch.zeros(1000, 4)
+        >>> matrix[700, 2] = 5.0
+        >>> compact = DCSR.from_csr(matrix.to_sparse_csr())
+        >>> compact.rows, compact.crow, compact.col, compact.values
+        (tensor([700]), tensor([0, 1]), tensor([2]), tensor([5.]))
     """
 
     rows: Tensor
@@ -112,7 +119,7 @@ def spmm(
     bias: Tensor | None = None,
     activation: ActivationLike = None,
 ) -> Tensor:
-    """act(w @ x + bias), where one or both of the matrices are sparse.
+    """The product of two matrices of which one or both are sparse: activation(w @ x + bias).
 
     Supported layouts:
 
@@ -137,6 +144,8 @@ def spmm(
         BadInput: layouts, shapes, dtypes, devices or indices that do not match.
 
     Example:
+        >>> import torch
+        >>> from demask.sparse import DCSR, spmm
         >>> one = torch.tensor([0, 1])
         >>> w = DCSR(one[:1], one, torch.tensor([2]), torch.tensor([3.0]), (2, 3))  # 3 at (0, 2)
         >>> spmm(w, torch.ones(3, 2), bias=torch.tensor([0.0, -1.0]), activation="relu")

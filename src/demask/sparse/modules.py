@@ -25,22 +25,36 @@ Sizes = int | Sequence[int]
 
 
 class SparseLinear(SparseLayer):
-    """act(x @ weight.T + bias), computed with the nonzeros of the weight only.
+    """A layer like nn.Linear that stores and multiplies the nonzero weights only.
+
+    It computes activation(x @ weight.T + bias) for x [..., in_features], in the dtype of the
+    weight. `from_dense` converts an nn.Linear, `to_dense` converts back.
 
     Args:
-        weight: [out_features, in_features], torch.sparse_csr or dense; zeros are not stored.
-        bias: [out_features]; default none.
-        activation: a name ("relu", "relu6", "silu", "gelu", "hardswish", ...) or a torch module;
-            default none.
+        weight: [out_features, in_features], torch.sparse_csr or dense, floating-point; zeros of a
+            dense weight are not stored.
+        bias: [out_features]; default None: none.
+        activation: a name: "relu", "relu6", "leaky_relu", "sigmoid", "tanh", "silu", "gelu",
+            "gelu_tanh", "hardswish" or "hardsigmoid"; or a torch module of one of them, such as
+            nn.LeakyReLU(0.2); default None: none.
+
+    Attributes:
+        values: the nonzeros, a parameter [nonzeros]; crow, col: their row starts and columns, int32
+            buffers.
+        density: stored weights divided by all.
 
     Raises:
-        BadInput: shapes, dtypes or an activation that are not supported.
+        BadInput: a shape, dtype or activation that is not supported, or 2^31 or more rows, columns
+            or nonzeros.
 
     Example:
         >>> import torch
+        >>> from demask.sparse import SparseLinear
         >>> layer = SparseLinear(torch.tensor([[0.0, 2.0], [0.0, 0.0]]), torch.tensor([0.0, 1.0]))
         >>> layer(torch.tensor([[3.0, 4.0]])).detach()
         tensor([[8., 1.]])
+        >>> layer.values.tolist(), layer.density
+        ([2.0], 0.25)
     """
 
     kind = "tokens"
@@ -64,6 +78,8 @@ class SparseLinear(SparseLayer):
             BadInput: `module` is not an nn.Linear, or the activation is not supported.
 
         Example:
+            >>> from torch import nn
+            >>> from demask.sparse import SparseLinear
             >>> SparseLinear.from_dense(nn.Linear(4, 3), "relu")
             SparseLinear(in_features=4, out_features=3, bias=True, density=1.000, activation=relu)
         """
@@ -75,6 +91,7 @@ class SparseLinear(SparseLayer):
 
         Example:
             >>> import torch
+            >>> from demask.sparse import SparseLinear
             >>> SparseLinear(torch.ones(3, 2)).to_dense()
             Linear(in_features=2, out_features=3, bias=False)
         """
@@ -181,6 +198,8 @@ class SparseConv(SparseLayer):
             BadInput: `module` has another type, or the activation is not supported.
 
         Example:
+            >>> from torch import nn
+            >>> from demask.sparse import SparseConv2d
             >>> SparseConv2d.from_dense(nn.Conv2d(8, 4, 3))
             SparseConv2d(8, 4, kernel_size=(3, 3), stride=(1, 1), bias=True, density=1.000)
         """
@@ -203,6 +222,7 @@ class SparseConv(SparseLayer):
 
         Example:
             >>> import torch
+            >>> from demask.sparse import SparseConv1d
             >>> SparseConv1d(torch.ones(3, 2), kernel_size=1).to_dense()
             Conv1d(2, 3, kernel_size=(1,), stride=(1,), bias=False)
         """
@@ -270,49 +290,61 @@ class SparseConv(SparseLayer):
 
 
 class SparseConv1d(SparseConv):
-    """A convolution of signals [batch, in_channels, length] (or without batch), as nn.Conv1d.
+    """A layer like nn.Conv1d that computes with the nonzero weights only.
+
+    Inputs are signals [batch, in_channels, length], or one without batch. `from_dense` converts an
+    nn.Conv1d, `to_dense` converts back.
 
     Args:
-        weight: matrix [out_channels, in_channels / groups * kernel], torch.sparse_csr or dense:
-        that is
-            `weight.flatten(1)` of nn.Conv1d.
-        bias: [out_channels]; default none.
-        kernel_size, stride, padding, dilation, groups, padding_mode: as in nn.Conv1d.
-        activation: a name or a torch module, as in `SparseLinear`; default none.
+        weight: matrix [out_channels, in_channels / groups * kernel_size], torch.sparse_csr or
+            dense: `weight.flatten(1)` of the nn.Conv1d.
+        bias: [out_channels]; default None: none.
+        kernel_size: of the window, an integer.
+        stride, padding, dilation, groups, padding_mode: as in nn.Conv1d; defaults 1, 0, 1, 1,
+            "zeros".
+        activation: a name or a torch module, as of `SparseLinear`; default None: none.
 
     Raises:
-        BadInput: options or shapes that are not supported.
+        BadInput: an option, shape or activation that is not supported.
 
     Example:
         >>> import torch
-        >>> layer = SparseConv1d.from_dense(nn.Conv1d(4, 6, 3, padding=1))
-        >>> layer(torch.ones(1, 4, 10)).shape
-        torch.Size([1, 6, 10])
+        >>> from demask.sparse import SparseConv1d
+        >>> difference = SparseConv1d(torch.tensor([[-1.0, 0.0, 1.0]]), kernel_size=3)
+        >>> difference(torch.tensor([[[0.0, 1.0, 4.0, 9.0]]])).detach()
+        tensor([[[4., 8.]]])
     """
 
     kind, axes, torch_type = "signal", 1, nn.Conv1d
 
 
 class SparseConv2d(SparseConv):
-    """A convolution of images [batch, in_channels, height, width] (or without batch), as nn.Conv2d.
+    """A layer like nn.Conv2d that computes with the nonzero weights only.
+
+    Inputs are images [batch, in_channels, height, width], or one without batch. `from_dense`
+    converts an nn.Conv2d, `to_dense` converts back.
 
     Args:
-        weight: matrix [out_channels, in_channels / groups * kernel], torch.sparse_csr or dense:
-        that is
-            `weight.flatten(1)` of nn.Conv2d.
-        bias: [out_channels]; default none.
-        kernel_size, stride, padding, dilation, groups, padding_mode: as in nn.Conv2d.
-        activation: a name or a torch module, as in `SparseLinear`; default none.
+        weight: matrix [out_channels, in_channels / groups * kernel height * kernel width],
+            torch.sparse_csr or dense: `weight.flatten(1)` of the nn.Conv2d.
+        bias: [out_channels]; default None: none.
+        kernel_size: of the window, an integer or two.
+        stride, padding, dilation, groups, padding_mode: as in nn.Conv2d; defaults 1, 0, 1, 1,
+            "zeros".
+        activation: a name or a torch module, as of `SparseLinear`; default None: none.
 
     Raises:
-        BadInput: options or shapes that are not supported.
+        BadInput: an option, shape or activation that is not supported.
 
     Example:
         >>> import torch
-        >>> weight = torch.tensor([[0.0, 2.0]])  # 1x1, two channels to one
-        >>> layer = SparseConv2d(weight, kernel_size=1, activation="relu6")
-        >>> layer(torch.ones(1, 2, 1, 3)).detach()
-        tensor([[[[2., 2., 2.]]]])
+        >>> from demask.sparse import SparseConv2d
+        >>> dense = torch.nn.Conv2d(8, 16, 3, padding=1)
+        >>> with torch.no_grad():
+        ...     _ = dense.weight[:, 2:].zero_()  # three quarters
+        >>> layer, x = SparseConv2d.from_dense(dense), torch.randn(1, 8, 10, 10)
+        >>> layer.density, torch.allclose(layer(x), dense(x), atol=1e-5)
+        (0.25, True)
     """
 
     kind, axes, torch_type = "image", 2, nn.Conv2d
@@ -353,48 +385,66 @@ class SparseConvTranspose(SparseConv):
 
 
 class SparseConvTranspose1d(SparseConvTranspose):
-    """A transposed convolution of signals [batch, in_channels, length], as nn.ConvTranspose1d.
+    """A layer like nn.ConvTranspose1d that computes with the nonzero weights only.
+
+    Inputs are signals [batch, in_channels, length], or one without batch. `from_dense` converts an
+    nn.ConvTranspose1d, `to_dense` converts back.
 
     Args:
-        weight: matrix [out_channels, in_channels / groups * kernel], torch.sparse_csr or dense:
-        that is
-            `weight.transpose(0, 1).flatten(1)` of nn.ConvTranspose1d.
-        bias: [out_channels]; default none.
-        kernel_size, stride, padding, dilation, groups, output_padding: as in nn.ConvTranspose1d.
-        activation: a name or a torch module, as in `SparseLinear`; default none.
+        weight: matrix [out_channels, in_channels / groups * kernel_size], torch.sparse_csr or
+            dense. A row has the weights of one output channel, groups one after another. With one
+            group it is `weight.transpose(0, 1).flatten(1)` of the nn.ConvTranspose1d; with G groups
+            `weight.unflatten(0, (G, -1)).transpose(1, 2).flatten(0, 1).flatten(1)`.
+        bias: [out_channels]; default None: none.
+        kernel_size: of the window, an integer.
+        stride, padding, dilation, groups, output_padding: as in nn.ConvTranspose1d; defaults 1, 0,
+            1, 1, 0.
+        activation: a name or a torch module, as of `SparseLinear`; default None: none.
 
     Raises:
-        BadInput: options or shapes that are not supported.
+        BadInput: an option, shape or activation that is not supported.
 
     Example:
         >>> import torch
-        >>> layer = SparseConvTranspose1d.from_dense(nn.ConvTranspose1d(2, 3, 4, 2))
-        >>> layer(torch.ones(1, 2, 5)).shape
-        torch.Size([1, 3, 12])
+        >>> from demask.sparse import SparseConvTranspose1d
+        >>> dense, x = torch.nn.ConvTranspose1d(4, 6, 3, groups=2, bias=False), torch.randn(1, 4, 9)
+        >>> rows = dense.weight.unflatten(0, (2, -1)).transpose(1, 2).flatten(0, 1).flatten(1)
+        >>> layer = SparseConvTranspose1d(rows, kernel_size=3, groups=2)
+        >>> tuple(rows.shape), torch.allclose(layer(x), dense(x), atol=1e-6)
+        ((6, 6), True)
     """
 
     kind, axes, torch_type = "signal", 1, nn.ConvTranspose1d
 
 
 class SparseConvTranspose2d(SparseConvTranspose):
-    """A transposed convolution of images [batch, in_channels, height, width].
+    """A layer like nn.ConvTranspose2d that computes with the nonzero weights only.
+
+    Inputs are images [batch, in_channels, height, width], or one without batch. `from_dense`
+    converts an nn.ConvTranspose2d, `to_dense` converts back.
 
     Args:
-        weight: matrix [out_channels, in_channels / groups * kernel], torch.sparse_csr or dense:
-        that is
-            `weight.transpose(0, 1).flatten(1)` of nn.ConvTranspose2d.
-        bias: [out_channels]; default none.
-        kernel_size, stride, padding, dilation, groups, output_padding: as in nn.ConvTranspose2d.
-        activation: a name or a torch module, as in `SparseLinear`; default none.
+        weight: matrix [out_channels, in_channels / groups * kernel height * kernel width],
+            torch.sparse_csr or dense. A row has the weights of one output channel, groups one after
+            another. With one group it is `weight.transpose(0, 1).flatten(1)` of the
+            nn.ConvTranspose2d; with G groups
+            `weight.unflatten(0, (G, -1)).transpose(1, 2).flatten(0, 1).flatten(1)`.
+        bias: [out_channels]; default None: none.
+        kernel_size: of the window, an integer or two.
+        stride, padding, dilation, groups, output_padding: as in nn.ConvTranspose2d; defaults 1, 0,
+            1, 1, 0.
+        activation: a name or a torch module, as of `SparseLinear`; default None: none.
 
     Raises:
-        BadInput: options or shapes that are not supported.
+        BadInput: an option, shape or activation that is not supported.
 
     Example:
         >>> import torch
-        >>> dense = nn.ConvTranspose2d(2, 3, 2, 2, output_padding=1)
-        >>> SparseConvTranspose2d.from_dense(dense)(torch.ones(1, 2, 5, 5)).shape
-        torch.Size([1, 3, 11, 11])
+        >>> from demask.sparse import SparseConvTranspose2d
+        >>> dense, x = torch.nn.ConvTranspose2d(2, 3, 2, stride=2), torch.randn(1, 2, 5, 5)
+        >>> layer = SparseConvTranspose2d.from_dense(dense)
+        >>> torch.allclose(layer(x), dense(x), atol=1e-6), tuple(layer(x).shape)
+        (True, (1, 3, 10, 10))
     """
 
     kind, axes, torch_type = "image", 2, nn.ConvTranspose2d

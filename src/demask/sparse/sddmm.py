@@ -18,7 +18,9 @@ def sddmm(a: Tensor, b: Tensor, mask: Tensor, *, transposed: bool = False) -> Te
 @overload
 def sddmm(a: Tensor, b: Tensor, mask: DCSR, *, transposed: bool = False) -> DCSR: ...
 def sddmm(a: Tensor, b: Tensor, mask: Tensor | DCSR, *, transposed: bool = False) -> Tensor | DCSR:
-    """a @ b (a @ b.T if `transposed`) at the entries of the mask, in the layout of the mask [m, n].
+    """The product a @ b of dense matrices, computed only at the stored entries of a sparse mask.
+
+    Returned in the layout of the mask [m, n], sparse_csr or DCSR; a @ b.T if `transposed`.
 
     The result shares the indices of the mask and stores all its entries, also zeros. It is
     differentiable; the gradients are sparse products. float32 is computed by compiled kernels,
@@ -38,6 +40,8 @@ def sddmm(a: Tensor, b: Tensor, mask: Tensor | DCSR, *, transposed: bool = False
         BadInput: shapes, dtypes, devices or indices that do not match.
 
     Example:
+        >>> import torch
+        >>> from demask.sparse import DCSR, sddmm
         >>> index = torch.tensor([0, 2])
         >>> mask = DCSR(torch.tensor([1]), index, index, torch.ones(2), (2, 3))  # (1, 0), (1, 2)
         >>> sddmm(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0, 5.0]]), mask).values

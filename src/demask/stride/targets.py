@@ -60,28 +60,36 @@ def _check_known(what: str, values: Any, names: Any, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An accelerator: the ops that it has, and their limits.
+    """The description of an accelerator for `lower`: the ops that it has, and their limits.
 
     Args:
         name: for messages.
-        ops: names of `OPS`.
-        conv_stride: largest stride of convolutions.
-        pool_size, pool_stride: largest window and stride of pools.
-        pool_windows: "stride" if windows must be as large as their stride, else "any".
-        pool_ceil: whether the last window may reach beyond the value.
-        finite: whether no value is Inf or NaN, so that 0 * x is 0.
-        largest: upper bound of absolute values.
-        mask: the factor a of the two masks a and 1 / a.
-        forms: forms to use, in order of preference: the first sound one is taken. By default all,
-            and the cheapest sound one is taken.
-        forbidden: kinds of ops (`KINDS`) that no network on the target may contain.
+        ops: of "max_pool", "avg_pool", "sum_pool", "select", "multiply", "relu", "add", "slice",
+            "pad", "space_to_depth", "rotate", "crop" and "dilation", a frozenset; `targets.OPS`
+            explains them.
+        conv_stride: largest stride of convolutions; default 1.
+        pool_size, pool_stride: largest window and stride of pools; default: no limit.
+        pool_windows: "stride" if windows must be as large as their stride; default "any".
+        pool_ceil: whether the last window may reach beyond the value; default True.
+        finite: whether no value is Inf or NaN, so that 0 * x is 0; default False.
+        largest: upper bound of absolute values; default: none.
+        mask: the factor a of the two masks a and 1 / a; default 2.
+        forms: forms to use, in order of preference: the first exact one is taken. By default all,
+            and the cheapest exact one is taken.
+        forbidden: of "max_pool" and "avg_pool": ops that no network on the target may contain;
+            default none.
 
     Raises:
         BadInput: a name is unknown, or a number out of range.
 
     Example:
-        >>> Target("mine", frozenset({"slice"})).finite
-        False
+        >>> import torch
+        >>> from demask.stride import Target, lower
+        >>> chip = Target("chip", frozenset({"slice"}))  # convolutions of stride 1, and slices
+        >>> net, x = torch.nn.Conv2d(3, 8, 3, stride=2).eval(), torch.randn(1, 3, 9, 9)
+        >>> plain = lower(net, (x,), target=chip)
+        >>> torch.allclose(plain(x), net(x), atol=1e-6)
+        True
     """
 
     name: str

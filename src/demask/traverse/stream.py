@@ -48,22 +48,25 @@ OUTPUTS = ("uint8", "float16", "float32", "float64")
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """The report of a `stream` call.
+    """The result of `stream`: what was written, and the time and memory of the run.
 
-    shape, dtype: of the written result. images, rows: that were written. seconds: of execution.
-    peak: predicted maximum bytes in addition to the process before the call. macs: counted
-    multiply-adds.
+    Attributes:
+        shape: of the written result.
+        dtype: of the written result, such as "float32".
+        images: number of images.
+        rows: number of rows written, of all images.
+        seconds: of execution.
+        peak: predicted maximum bytes in addition to the process before the call.
+        macs: multiply-adds.
 
     Example:
-        >>> import demask, numpy as np, torch
-        >>> from torch import nn
-        >>> model = nn.Conv2d(1, 1, 3, padding=1).eval()
-        >>> x, y = np.zeros((1, 1, 40, 40), "float32"), np.empty((1, 1, 40, 40), "float32")
-        >>> shapes = ({2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC},)
-        >>> program = torch.export.export(model, (torch.ones(1, 1, 32, 32),), dynamic_shapes=shapes)
-        >>> streamed = demask.traverse.stream(program, x, y, memory="64MiB")
-        >>> streamed.shape, streamed.rows
-        ((1, 1, 40, 40), 40)
+        >>> import torch
+        >>> from demask.traverse import stream
+        >>> net = torch.nn.Conv2d(3, 1, 3)
+        >>> x, y = torch.rand(2, 3, 64, 48), torch.empty(2, 1, 62, 46)
+        >>> streamed = stream(net, x, y, memory="16MiB")
+        >>> streamed.shape, streamed.images, streamed.rows, streamed.peak < 16 * 2**20
+        ((2, 1, 62, 46), 2, 124, True)
     """
 
     shape: tuple[int, ...]
@@ -97,7 +100,7 @@ def stream(
     spill: str | os.PathLike[str] | None = None,
     table: Table = TABLE,
 ) -> Streamed:
-    """Run a network on each image of `source` within a memory budget. Returns a `Streamed` report.
+    """Runs a network on images larger than memory, from file to file; returns a `Streamed`.
 
     Results equal those of the model in eval mode on each image, as for `tile`. uint8 images are
     passed as x / 255 to networks that take floating-point inputs.
@@ -108,19 +111,23 @@ def stream(
             may be memory-mapped, or a tensor.
         destination: the path of a .npy file, which appears when it is complete, or an array or
             tensor to fill.
-        memory: bytes in addition to the process at the call.
-        output: dtype to write; None: the network's; "uint8": round(clamp(y, 0, 1) * 255), NaN as 0.
+        memory: bytes in addition to the process at the call; default "512MiB".
+        output: dtype to write: "float16", "float32", "float64"; None: the network's; "uint8":
+            round(clamp(y, 0, 1) * 255), NaN as 0.
         client: must be None; clusters are not supported yet.
         progress: called with a text and, as `done`, the number of steps since the last call.
         spill: a folder for intermediate maps; None: the destination's folder, else the system's.
         table: the op table, as in `demask.demask`.
 
     Raises:
-        BadInput: if model, source, destination and output do not fit together.
+        BadInput: model, source, destination and output do not fit together, or `spill` is no
+            folder.
+        NotExportable: torch.export does not support the model.
         BudgetTooSmall: if no plan fits the budget.
 
     Example:
         >>> import torch
+        >>> from demask.traverse import stream
         >>> net = torch.nn.Conv2d(3, 1, 3, padding=1)
         >>> x, y = torch.rand(2, 3, 64, 48), torch.empty(2, 1, 64, 48)
         >>> stream(net, x, y, memory="16MiB").rows, torch.allclose(y, net(x), atol=1e-6)

@@ -36,7 +36,9 @@ def tile(
     workers: int = 1,
     table: Table = TABLE,
 ) -> Tiled:
-    """A module that computes the model within a memory budget; its `plan` is a `Plan`.
+    """A network with the model's outputs that needs little memory: it runs in tiles and bands.
+
+    Its `plan` is a `Plan`.
 
     Results equal those of the model in eval mode, except for the order of sums in statistics over
     space (in float64 here) and kernels that torch selects by size. Unchanged weights are shared
@@ -47,15 +49,17 @@ def tile(
         args, kwargs: an example call with images (N, C, H, W), volumes or sequences. The plan is
             for the sizes of its images. With an example of two images or more, calls may pass any
             number; they run one after another.
-        memory: bytes ("256MiB", "1GiB", 10**9) in addition to the process at the call, the caller's
-            inputs and the results.
-        workers: threads that run strips of bands in parallel, each with its own memory and share of
-            torch's threads. 1 leaves the threads to torch, which is as fast on an idle machine.
+        memory: bytes ("256MiB", "1GiB", 10**9; default "512MiB") in addition to the process at the
+            call, the caller's inputs and the results.
+        workers: 1 (the default) to 64 threads that run strips of bands in parallel, each with its
+            own memory and share of torch's threads. 1 leaves the threads to torch, which is as fast
+            on an idle machine.
         table: the op table, as in `demask.demask`.
 
     Raises:
         BudgetTooSmall: if no plan fits; its `least` is a sufficient budget in bytes.
-        BadInput: if no input has rows, or the network mixes the images of a batch.
+        BadInput: no input has rows, `workers` is out of range, or the network mixes the images of a
+            batch.
         NotExportable: if torch.export does not support the model.
 
     Example:
@@ -63,6 +67,7 @@ def tile(
         >>> from torch.nn import Conv2d, ReLU, Sequential
         >>> net = Sequential(Conv2d(3, 8, 3, padding=1), ReLU(), Conv2d(8, 3, 3, padding=1))
         >>> x = torch.randn(1, 3, 64, 64)
+        >>> from demask.traverse import tile
         >>> small = tile(net, (x,), memory="16MiB")
         >>> torch.allclose(small(x), net(x), atol=1e-6)
         True
@@ -83,14 +88,19 @@ def plan(
     workers: int = 1,
     table: Table = TABLE,
 ) -> TilePlan:
-    """The plan by which `tile` would run the model; prints as a table. The model does not run.
+    """How `tile` would run the model, as a `Plan`, which prints as a table; nothing is run.
 
-    The arguments and errors are those of `tile`.
+    Args:
+        model, args, kwargs, memory, workers, table: as of `tile`.
+
+    Raises:
+        BudgetTooSmall, BadInput, NotExportable: as of `tile`.
 
     Example:
         >>> import torch
         >>> from torch.nn import Conv2d, ReLU, Sequential
         >>> net = Sequential(Conv2d(3, 8, 3, padding=1), ReLU(), Conv2d(8, 3, 3, padding=1))
+        >>> from demask.traverse import plan
         >>> plan(net, (torch.empty(1, 3, 2048, 2048),), memory="32MiB").recompute
         1.0
     """

@@ -67,14 +67,25 @@ class Chained(Demasked):
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """A condition that skips the columns of weights whose input is zero; exact, without a pilot.
+    """A condition that skips products with zero inputs of linear layers; outputs do not change.
 
-    >>> from demask.ops import TABLE
-    >>> net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).eval()
-    >>> x = torch.randn(1, 64).relu()
-    >>> fast = Columns().applied(net, (x,), None, None, TABLE)
-    >>> fast.conditioned.exact, torch.allclose(fast(x), net(x), atol=1e-5)
-    (True, True)
+    Text: "columns". In chains of linear layers and ReLU, a column of the weight is not read where
+    the input that it is multiplied with is 0. It needs no pilot: zeros are detected as the network
+    runs. Layers for which that is not predicted to be faster stay dense. Outputs are those of
+    `unconditioned`, bit for bit. It has no parameters.
+
+    Raises:
+        BadInput: when it is applied with a pilot other than None.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> from demask.pilot import Columns, condition
+        >>> net = Sequential(Linear(64, 256), ReLU(), Linear(256, 10)).eval()
+        >>> x = torch.randn(1, 64).relu()  # half of the inputs are zero
+        >>> fast = condition(net, (x,), condition=Columns(), check=False)
+        >>> fast.conditioned.exact, torch.allclose(fast(x), net(x), atol=1e-5)
+        (True, True)
     """
 
     name: ClassVar[str] = "columns"
@@ -95,25 +106,30 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Certified:
-    """A condition that skips the rows before a ReLU that weights of few bits prove to be zero;
-    exact.
+    """A condition that skips rows which are proved to be zero after a ReLU; outputs do not change.
 
-    Columns of zero inputs are skipped, too, where that is predicted to be faster. The bound is in
-    `kernels.cpu.zero_proof`.
+    Text: "certified" or "certified:levels=2". In chains of linear layers and ReLU, the upper bits
+    of the weights give a bound on each output; where the bound is below zero, the ReLU yields 0,
+    and the row of float32 weights is not read. Columns of zero inputs are skipped, too, where that
+    is predicted to be faster. Outputs are those of `unconditioned`, bit for bit.
 
     Args:
         bits: of the weights that prove it; 8 is the only value.
-        levels: 1, or 2 to read 4 of the bits first and the others for the rows that are still open.
+        levels: 1 (the default), or 2 to read 4 of the bits first and the others only for rows that
+            are not decided by them.
 
     Raises:
-        BadInput: other values of `bits` or `levels`.
+        BadInput: another value of `bits` or `levels`; when it is applied: a pilot other than None.
 
-    >>> from demask.ops import TABLE
-    >>> net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).eval()
-    >>> x = torch.randn(1, 64)
-    >>> proved = Certified().applied(net, (x,), None, None, TABLE)
-    >>> proved.conditioned.exact, torch.allclose(proved(x), net(x), atol=1e-5)
-    (True, True)
+    Example:
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> from demask.pilot import Certified, condition
+        >>> net = Sequential(Linear(64, 256), ReLU(), Linear(256, 10)).eval()
+        >>> x = torch.randn(1, 64)
+        >>> proved = condition(net, (x,), condition=Certified(), check=False)
+        >>> proved.conditioned.exact, torch.allclose(proved(x), net(x), atol=1e-5)
+        (True, True)
     """
 
     name: ClassVar[str] = "certified"
@@ -141,12 +157,28 @@ class Certified:
 def unconditioned(model: nn.Module, args: tuple[Any, ...],
                   kwargs: Mapping[str, Any] | None = None, *,
                   table: Table = TABLE) -> Chained:  # fmt: skip
-    """The network with all chains dense, whose outputs conditioned networks equal bit for bit.
+    """The network with nothing skipped, summed in the same order as conditioned networks.
 
-    >>> net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).eval()
-    >>> x = torch.randn(1, 64).relu()
-    >>> torch.equal(unconditioned(net, (x,))(x), Columns().applied(net, (x,), None, None)(x))
-    True
+    Networks with the conditions `Columns` and `Certified` return its outputs bit for bit. (The
+    model itself sums in another order, so that its outputs may differ from both by rounding.)
+
+    Args:
+        model: the network, with chains of linear layers in float32; it is not changed.
+        args, kwargs: example inputs, positional and by name.
+        table: the op table, as `demask.demask` takes it.
+
+    Raises:
+        NotExportable: torch.export cannot capture the model.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> from demask.pilot import Columns, condition, unconditioned
+        >>> net = Sequential(Linear(64, 256), ReLU(), Linear(256, 10)).eval()
+        >>> x = torch.randn(1, 64).relu()
+        >>> fast = condition(net, (x,), condition=Columns(), check=False)
+        >>> torch.equal(unconditioned(net, (x,))(x), fast(x))
+        True
     """
     return chained(model, args, kwargs, Columns(), ("dense",), table, always=True)
 

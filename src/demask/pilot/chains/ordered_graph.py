@@ -56,30 +56,34 @@ class OrderedNetwork(Demasked):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A condition that runs chains linear, ReLU, linear, … in order of importance until a deadline.
+    """A condition that computes the most important units of linear layers first, until a limit.
+
+    Text: "order:S" with S seconds, as in "order:0.001", or "order:bytes=20MiB". In chains of linear
+    layers and ReLU, a pilot with weights of few bits rates all units; these are then computed with
+    full weights, those first that can add the most to the next layer;
+    the others have the pilot's values. The pilot always runs,
+    whatever the limit, and after the deadline at most one block of units (1 MiB of weights) is
+    finished. The pilot is "bits:4:64" (also for None) or another text "bits:N:G". The returned
+    module has `last`: for each chain its seconds, units computed, and bytes read in the last call.
 
     Args:
         deadline: seconds for all chains of a call, divided among them by their bytes of weights;
-        each
-            chain's share begins when it starts.
-        bytes: of weights that a call may read, the pilot's included; "20MiB" or a number. At least
-        one
-            of `deadline` and `bytes` must be set.
-
-    The pilot always runs, whatever the limit; after the deadline at most one block of units (1 MiB
-    of weights) is finished. The returned module has `last`: what its last call did (`Done`), per
-    chain.
+            each chain's share begins when it starts; 0 or more, default None: no limit.
+        bytes: of weights that a call may read, the pilot's included: "20MiB" or a number; default
+            None: no limit. At least one of `deadline` and `bytes` must be set.
 
     Raises:
         BadInput: neither limit is set, or one is not valid.
 
-    >>> from demask.ops import TABLE
-    >>> layers = torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 2)
-    >>> net = torch.nn.Sequential(*layers).eval()
-    >>> ordered = Order(bytes=20_000).applied(net, (torch.zeros(1, 64),), None, "bits:4:64", TABLE)
-    >>> _ = ordered(torch.randn(1, 64))
-    >>> ordered.last["0"].units, ordered.last["0"].of, ordered.last["0"].bytes
-    ((30,), (256,), 19968)
+    Example:
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> from demask.pilot import Order, condition
+        >>> net, x = Sequential(Linear(64, 256), ReLU(), Linear(256, 2)).eval(), torch.randn(1, 64)
+        >>> ordered = condition(net, (x,), pilot="bits:4:64", condition=Order(bytes=20_000))
+        >>> _ = ordered(x)
+        >>> ordered.last["0"].units, ordered.last["0"].of, ordered.last["0"].bytes
+        ((30,), (256,), 19968)
     """
 
     name: ClassVar[str] = "order"

@@ -21,15 +21,26 @@ from demask.ops import Table
 
 @runtime_checkable
 class Condition(Protocol):
-    """A way to do less work than the whole network does. Implementations are frozen dataclasses.
+    """What all conditions can do: derive a network that does only a part of a network's work.
 
-    name: of the condition in its text. `applied` never changes the model: it returns a module with
-    the same call, which has an attribute `conditioned` (a `Conditioned`). Layers that cannot be
-    conditioned stay as they are, and `decisions` says why.
+    `Columns`, `Certified`, `Skip`, `Constant`, `Value`, `Precision`, `Order`, `Route` and `Regions`
+    are the conditions of the library; `condition` applies them. Implementations are frozen
+    dataclasses. `applied` never changes the model: it returns a module that takes the same call and
+    has an attribute `conditioned` (a `Conditioned`). Layers that cannot be conditioned stay as they
+    are, and `conditioned.decisions` says why.
 
-    >>> from demask.pilot import Columns
-    >>> isinstance(Columns(), Condition), Columns().name
-    (True, 'columns')
+    Attributes:
+        name: of the condition in its text, such as "skip".
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> from demask.pilot import Columns, Condition, condition
+        >>> half_zeros = torch.randn(1, 64).relu()
+        >>> net = Sequential(Linear(64, 64), ReLU(), Linear(64, 4)).eval()
+        >>> fast = condition(net, (half_zeros,), condition=Columns(), check=False)
+        >>> isinstance(fast.conditioned.condition, Condition), fast.conditioned.condition.name
+        (True, 'columns')
     """
 
     name: ClassVar[str]
@@ -48,10 +59,22 @@ class Condition(Protocol):
 
 
 class Decision(NamedTuple):
-    """One line about one layer: what is done there, and why.
+    """What was decided for one layer of a conditioned network, and why; prints as one line.
 
-    >>> print(Decision("fc1", "dense", "its input has no zeros"))
-    fc1: dense (its input has no zeros)
+    Attributes:
+        layer: name of the layer.
+        what: what is done there: "skip", "columns", "dense" (nothing is left out), "as it was", ...
+        why: the reason, in words.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> from demask.pilot import condition
+        >>> net = Sequential(Linear(8, 64), ReLU(), Linear(64, 4)).eval()
+        >>> x = torch.randn(2, 8)
+        >>> half = condition(net, (x,), pilot="bits:8", condition="skip:0.5", check=False)
+        >>> print(half.conditioned.decisions[0])
+        0: skip (0.5 of 64 positions)
     """
 
     layer: str
@@ -64,15 +87,25 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Conditioned:
-    """What a conditioned module says about itself, as its attribute `conditioned`.
+    """What a conditioned network says about itself, as its attribute `conditioned`.
 
-    pilot: its text, "" for none. exact: whether the outputs are those of the unconditioned run, bit
-    for bit. decisions: one line per layer.
+    Attributes:
+        condition: the condition that was applied, such as `Skip(0.5)`.
+        pilot: text of the pilot, the cheap run that selects the work, such as "bits:8"; "" for
+            none.
+        exact: whether the outputs are those of the network without the condition, bit for bit
+            (`unconditioned` for chains of linear layers).
+        decisions: a `Decision` per layer: what is done there, and why.
 
-    >>> from demask.pilot import Columns
-    >>> print(Conditioned(Columns(), "", True, (Decision("fc1", "columns", "60 % zeros"),)))
-    columns, exact
-    fc1: columns (60 % zeros)
+    Example:
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> from demask.pilot import condition
+        >>> net = Sequential(Linear(8, 64), ReLU(), Linear(64, 4)).eval()
+        >>> x = torch.randn(2, 8)
+        >>> half = condition(net, (x,), pilot="bits:8", condition="skip:0.5", check=False)
+        >>> half.conditioned.exact, half.conditioned.pilot
+        (False, 'bits:8')
     """
 
     condition: Condition

@@ -69,24 +69,33 @@ class _Selective:
 
 @dataclass(frozen=True, slots=True)
 class Skip(_Selective):
-    """A condition under which positions that the pilot rates unimportant are not computed: they are
-    0.
+    """A condition that computes only the channels that a cheap first run, the pilot, rates high.
+
+    Text: "skip:F", as in "skip:0.5", or "skip:threshold=T". Channels (units of linear layers,
+    filters of convolutions) that are not computed are 0. All inputs of a batch share one choice: a
+    channel is computed where it is important for one of them. The pilot is a simplifier, its text
+    or a network, which runs first on every input, or an ExecutionData of earlier inputs.
 
     Args:
-        keep: the share of each layer's positions that is computed, the most important ones.
-        threshold: instead of `keep`: positions whose magnitude is above `threshold` times the mean
-        of
-            their layer are computed, at least one per layer.
-        layers: names of the layers, a pattern such as "layer3.*".
+        keep: share of each layer's channels that is computed, the largest magnitudes first, above
+            0, at most 1; default None.
+        threshold: in place of `keep`: channels are computed whose magnitude is above `threshold`
+            times the mean of their layer, 0 or more, at least one channel per layer; default None.
+        layers: which layers, a pattern of names such as "layer3.*"; default "*": all.
 
     Raises:
-        BadInput: not exactly one of `keep` and `threshold`, or a value out of range.
+        BadInput: not exactly one of `keep` and `threshold` is set, or a value is out of range; when
+            it is applied: no layer can be conditioned, or there is no pilot.
 
-    >>> from demask.ops import TABLE
-    >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
-    >>> half = Skip(0.5).applied(net, (torch.randn(2, 8),), None, "bits:4", TABLE)
-    >>> half(torch.randn(2, 8)).shape, len(half.last[0])
-    (torch.Size([2, 4]), 32)
+    Example:
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> from demask.pilot import Skip, condition
+        >>> net = Sequential(Linear(8, 64), ReLU(), Linear(64, 4)).eval()
+        >>> x = torch.randn(2, 8)
+        >>> half = condition(net, (x,), pilot="bits:4", condition=Skip(0.5), check=False)
+        >>> half(x).shape, len(half.last[0])  # 32 of 64 hidden units were computed
+        (torch.Size([2, 4]), 32)
     """
 
     name: ClassVar[str] = "skip"
@@ -101,17 +110,29 @@ class Skip(_Selective):
 
 @dataclass(frozen=True, slots=True)
 class ConstantChannels(_Selective):
-    """A condition under which positions that the pilot rates unimportant are a constant.
+    """A condition like `Skip` in which channels that are not computed are a constant, not 0.
+
+    Text: "constant:F", as in "constant:0.5". The class is `demask.pilot.Constant`.
 
     Args:
-        keep, threshold, layers: as of `Skip`.
-        value: a number, or "mean": of each position over the example inputs, which then are the
-            calibration set.
+        keep, threshold, layers: as of `Skip`: which channels are computed.
+        value: the constant, a number, or "mean" (the default) for each channel's mean over the
+            example inputs, which should then be representative.
 
-    >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
-    >>> half = ConstantChannels(0.5, value=1.0).applied(net, (torch.randn(2, 8),), None, "bits:4")
-    >>> half.conditioned.decisions[0].why
-    '0.5 of 64 positions'
+    Raises:
+        BadInput: as of `Skip`, or `value` is another text.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> from demask.pilot import Constant, Skip, condition
+        >>> _ = torch.manual_seed(0)
+        >>> net, x = Sequential(Linear(8, 64), ReLU(), Linear(64, 4)).eval(), torch.randn(50, 8)
+        >>> def error(kind):
+        ...     half = condition(net, (x,), pilot="bits:4", condition=kind, check=False)
+        ...     return (half(x) - net(x)).norm().item()
+        >>> error(Constant(0.5)) < error(Skip(0.5))  # the mean is closer than 0
+        True
     """
 
     name: ClassVar[str] = "constant"
@@ -136,17 +157,26 @@ class ConstantChannels(_Selective):
 
 @dataclass(frozen=True, slots=True)
 class Value(_Selective):
-    """A condition under which positions that the pilot rates unimportant have the pilot's own
-    value.
+    """A condition like `Skip` in which channels that are not computed have the pilot's own values.
 
-    The pilot runs on the live input, and its values have the shapes of the network's (those of a
-    down-sampled one do not). keep, threshold, layers: as of `Skip`.
+    Text: "value:F", as in "value:0.5". The pilot is a simplifier, its text or a network, which runs
+    first on every input; its values must have the shapes of the network's (those of "downsample:N"
+    do not).
 
-    >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
-    >>> half = Value(0.5).applied(net, (torch.randn(2, 8),), None, "bits:8")
-    >>> x = torch.randn(2, 8)
-    >>> bool((half(x) - net(x)).abs().max() < 0.1)
-    True
+    Args:
+        keep, threshold, layers: as of `Skip`: which channels are computed in full.
+
+    Raises:
+        BadInput: as of `Skip`, or the pilot is an ExecutionData or has values of other shapes.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> from demask.pilot import Value, condition
+        >>> net, x = Sequential(Linear(8, 64), ReLU(), Linear(64, 4)).eval(), torch.randn(2, 8)
+        >>> half = condition(net, (x,), pilot="bits:8", condition=Value(0.5), check=False)
+        >>> torch.allclose(half(x), net(x), atol=0.1)  # the other half has rounded weights
+        True
     """
 
     name: ClassVar[str] = "value"
@@ -161,20 +191,27 @@ class Value(_Selective):
 
 @dataclass(frozen=True, slots=True)
 class Precision(_Selective):
-    """A condition under which positions that the pilot rates unimportant are computed with fewer
-    bits.
+    """A condition that computes channels which the pilot rates low with weights of few bits.
 
-    The layer runs twice, once for each part, and rounded weights are stored in their own dtype, so
-    this measures what lower precision does to the outputs, and saves no time.
+    Text: "precision:F" or "precision:F:bits=N", as in "precision:0.5:bits=4". It measures what
+    lower precision does to the outputs, and saves no time: the layer runs twice, once for each
+    part, and rounded weights keep their dtype.
 
     Args:
-        keep, threshold, layers: as of `Skip`.
-        bits: of the other positions' weights, 1 to 16, as of `Bits`.
+        keep, threshold, layers: as of `Skip`: which channels have full precision.
+        bits: bits of the other channels' weights, 1 to 16, rounded as by `Bits`; default 8.
 
-    >>> net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
-    >>> half = Precision(0.5, bits=4).applied(net, (torch.randn(2, 8),), None, "bits:4")
-    >>> half(torch.randn(2, 8)).shape
-    torch.Size([2, 4])
+    Raises:
+        BadInput: as of `Skip`, or `bits` is out of range.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import Linear, ReLU, Sequential
+        >>> from demask.pilot import condition
+        >>> net, x = Sequential(Linear(8, 64), ReLU(), Linear(64, 4)).eval(), torch.randn(2, 8)
+        >>> half = condition(net, (x,), pilot="bits:4", condition="precision:0.5", check=False)
+        >>> torch.allclose(half(x), net(x), atol=0.1), torch.equal(half(x), net(x))
+        (True, False)
     """
 
     name: ClassVar[str] = "precision"

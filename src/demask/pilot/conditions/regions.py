@@ -46,13 +46,22 @@ PILOT = "pilot"
 
 @dataclass(frozen=True)
 class Missed:
-    """The part of an output that a selection left out, as shares of all positions of all images.
+    """How much of an output a choice of regions left out; the result of `Regions.missed`.
 
-    matters: positions where the full run and the fill differ by more than the tolerance; missed:
-    those of them that were not run. worst: the largest difference outside of what was run.
+    Attributes:
+        matters: share of all positions where the full run and the fill differ by more than the
+            tolerance, 0 to 1.
+        missed: share of all positions that matter and were not run, 0 to 1.
+        worst: largest difference of the full run and the fill at a position that was not run.
 
-    >>> Missed(matters=0.5, missed=0.125, worst=1.0).recall
-    0.75
+    Example:
+        >>> import torch
+        >>> from demask.pilot import Regions
+        >>> full = torch.tensor([[[[0.0, 1.0], [1.0, 0.0]]]])
+        >>> was_run = torch.tensor([[[True, True], [False, False]]])
+        >>> missed = Regions.missed(full, fill=torch.zeros(()), where=was_run, tolerance=0.5)
+        >>> missed, missed.recall
+        (Missed(matters=0.5, missed=0.25, worst=1.0), 0.5)
     """
 
     matters: float
@@ -67,40 +76,52 @@ class Missed:
 
 @dataclass(frozen=True)
 class Regions:
-    """A condition that runs the network where the pilot's magnitude exceeds `threshold`.
+    """A condition that runs the network only in the parts of an image where a pilot sees activity.
 
-    Args:
-        threshold: of activity.
-        tile: side of a tile in positions of the output.
-        grow: positions around a tile whose activity counts as the tile's own.
-        fill: the output elsewhere: "pilot" for the pilot's answer, a number, or a function of the
-            network's arguments whose results broadcast to the outputs.
+    Text: "regions:T", as in "regions:0.1:tile=32". Tiles above the threshold become a few
+    rectangles, in which the network runs exactly, with as many positions around them as its layers
+    read. Where these rectangles would cost more than the image, the whole image is run.
 
     The pilot is one of these:
 
-    - a simplifier such as "downsample:8:bilinear", or an nn.Module with the network's call and
-    output
-      shapes. Its magnitude is the contrast of its answer or, with another fill, its distance from
-      that;
-    - a function of the arguments that returns a map of activity [images, rows, columns] of any
-    size;
-    - None, for the contrast of the first input (`tile_contrast.contrast`).
+    - a simplifier, its text, such as "downsample:8:bilinear", or a network with the same call and
+      output shapes. Activity is the contrast of its answer or, with another fill, the distance of
+      its answer from the fill;
+    - a function of the network's arguments that returns a map of activity [images, rows, columns]
+    of
+      any size;
+    - None: activity is the contrast of the first input.
 
-    Networks that read all positions somewhere (a norm over the image, a global pool, attention) are
-    refused: a part of the image does not determine any part of their output. In rectangles the
-    values are those of the full run, but for the kernels that torch chooses by size: sums of whole
-    numbers are equal, float64 differs by 1e-12 of the largest value at most, float32 by some ulps.
+    Args:
+        threshold: activity above which a tile is run; default 0.1.
+        tile: side of a tile in positions of the output; default 64.
+        grow: how many positions around a tile count as its own when its activity is measured;
+            default 0.
+        fill: the output elsewhere: "pilot" (the default) for the pilot's answer, a number, or a
+            function of the network's arguments whose results broadcast to the outputs.
 
-    >>> from demask.ops import TABLE
-    >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1))
-    >>> x = torch.zeros(1, 1, 256, 256)
-    >>> x[..., 70:100, 140:180] = 1.0
-    >>> some = Regions(0.5, tile=32, grow=2, fill=0.0).applied(net.eval(), (x,), None, None, TABLE)
-    >>> y = some(x)
-    >>> print(some.last)
-    image 0: 9.4 % of positions selected; rectangles: 1 with 9.4 %; 0.096 of the multiply-adds
-    >>> torch.allclose(y[..., 70:100, 140:180], net(x)[..., 70:100, 140:180], atol=1e-6)
-    True
+    Raises:
+        BadInput: `tile` is below 1, `grow` below 0, or `fill` another text; when it is applied: the
+            pilot does not fit, fill="pilot" has no pilot that answers as the network does, or a
+            layer reads the whole image (a norm over the image, a global pool, attention).
+
+    In rectangles the values are those of the full run up to rounding: sums of whole numbers are
+    equal, float64 differs by at most 1e-12 of the largest value, float32 in the last digits.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import Conv2d, ReLU, Sequential
+        >>> from demask.pilot import Regions, condition
+        >>> net = Sequential(Conv2d(1, 4, 3, padding=1), ReLU(), Conv2d(4, 1, 3, padding=1)).eval()
+        >>> x = torch.zeros(1, 1, 256, 256)
+        >>> x[..., 70:100, 140:180] = 1.0
+        >>> parts = Regions(0.5, tile=32, grow=2, fill=0.0)
+        >>> some = condition(net, (x,), condition=parts, check=False)
+        >>> y = some(x)
+        >>> print(some.last)
+        image 0: 9.4 % of positions selected; rectangles: 1 with 9.4 %; 0.096 of the multiply-adds
+        >>> torch.allclose(y[..., 70:100, 140:180], net(x)[..., 70:100, 140:180], atol=1e-6)
+        True
     """
 
     threshold: float = 0.1

@@ -43,37 +43,41 @@ def collect(
     progress: Callable[[str], None] | None = None,
     table: Table = TABLE,
 ) -> ExecutionData:
-    """One magnitude per part of each layer: the mean |value| after its norm and activation.
+    """Runs a network and measures how large the values of each channel of each layer are.
+
+    Returns an `ExecutionData`. A magnitude is the mean of |value| after the layer's norm and
+    activation, for each input.
 
     Args:
         model: a module, an ExportedProgram, or the path of a .demask or .pt2 file.
-        inputs: the tuple of arguments of one call, or an iterable of such tuples (a calibration
-        set,
-            earlier frames).
-        per: "channel" (outputs of convolutions and linear layers), "unit" (of linear layers),
-        "head"
-            (attention, per head), "token" (positions of a sequence), "tile:T" (T x T positions).
-        memory: bytes of weights in memory at a time, at most ("64MiB"), or None. The network runs
-        in
-            slices, all inputs through one before the next; values between slices are written to
-            disk
-            where they are more.
-        weights: a .safetensors file with the names of the module, which may be on the meta device;
-        by
-            default weights are read from the .demask file.
-        measure: "mean" or "max".
-        source: a description of the inputs.
-        progress: called with a line of text after each step.
+        inputs: the arguments of one call, a tuple, or an iterable of such tuples (a calibration
+            set, earlier frames).
+        per: what is measured: "channel" (the default: outputs of convolutions and linear layers),
+            "unit" (of linear layers), "head" (of attention), "token" (positions of a sequence) or
+            "tile:T" (T x T positions of an image).
+        memory: greatest number of bytes of weights in memory at a time, as in "64MiB", or None (the
+            default): no limit. With a limit the network runs in slices, all inputs through one
+            before the next; values between slices that exceed the limit are written to disk.
+        weights: path of a .safetensors file with the module's names, for a module that may be on
+            the meta device; default None: the module's own weights, or those of the .demask file.
+        measure: "mean" (the default) or "max".
+        source: a description of the inputs; default None: "live input" or "calibration set".
+        progress: called with a line of text after each step; default None.
         table: the op table, as `demask.demask` takes it.
 
     Raises:
-        BadInput: an argument does not fit, or the network has no such parts.
+        BadInput: there are no inputs, an argument does not fit, or the network has no such parts.
         NotExportable: torch.export cannot capture the model.
 
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    >>> data = collect(net, (torch.ones(3, 4),))
-    >>> {name: tuple(values.shape) for name, values in data.magnitudes.items()}
-    {'0': (3, 8), '2': (3, 2)}
+    Example:
+        >>> import torch
+        >>> from demask.pilot import collect
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.ReLU())
+        >>> net[0].weight.data = torch.tensor([[1.0, 2.0], [-1.0, 0.0]])
+        >>> data = collect(net, (torch.tensor([[1.0, 1.0], [3.0, 1.0]]),))
+        >>> data.magnitudes["0"]  # [inputs, units]
+        tensor([[3., 0.],
+                [5., 0.]])
     """
     if measure not in MEASURES:
         raise BadInput(f"expected a measure of {', '.join(MEASURES)}, got {measure!r}")

@@ -32,23 +32,32 @@ MEASURES = ("mean", "max")
 
 @dataclass(frozen=True, slots=True)
 class ExecutionData:
-    """Magnitudes of the parts of each layer.
+    """How large the values of each channel (unit, head, ...) of each layer are, from runs.
+
+    `collect` returns it; it is passed as a pilot to `condition` and as priorities to
+    `write_packets` and `Gate`. `save` and `load` store it as safetensors, `plot` draws it, and
+    `print` shows a table.
 
     Args:
-        per: what a part is: "channel", "unit", "head", "token" or "tile:T" (T x T positions).
+        per: what is measured: "channel", "unit", "head", "token" or "tile:T" (T x T positions).
         magnitudes: by layer, float32 [inputs, positions], or [positions] for all inputs together.
         source: a description of the inputs.
-        measure: "mean" or "max" of |value| over a part.
-        grids: rows and columns of tiles, by layer (positions are row by row).
-        slices: in how many slices the network ran.
-        peak_weight_bytes: the most bytes of weights that were in memory at a time.
+        measure: "mean" (the default) or "max": of |value| over a channel (unit, head, ...).
+        grids: by layer, the numbers of rows and columns of tiles (positions are row by row);
+            default empty.
+        slices: in how many slices the network ran; default 1.
+        peak_weight_bytes: the most bytes of weights in memory at a time; default 0.
 
     Raises:
-        BadInput: magnitudes of another dtype or rank.
+        BadInput: magnitudes are not float32, or have not one or two axes.
 
-    >>> data = ExecutionData("unit", {"fc": torch.tensor([[1.0, 3.0], [3.0, 3.0]])}, "two inputs")
-    >>> data.priorities("fc")
-    tensor([2., 3.])
+    Example:
+        >>> import torch
+        >>> from demask.pilot import ExecutionData
+        >>> two_inputs = {"fc": torch.tensor([[1.0, 3.0], [3.0, 3.0]])}
+        >>> data = ExecutionData("unit", two_inputs, source="two inputs")
+        >>> data.priorities("fc")  # the mean over the inputs
+        tensor([2., 3.])
     """
 
     per: str

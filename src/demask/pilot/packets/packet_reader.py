@@ -123,30 +123,38 @@ def _is_replaced(path: Path, descriptor: int) -> bool:
 
 
 class PacketReader:
-    """An open packet file: `read`, `read_above` and `read_rows` fetch headers with their weights.
+    """Reads a file of `write_packets` in parts: the most important rows, or rows by number.
 
-    index: the addresses of packets. bytes_read, reads: how many bytes were read so far, the index
-    included, and in how many reads. Each packet is read once, and each result has all that was read
-    before. The CRC of everything that is read is compared.
+    A context manager. `read` fetches the next packets up to a budget of bytes, `read_above` all
+    packets of at least a priority, `read_rows` the packets of some rows of a tensor. Each packet is
+    read once; each result contains all that was read before. Checksums (CRC-32) of all data are
+    compared.
 
     Args:
-        path: of the (first) file.
+        path: of the file, or of the first of several.
+
+    Attributes:
+        index: the tensors in the file and the addresses of their packets.
+        bytes_read: how many bytes were read so far, the index included.
+        reads: in how many read calls.
 
     Raises:
-        BadInput: no such file, no packet file, or a truncated one.
-        RefusedFile: an index that promises what the files do not have, or weights that are not
-        those
-            that were written.
+        BadInput: there is no such file, it is no packet file, or it is truncated.
+        RefusedFile: the index is damaged or names data that the files do not have, or data differ
+            from their checksum.
 
-    >>> import tempfile
-    >>> from demask.pilot import write_packets
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = os.path.join(folder, "layer.packets")
-    ...     _ = write_packets(path, {"weight": torch.eye(2048)[:4]})
-    ...     with PacketReader(path) as reader:
-    ...         row = reader.read_rows("weight", [2])
-    >>> row.shape, row.argmax().item()
-    (torch.Size([1, 2048]), 2)
+    Example:
+        >>> import os, tempfile, torch
+        >>> from demask.pilot import PacketReader, write_packets
+        >>> layer = torch.nn.Linear(4000, 256)  # 16 kB per row, 4 MB in all
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "layer.packets")
+        ...     _ = write_packets(path, layer)
+        ...     with PacketReader(path) as reader:
+        ...         row = reader.read_rows("weight", [200])
+        ...         part = reader.read("100KiB")  # and the six rows of largest norm
+        >>> torch.equal(row, layer.weight[200:201]), int(part.read["weight"].sum())
+        (True, 7)
     """
 
     def __init__(self, path: str | os.PathLike[str]):

@@ -52,40 +52,48 @@ def write(
     shards: int = 1,
     plane: bool = False,
 ) -> PacketIndex:
-    """The index of a packet file of these weights, which is written to `path`, completely or not at
-    all.
+    """Writes weights to a file, the most important rows first, and returns the file's index.
 
-    Floating-point tensors of two or more dimensions and at least `block` bytes are written in
-    packets of whole rows (first axis), as few rows as fill `block` bytes; other tensors are stored
-    outside of packets.
+    A packet is some rows of one tensor after a header with their priority. `PacketReader` reads the
+    packets up to a number of bytes or down to a priority, or single rows. Tensors of floating-point
+    numbers with two or more axes and at least `block` bytes are stored in packets of whole rows
+    (first axis: output units, filters); all other tensors are stored ahead of the packets. The file
+    appears completely or not at all.
 
     Args:
-        weights: a model (its state_dict) or tensors by name.
-        data: priorities: an ExecutionData (magnitudes by layer, "fc1" for "fc1.weight"), or a
-        mapping
-            from names of layers or weights to one number per row; rows without priority come first.
-            None: the L2 norm of each row.
-        block: bytes of a packet, "4KiB" or a number.
-        shards: how many files the packets are in, 1 to 256, neighbors in priority in different
-        ones:
-            "model.bin" has "model.bin-0c27ed5f-1" and so on in its folder, named after their
-            contents.
-            The file that names them is replaced last, and shards that no file names any more are
-            removed: whenever the process ends, the old or the new network can be read.
-        plane: also store an 8-bit form of all weights in packets.
+        path: of the file; an existing one is replaced.
+        weights: a model (its state_dict is written), or tensors by name.
+        data: priorities of rows: an ExecutionData (its magnitudes by layer; "fc1" is for
+            "fc1.weight"), or a mapping from names of layers or weights to one finite number per
+            row. Tensors without priorities come first. Default None: the L2 norm of each row.
+        block: least bytes of a packet, as a text such as "4KiB" (the default) or a number: a packet
+            has as few rows as fill it.
+        shards: number of files, 1 (the default) to 256. Packets of similar priority are stored in
+            different files, so that several disks are read together. Files after the first are
+            named after it and their contents, as in "model.bin-0c27ed5f-1". The first file names
+            them and is replaced last, so at any moment either the old or the new network can be
+            read; then old shards are removed.
+        plane: whether to store an 8-bit form of all weights in packets, too; default False.
+
+    Returns:
+        A PacketIndex: the tensors, and the addresses of all packets.
 
     Raises:
-        BadInput: priorities that fit no tensor or are not finite, a path that cannot be written.
+        BadInput: `shards` is out of range, a tensor has no values or another dtype, priorities do
+            not fit the tensors or are not finite, or the path cannot be written.
 
-    >>> import tempfile, os
-    >>> layer = torch.nn.Linear(1024, 4)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = os.path.join(folder, "layer.packets")
-    ...     index = write(path, layer, {"weight": torch.tensor([0.0, 3.0, 1.0, 2.0])})
-    ...     with PacketReader(path) as reader:
-    ...         partial = reader.read_above(1.5)
-    >>> partial.read["weight"].tolist(), reader.reads, reader.bytes_read
-    ([False, True, False, True], 4, 16432)
+    Example:
+        >>> import os, tempfile, torch
+        >>> from demask.pilot import PacketReader, write_packets
+        >>> layer = torch.nn.Linear(1024, 256)  # 1 MiB of weights, 4 KiB per row
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "layer.packets")
+        ...     _ = write_packets(path, layer, {"weight": torch.arange(256.0)})
+        ...     size = os.path.getsize(path)
+        ...     with PacketReader(path) as reader:
+        ...         part = reader.read_above(250)  # the six rows of priority 250 to 255
+        >>> int(part.read["weight"].sum()), size > 1_000_000, reader.bytes_read < 100_000
+        (6, True, True)
     """
     if type(shards) is not int or not 1 <= shards <= 256:
         raise BadInput(f"expected shards from 1 to 256, got {shards!r}")

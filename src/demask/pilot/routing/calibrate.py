@@ -23,20 +23,29 @@ PAIRS, SECONDS = 15, 10.0  # calls of each network that are timed, and how long 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibrated:
-    """A route, what is guaranteed of it, and what it costs on this machine.
+    """The result of `Route.calibrated`: a route, its guarantee, and whether it is faster here.
 
-    route: with a threshold of inf where nothing can be guaranteed or routing is never faster.
-    router: its networks; the full network alone where single calls are not faster. share: of rows,
-    those for the full network. pilot, full, rest: seconds of the pilot and of the full network for
-    a batch, and of the full network for `share` of one. reason: why routing is refused, "" where it
-    is not.
+    `print` shows it as a table.
 
-    >>> from demask.pilot import Route
-    >>> _ = torch.manual_seed(0)
-    >>> net = nn.Linear(4, 3).eval()
-    >>> calibration = Route.calibrated(net, net, torch.randn(1000, 4), loss=0.05)
-    >>> isinstance(calibration, Calibrated), calibration.guarantee.loss
-    (True, 0.05)
+    Attributes:
+        route: the route; its threshold is inf where nothing can be guaranteed or routing is never
+            faster.
+        router: the network to call; it runs the full network alone where single calls are not
+            faster.
+        guarantee: the `Guarantee` of the threshold.
+        share: share of rows that the full network runs, 0 to 1.
+        pilot, full: seconds of the pilot and of the full network for a batch.
+        rest: seconds of the full network for `share` of a batch.
+        reason: why routing is refused; "" where it is not.
+
+    Example:
+        >>> import torch
+        >>> from demask.pilot import Route
+        >>> _ = torch.manual_seed(0)
+        >>> net = torch.nn.Linear(4, 3).eval()
+        >>> calibration = Route.calibrated(net, "bits:8", torch.randn(1000, 4), loss=0.05)
+        >>> calibration.guarantee.threshold < 0.1  # the pilot may answer nearly all
+        True
     """
 
     route: ThresholdRoute

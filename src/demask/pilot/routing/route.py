@@ -22,29 +22,33 @@ from demask.pilot.routing.router import Router, ThresholdRoute, call_copy, pilot
 
 @dataclass(frozen=True, slots=True)
 class Route(ThresholdRoute):
-    """A condition under which rows where the pilot's confidence is above `threshold` keep its
-    answer.
+    """A condition that runs the full network only where a cheap pilot is not confident.
+
+    Text: "route:T", as in "route:0.8". The pilot, a cheaper network of the same call, runs for all
+    rows (examples of a batch). The rows whose confidence is not above the threshold are gathered,
+    the full network runs for these alone, and its answers replace the pilot's. Outputs are class
+    scores [rows, classes]. `Route.calibrated` chooses a threshold with a guarantee.
 
     Args:
-        threshold: 0 to 1; inf for the full network alone. `Route.calibrated` chooses one with a
-            guarantee.
-        confidence: "margin" (difference of the two largest probabilities), "softmax" (the largest
-        one)
-            or "entropy" (1 - entropy / log classes).
-        answer: of the other rows: "full", the full network's, or "both", the logarithm of the mean
-        of
-            both networks' probabilities, which is often right more often than either and costs
-            nothing
-            more.
+        threshold: confidence, 0 to 1; inf for the full network alone.
+        confidence: "margin" (the default: difference of the two largest probabilities), "softmax"
+            (the largest probability) or "entropy" (1 - entropy / log classes).
+        answer: for the rows that the full network runs: "full" (the default), its answer, or
+            "both", the logarithm of the mean of both networks' probabilities, which costs nothing
+            more and is often right more often than either.
 
     Raises:
-        BadInput: NaN as threshold, or an unknown `confidence` or `answer`.
+        BadInput: `threshold` is NaN, or `confidence` or `answer` is unknown; when it is applied:
+            the outputs of the two networks do not match or are no class scores.
 
-    >>> import torch
-    >>> net, small = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
-    >>> routed = Router(net, small, Route(0.2))
-    >>> routed(torch.randn(8, 4)).shape, routed.last.rows
-    (torch.Size([8, 3]), 8)
+    Example:
+        >>> import torch
+        >>> from demask.pilot import Route, Router
+        >>> scores = torch.tensor([[4.0, 0.0], [0.1, 0.0]])  # margins 0.96 and 0.05
+        >>> routed = Router(full=torch.nn.Identity(), pilot=torch.nn.Identity(), route=Route(0.5))
+        >>> _ = routed(scores)
+        >>> routed.last.rows, routed.last.escalated  # of two rows the full network ran one
+        (2, 1)
     """
 
     @staticmethod
@@ -63,19 +67,28 @@ class Route(ThresholdRoute):
         parts: tuple[float, float, float] = (1, 4, 5),
         table: Table = TABLE,
     ) -> Calibrated:
-        """The route that runs the full network for as few rows as a guarantee allows: a
-        `Calibrated`, with the guarantee and whether routing is faster.
+        """The route that runs the full network for as few rows as a guarantee allows.
+
+        The result, a `Calibrated`, has the guarantee, and whether routing is faster on this
+        machine. If no threshold passes the test, the threshold is inf: the full network runs for
+        all rows.
 
         Args:
-            pilot: as `applied` takes it.
-            inputs: a tensor or an args tuple of tensors, one example per row.
-            labels: classes, int64 [rows].
-            loss: of accuracy, as a share of examples, that `level` promises not to exceed; without
-            labels,
-                of answers that differ from the full network's.
-            batch: rows per call.
-            seed, parts: how examples are split, to choose, bound and report.
+            model: the full network.
+            pilot: a network of the same call, a simplifier or its text, such as "bits:4".
+            inputs: a tensor or a tuple of tensors, one example per row.
+            labels: classes, int64 [rows]; default None.
+            loss: greatest loss of accuracy, a share of examples; without labels, greatest share of
+                answers that differ from the full network's; default 0.002.
+            level: probability with which the loss is not exceeded; default 0.95.
+            confidence, answer: as of `Route`.
+            batch: rows per call, default 64.
+            seed, parts: how examples are divided, to choose, bound and report (`splits`); default 0
+                and (1, 4, 5).
             table: the op table, as `demask.demask` takes it.
+
+        Raises:
+            BadInput: too few examples, a value out of range, or outputs that are no class scores.
         """
         args = inputs if isinstance(inputs, tuple) else (inputs,)
         few = tuple(leaf[:batch] if isinstance(leaf, Tensor) else leaf for leaf in args)

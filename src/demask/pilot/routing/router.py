@@ -73,18 +73,32 @@ class ThresholdRoute:
 
 
 class Router(nn.Module):
-    """A pilot, and a full network for the rows on which the pilot is not confident.
+    """A network of two: a cheap pilot, and a full network for rows where the pilot is not sure.
 
-    `Route.applied` builds it and checks that routing is sound and faster; built directly, nothing
-    is checked. Outputs: those of the networks, a tensor [rows, classes] or a structure of tensors
-    whose first has class scores and all of which have rows first. last: what the last call did.
+    `condition(..., condition="route:0.8")` builds one, and checks that rows do not depend on each
+    other and that it is faster; built directly, nothing is checked. Outputs are a tensor of class
+    scores [rows, classes], or a structure of tensors with rows first, of which the first has the
+    scores.
 
-    >>> from demask.pilot import Route
-    >>> net, small = nn.Linear(4, 3), nn.Linear(4, 3)
-    >>> router = Router(net, small, Route(1.0))
-    >>> x = torch.randn(8, 4)
-    >>> torch.allclose(router(x), net(x)), router.last.escalated
-    (True, 8)
+    Args:
+        full: the full network.
+        pilot: a cheaper network of the same call.
+        route: the `Route`: threshold, measure of confidence, and which answer is returned.
+        words: name of the pilot in `conditioned`; default "": its class.
+
+    Attributes:
+        last: what the last call did: `rows`, `escalated` (rows that the full network ran), `calls`
+            of the full network, and `latency` of a stream.
+        conditioned: the `Conditioned`.
+
+    Example:
+        >>> import torch
+        >>> from demask.pilot import Route, Router
+        >>> net, small = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+        >>> careful, bold = Router(net, small, Route(1.0)), Router(net, small, Route(-1.0))
+        >>> x = torch.randn(8, 4)
+        >>> torch.allclose(careful(x), net(x)), torch.allclose(bold(x), small(x))
+        (True, True)
     """
 
     def __init__(self, full: nn.Module, pilot: nn.Module, route: ThresholdRoute, words: str = ""):

@@ -32,18 +32,27 @@ CellAxes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """A simplifier that leaves the `fraction` of every group of channels, units or features with
-    the largest weights, at least 1. Heads keep their size and number; inputs and outputs keep
-    theirs.
+    """A simplifier that removes the channels, units and features with the smallest weights.
+
+    Channels that must have the same size (those of a residual stream, or the two sides of a hidden
+    layer) form one group. Of each group, the share `fraction` with the largest L2 norm of weights
+    remains. Attention heads do not change in number or size; neither do inputs and outputs. Pass
+    it, or its text "channels:F", as in "channels:0.5", as `by` of `simplify` and `compare`.
+
+    Args:
+        fraction: share of each group that remains, above 0, at most 1; at least one channel
+            remains.
 
     Raises:
-        BadInput: a fraction that is not above 0 and at most 1.
+        BadInput: `fraction` is out of range.
 
-    >>> from demask.pilot import simplify
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    >>> small = simplify(net, (torch.zeros(1, 4),), by=Channels(0.5))
-    >>> Channels(0.5).text(), sum(p.numel() for p in small.parameters())
-    ('channels:0.5', 30)
+    Example:
+        >>> import torch
+        >>> from demask.pilot import Channels, simplify
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> small = simplify(net, (torch.zeros(1, 4),), by=Channels(0.5))  # 4 of 8 hidden units
+        >>> sum(p.numel() for p in net.parameters()), sum(p.numel() for p in small.parameters())
+        (58, 30)
     """
 
     fraction: float

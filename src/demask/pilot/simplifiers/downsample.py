@@ -58,22 +58,29 @@ _AREA = {3: aten.adaptive_avg_pool1d.default, 4: aten.adaptive_avg_pool2d.defaul
 
 @dataclass(frozen=True, slots=True)
 class Downsample:
-    """A simplifier that shortens spatial axes of the inputs by `factor`.
+    """A simplifier that runs the network on a smaller image, and enlarges its outputs again.
 
-    Spatial are axes 2 and on of floating-point inputs with four or five axes, and of those with
-    three that windows read.
+    Every spatial axis of the inputs is divided by `factor`. Spatial axes are axes 2 and on of
+    floating-point inputs with four or five axes (images, volumes), and of those with three that a
+    convolution or pool reads (signals). Weights along a spatial axis are resampled, outputs resized
+    to their full size. Pass it, or its text "downsample:N" or "downsample:N:mode", as in
+    "downsample:2" or "downsample:2:area", as `by` of `simplify` and `compare`.
 
     Args:
-        factor: above 1.
-        mode: of interpolation: "nearest", "bilinear" (linear along one axis and three), "bicubic"
-        or
-            "area" (the mean).
+        factor: by which sizes shrink, above 1; sizes are rounded, at least 1.
+        mode: of interpolation: "nearest", "bilinear" (linear along one axis, trilinear along
+            three; the default), "bicubic" (images only) or "area" (the mean).
 
     Raises:
-        BadInput: another factor or mode.
+        BadInput: `factor` is not above 1, or `mode` is none of these.
 
-    >>> Downsample(2, "bicubic").text()
-    'downsample:2:bicubic'
+    Example:
+        >>> import torch
+        >>> from demask.pilot import Downsample, compare
+        >>> net, images = torch.nn.Conv2d(3, 8, 3, padding=1), torch.randn(2, 3, 32, 32)
+        >>> comparison = compare(net, (images,), by=[Downsample(2)], pairs=0)
+        >>> comparison.macs, comparison.rows[0].macs  # multiply-adds, full and at half the size
+        (442368, 110592)
     """
 
     factor: float

@@ -29,19 +29,27 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A simplifier that reduces the rank of weights to `fraction` of the full one, at least 1.
+    """A simplifier that replaces each weight matrix by the nearest one of a lower rank.
 
-    A layer becomes two where that is fewer multiplications, else it has one product as its weight.
-    Grouped and recurrent layers stay as they are.
+    A linear layer or convolution becomes two thin ones (the factors of the singular value
+    decomposition, cut to the rank) where these take fewer multiplications; elsewhere it stays one
+    layer with the product as its weight. Grouped and recurrent layers do not change. Pass it, or
+    its text "rank:F", as in "rank:0.25", as `by` of `simplify` and `compare`.
+
+    Args:
+        fraction: the new rank as a share of the full one (the smaller side of the matrix), above 0,
+            at most 1; the rank is at least 1.
 
     Raises:
-        BadInput: a fraction that is not above 0 and at most 1.
+        BadInput: `fraction` is out of range.
 
-    >>> from demask.pilot import simplify
-    >>> net = torch.nn.Sequential(torch.nn.Linear(16, 16)).eval()
-    >>> thin = simplify(net, (torch.zeros(1, 16),), by=LowRank(0.25))
-    >>> LowRank(0.25).text(), sum(p.numel() for p in thin.parameters())
-    ('rank:0.25', 144)
+    Example:
+        >>> import torch
+        >>> from demask.pilot import LowRank, simplify
+        >>> net = torch.nn.Sequential(torch.nn.Linear(16, 16)).eval()
+        >>> thin = simplify(net, (torch.zeros(1, 16),), by=LowRank(0.25))  # 16 to 4 to 16
+        >>> sum(p.numel() for p in net.parameters()), sum(p.numel() for p in thin.parameters())
+        (272, 144)
     """
 
     fraction: float

@@ -27,17 +27,29 @@ MOST_BITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """A simplifier that rounds weights to k bits, symmetric, with one scale per output row.
+    """A simplifier that rounds weights to few bits: each becomes a whole number times a scale.
+
+    A simplifier derives a cheaper network from a network: pass it, or its text, as `by` of
+    `simplify` and `compare`. The texts are "bits:N", as in "bits:8", and "bits:N:G" with groups, as
+    in "bits:4:64". Each output row (or group of columns of a row) has a scale of its own: the
+    largest magnitude divided by 2^(bits - 1) - 1. Rounded weights keep their dtype, so the network
+    is not faster; `weight_bytes` returns how many bytes they would take if stored with few bits.
 
     Args:
-        bits: 1 to 16. One bit is the sign times the row's mean magnitude.
-        group: columns that share a scale; None for the whole row.
+        bits: bits per weight, 1 to 16. With 1, a weight becomes its sign times the row's mean
+            magnitude.
+        group: how many columns share a scale, 1 or more; default None: the whole row.
 
     Raises:
-        BadInput: other values.
+        BadInput: `bits` or `group` is out of range.
 
-    >>> Bits(8).text(), Bits(4, group=64).text()
-    ('bits:8', 'bits:4:64')
+    Example:
+        >>> import torch
+        >>> from demask.pilot import Bits, simplify
+        >>> layer = torch.nn.Linear(3, 1, bias=False)
+        >>> layer.weight.data = torch.tensor([[1.0, 0.6, 0.1]])
+        >>> simplify(layer, (torch.eye(3),), by=Bits(2))(torch.eye(3)).flatten().tolist()
+        [1.0, 1.0, 0.0]
     """
 
     bits: int
@@ -66,11 +78,19 @@ class Bits:
 
 @dataclass(frozen=True, slots=True)
 class Exponents:
-    """A simplifier that rounds each weight to the nearest ±2^e, nearest by difference; zeros stay.
-    A weight halfway between two is rounded up.
+    """A simplifier that rounds each weight to the nearest power of two, with its sign; 0 stays 0.
 
-    >>> Exponents().text()
-    'exponents'
+    A weight halfway between two powers gets the one of larger magnitude. Pass it, or its text
+    "exponents", as `by` of `simplify` and `compare`. Rounded weights keep their dtype;
+    `weight_bytes` returns how many bytes signs and exponents would take.
+
+    Example:
+        >>> import torch
+        >>> from demask.pilot import Exponents, simplify
+        >>> layer = torch.nn.Linear(3, 1, bias=False)
+        >>> layer.weight.data = torch.tensor([[0.3, -3.1, 1.5]])
+        >>> simplify(layer, (torch.eye(3),), by=Exponents())(torch.eye(3)).flatten().tolist()
+        [0.25, -4.0, 2.0]
     """
 
     def text(self) -> str:

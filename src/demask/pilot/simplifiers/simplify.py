@@ -28,11 +28,21 @@ from demask.shrink.pipeline import capture_program
 
 @runtime_checkable
 class Simplifier(Protocol):
-    """Derives a cheaper module of the same call from a program.
+    """What all simplifiers can do: derive a cheaper network of the same call from a network.
 
-    >>> from demask.pilot import Bits
-    >>> isinstance(Bits(8), Simplifier), Bits(8).text()
-    (True, 'bits:8')
+    `Bits`, `Exponents`, `LowRank`, `Channels` and `Downsample` are the simplifiers of the library.
+    Any class with these three methods can be passed where a simplifier is expected.
+
+    Example:
+        >>> import torch
+        >>> from demask.pilot import Exponents, Simplifier, compare
+        >>> class Powers(Exponents):  # one of your own
+        ...     def text(self):
+        ...         return "powers of two"
+        >>> isinstance(Powers(), Simplifier)
+        True
+        >>> compare(torch.nn.Linear(8, 4), (torch.randn(2, 8),), by=[Powers()], pairs=0).rows[0].by
+        'powers of two'
     """
 
     def text(self) -> str:
@@ -60,22 +70,32 @@ def simplify(
 ) -> Demasked:
     """A cheaper network that takes the same call and returns outputs of the same shapes.
 
-    Layers keep their names. The model is not changed.
+    Its outputs approximate those of the model; `compare` measures how well. Layers keep their
+    names. The model is not changed.
 
     Args:
-        args, kwargs, dynamic_shapes, table: as of `demask.demask`.
-        by: a simplifier or its text: "bits:8", "bits:4:64" (groups of 64 columns), "exponents",
-            "rank:0.25", "channels:0.5", "downsample:2:bilinear".
+        model: the network, an nn.Module (read in eval mode) or an ExportedProgram.
+        args, kwargs: example inputs, positional and by name; only shapes and dtypes matter.
+        by: a simplifier or its text: "bits:N" (N bits per weight), "bits:N:G" (a scale per G
+            columns), "exponents" (powers of two), "rank:F" (a share F of the rank), "channels:F" (a
+            share F of the channels), "downsample:N" or "downsample:N:mode" (images N times smaller;
+            mode "nearest", "bilinear", "bicubic" or "area"). Default "bits:8".
+        dynamic_shapes: sizes that may vary, as torch.export takes them; default None.
+        table: the op table, as `demask.demask` takes it.
 
     Raises:
-        BadInput: the text or the network does not fit, with the reason.
+        BadInput: `by` is no simplifier, or the network cannot be simplified in this way; the
+            message has the reason.
         NotExportable: torch.export cannot capture the model.
 
-    >>> import torch
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    >>> x = torch.randn(3, 4)
-    >>> bool((simplify(net, (x,), by="bits:12")(x) - net(x)).abs().max() < 0.01)
-    True
+    Example:
+        >>> import torch
+        >>> from demask.pilot import simplify
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> x = torch.randn(3, 4)
+        >>> rounded = simplify(net, (x,), by="bits:12")
+        >>> torch.allclose(rounded(x), net(x), atol=0.01)
+        True
     """
     chosen = simplifier(by)
     rest = {"by": chosen, "dynamic_shapes": dynamic_shapes, "table": table}
@@ -85,10 +105,20 @@ def simplify(
 
 
 def simplifier(text: str | Simplifier) -> Simplifier:
-    """The simplifier of a text; raises BadInput, which lists the texts, for any other.
+    """The simplifier that a text such as "bits:8" names: a `Bits`, `LowRank`, `Channels`, ...
 
-    >>> simplifier("rank:0.5"), simplifier("downsample:2")
-    (LowRank(fraction=0.5), Downsample(factor=2, mode='bilinear'))
+    Args:
+        text: "bits:N", "bits:N:G", "exponents", "rank:F", "channels:F", "downsample:N" or
+            "downsample:N:mode" (`simplify` explains them); a simplifier is returned as it is.
+
+    Raises:
+        BadInput: any other text, which the message answers with the accepted ones, a value out of
+            range, or another type.
+
+    Example:
+        >>> from demask.pilot import simplifier
+        >>> simplifier("rank:0.5"), simplifier("downsample:2")
+        (LowRank(fraction=0.5), Downsample(factor=2, mode='bilinear'))
     """
     if not isinstance(text, str):
         if isinstance(text, Simplifier):

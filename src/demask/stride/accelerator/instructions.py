@@ -67,12 +67,13 @@ def instructions(
         table: the op table, as for `demask.demask`.
 
     Raises:
-        BadInput: the machine lacks an op, no form of a strided convolution is sound, a number is
+        BadInput: the machine lacks an op, a strided convolution has no exact form, a number is
             not float32, or a buffer is too small. The message names the nodes.
         NotExportable: the model cannot be captured.
 
     Example:
-        >>> import torch, demask.stride
+        >>> import torch
+        >>> from demask.stride import instructions
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
         >>> listing = instructions(net, (torch.ones(1, 4),))
         >>> [row.op for row in listing.instructions]
@@ -99,8 +100,16 @@ def listed(program: Program, machine: Machine, notes: tuple[str, ...] = ()) -> I
 class Instructions:
     """The instructions with which an accelerator loads a network's weights and runs it once.
 
-    inputs, outputs: names and shapes, in the network's order. weights: tensors on the host, by
-    name. instructions: in order. sizes: used bytes by buffer. notes: how strides were replaced.
+    The result of `instructions`; `print` shows the list. `run` computes it with an interpreter.
+
+    Attributes:
+        machine: the `Machine` that it is for.
+        inputs, outputs: names and shapes, in the network's order.
+        weights: tensors on the host, by name.
+        instructions: the steps, in order, each with `op`, `reads`, `writes` and `settings`.
+        sizes: used bytes by buffer ("weights", "activations").
+        notes: how strides were replaced.
+        counts: cycles by unit, multiply-adds, bytes and transfers.
 
     Example:
         >>> import demask, torch

@@ -26,12 +26,16 @@ Setting = int | float | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Sizes and throughput of the units.
+    """The sizes and speeds of an accelerator for which `instructions` lists and counts the work.
 
-    rows, columns: of the matrix unit, which computes `rows * columns` multiply-adds per cycle.
-    lanes, pool_lanes: elements per cycle of the vector unit and the pooling unit. move_bytes,
-    host_bytes: bytes per cycle within the activations buffer, and to or from the host.
-    weight_bytes, activation_bytes: sizes of the buffers.
+    Args:
+        rows, columns: of the matrix unit, which computes `rows * columns` multiply-adds per cycle;
+            default 128 each.
+        lanes, pool_lanes: elements per cycle of the vector unit and of the pooling unit; default
+            128 each.
+        move_bytes, host_bytes: bytes per cycle within the activations buffer, and to or from the
+            host; default 512 and 64.
+        weight_bytes, activation_bytes: sizes of the buffers in bytes; default 8 GiB and 24 MiB.
 
     Cycles of an instruction (units do not overlap):
     matrix: for M positions, K terms each, N channels, in G groups: per tile of weights max(M,
@@ -42,11 +46,16 @@ class Machine:
     pool: written elements / pool_lanes, times the elements of a window that are in the image.
     move, dma: bytes / bytes per cycle.
 
-    Raises BadInput if a field is not a positive integer.
+    Raises:
+        BadInput: a field is not an integer from 1 to 2^48 - 1.
 
     Example:
-        >>> Machine(rows=2, columns=2).matrix(positions=3, terms=2, channels=4, groups=1)
-        10
+        >>> import torch
+        >>> from demask.stride import Machine, instructions
+        >>> net, x = torch.nn.Linear(256, 256), torch.ones(1, 256)
+        >>> large, small = Machine(), Machine(rows=64, columns=64)
+        >>> [instructions(net, (x,), machine=m).counts.cycles["matrix"] for m in (large, small)]
+        [768, 1152]
     """
 
     rows: int = 128

@@ -49,8 +49,10 @@ DILATION = "dilation"  # the form that also rewrites the calls after the convolu
 
 
 class NoSoundForm(BadInput):
-    """A strided convolution has no sound form in the ops of a target. reasons: by form, why it
-    cannot be used.
+    """The error where a strided convolution cannot be computed exactly with the ops of a target.
+
+    Attributes:
+        reasons: by form (a way to write the convolution without its stride), why it cannot be used.
 
     Example:
         >>> import demask, torch
@@ -103,7 +105,7 @@ def lower(
     dynamic_shapes: Any = None,
     table: Table = TABLE,
 ) -> Demasked:
-    """The model without strided convolutions, for a target that has none: same call, same outputs.
+    """The same network without strided convolutions, for accelerators that have none.
 
     `result.demasked.notes` report what each convolution became, why, and which forms were refused.
 
@@ -113,12 +115,14 @@ def lower(
         target: name of a built-in target (`demask.stride.TARGETS`), a TOML file, or a `Target`.
 
     Raises:
-        NoSoundForm: a convolution has no sound form. The message has the reason of every form.
+        NoSoundForm: a convolution has no exact form in the target's ops. The message has the reason
+            of every form.
         BadInput: the target cannot be read, or the network contains an op that it forbids.
         NotExportable: the model cannot be captured.
 
     Example:
         >>> import torch
+        >>> from demask.stride import lower
         >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2, 1), torch.nn.ReLU()).eval()
         >>> x = torch.randn(1, 3, 9, 9)
         >>> plain = lower(net, (x,), target="matrix_unit")

@@ -43,7 +43,7 @@ def raise_strides(
     dynamic_shapes: Any = None,
     table: Table = TABLE,
 ) -> Demasked:
-    """The model with subsampling moved into the strides of convolutions: same call, same outputs.
+    """The same network with subsampling moved into the strides of convolutions, which is less work.
 
     The inverse of `lower`. A slice, a pool of single positions, or a mask and a pool after a
     convolution, also after pointwise calls, norms, joins and sums, becomes the convolution's
@@ -60,6 +60,7 @@ def raise_strides(
     Example:
         >>> import torch
         >>> from torch import nn
+        >>> from demask.stride import raise_strides
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(1, 2)).eval()
         >>> x = torch.randn(1, 3, 32, 32)
         >>> fast = raise_strides(net, (x,))

@@ -76,9 +76,10 @@ def batch(
     Args:
         model: captured in eval mode; with a file of weights it may be on the meta device.
         args, kwargs: an example call whose first dimension is the batch.
-        memory: bytes for activations and blocks of weights, and for constants if weights are in a
-            file. The caller's inputs, the results and memory of convolutions are not included.
-        inputs: per pass.
+        memory: bytes ("512MiB", the default, or a number) for activations and blocks of weights,
+            and for constants if weights are in a file. The caller's inputs, the results and memory
+            of convolutions are not included.
+        inputs: how many run in a pass, 1 or more; default 16.
         weights: None for the model's weights, which are shared; a .safetensors file with the
             model's names; or a folder, to which the model's weights are written. Weights in a file
             are read in blocks.
@@ -86,12 +87,14 @@ def batch(
         table: the op table, as in `demask.demask`.
 
     Raises:
-        BadInput: if no plan fits the budget (the message has the least one), or the network mixes
-            inputs of a batch.
+        BadInput: no plan fits the budget (the message has the least one), a number is below 1, the
+            network mixes inputs of a batch, or the file of weights does not fit the model.
+        NotExportable: torch.export does not support the model.
 
     Example:
         >>> import torch
         >>> from torch.nn import Linear, ReLU, Sequential
+        >>> from demask.traverse import batch
         >>> model, x = Sequential(Linear(8, 4), ReLU(), Linear(4, 2)), torch.randn(5, 8)
         >>> small = batch(model, (x[:2],), inputs=4)
         >>> torch.allclose(small(x), model(x)), small.traffic.weight_bytes_read
@@ -121,14 +124,17 @@ def traffic(
     It follows from the graph: nothing runs and nothing is written.
 
     Args:
-        batch: inputs of the call; None: `inputs`.
-        at_once: 1 runs the layers before the fully connected ones image by image.
+        model, args, kwargs, memory, inputs, weights, table: as of `batch`.
+        batch: number of inputs of the call, 1 or more; default None: `inputs`.
+        at_once: as of `batch`; 1 runs the layers before the fully connected ones image by image.
 
-    The other arguments and `Raises` are those of `batch()`.
+    Raises:
+        BadInput: as of `batch`.
 
     Example:
         >>> import torch
         >>> from torch.nn import Linear, ReLU, Sequential
+        >>> from demask.traverse import traffic
         >>> model = Sequential(Linear(8, 4), ReLU(), Linear(4, 2))
         >>> traffic(model, (torch.randn(2, 8),), inputs=16).saved == 15 / 16
         True

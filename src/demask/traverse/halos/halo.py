@@ -108,17 +108,29 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """The halo of each input; prints as a table.
+    """The result of `halo`: how many input positions beyond its own borders a tile needs.
 
-    barriers: calls that read all positions. notes: remarks on the measurement. curve: errors of
-    tiles with smaller padding, if requested.
+    `print` shows it as a table; `halo["x"]` is the entry of the input named x.
+
+    Attributes:
+        inputs: one entry per image or sequence: its `name`, `leaf` (index among all inputs), and
+            `rows` and `columns` (None for sequences), each with `before` and `after` (positions
+            needed at either side; math.inf where a call reads the whole image) and `align` (a crop
+            must begin at a multiple of it); also `local_before` and `local_after`, the same if
+            calls that read the whole image used the whole image's statistics.
+        barriers: the calls that read the whole image, with the reason.
+        notes: remarks on the measurement.
+        curve: if requested, the errors of a tile with smaller padding: `padding`, `share` of the
+            halo, `max_abs` (largest error) and `changed` (share of 8-bit values that differ).
 
     Example:
-        >>> import demask, torch
-        >>> model = torch.nn.Conv2d(1, 1, 5, padding=2).eval()
-        >>> halo = demask.traverse.halo(model, (torch.ones(1, 1, 32, 32),))
-        >>> len(halo.inputs), halo.barriers
-        (1, ())
+        >>> import torch
+        >>> from demask.traverse import halo
+        >>> from torch.nn import Conv2d, Sequential
+        >>> model = Sequential(Conv2d(1, 1, 5, padding=2), Conv2d(1, 1, 3))
+        >>> sizes = halo(model, (torch.ones(1, 1, 32, 32),))
+        >>> sizes.inputs[0].rows.before + sizes.inputs[0].rows.after  # windows of 5 and 3
+        6
     """
 
     inputs: tuple[InputHalo, ...]
@@ -156,9 +168,9 @@ def halo(
     progress: Tell | None = None,
     table: Table = TABLE,
 ) -> Halo:
-    """The input positions outside of a tile that the tile needs to be exact, as a `Halo`.
+    """How many input positions beyond its own borders a tile needs to be exact, as a `Halo`.
 
-    Images are inputs of four dimensions or more, with rows and columns as the third and the fourth;
+    Images are inputs of four axes or more, with rows and columns as the third and the fourth;
     sequences are inputs of three, with positions as the last. The model is read in eval mode and
     not changed; it runs only for the curve.
 
@@ -166,17 +178,18 @@ def halo(
         model: a module, or an ExportedProgram.
         args, kwargs: an example call. Only shapes and dtypes matter, except for the curve.
         curve: whether to run the model on tiles with growing padding and compare them with the
-            whole image.
-        levels: the values that are 0 and 255 in the curve's 8-bit values.
-        progress: called with a title and the finished share while the curve runs.
+            whole image; default False.
+        levels: the values that are 0 and 255 in the curve's 8-bit values; default (0.0, 1.0).
+        progress: called with a title and the finished share while the curve runs; default None.
         table: the op table, as in `demask.demask`.
 
     Raises:
-        BadInput: if no input is an image or a sequence.
-        NotExportable: if the model cannot be captured.
+        BadInput: no input is an image or a sequence, or `args` is no tuple.
+        NotExportable: the model cannot be captured.
 
     Example:
         >>> import torch
+        >>> from demask.traverse import halo
         >>> sizes = halo(torch.nn.Conv2d(3, 8, 5, padding=2), (torch.zeros(1, 3, 32, 32),))
         >>> sizes.inputs[0].rows.before, sizes.inputs[0].rows.after
         (2, 2)

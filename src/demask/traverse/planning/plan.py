@@ -18,22 +18,30 @@ MODES = (LAYERWISE, BANDS, FRUSTUMS, BARRIER)
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Calls that run together.
+    """One step of a `Plan`: some calls of the network that run together, and how.
 
-    mode: "layer-wise" (call by call, whole values), "bands" (per step `rows` rows of the tallest
-    target, over the full width, with rolling line buffers), "frustums" (tiles of `rows` x `columns`
-    that overlap and share nothing), "barrier" (calls on statistics, without rows). nodes: the
-    calls, in order; some may run a second time. keeps: values that later segments read. spills:
-    those of them on disk. over: target map -> the map that it overwrites. bytes: of the segment's
-    memory, without maps of other segments. traffic: bytes read and written by the segment. steps:
-    number of bands or tiles. workers: threads, one per strip of bands.
+    Attributes:
+        mode: "layer-wise" (call by call, whole values), "bands" (some rows at a time, over the full
+            width; lines that the next band reads again stay in buffers), "frustums" (tiles that
+            overlap and share nothing) or "barrier" (calls on statistics, without rows).
+        nodes: names of the calls, in order; some may run a second time.
+        keeps: names of values that later segments read.
+        spills: those of them that are on disk.
+        over: maps that overwrite another one: target name to the name of the overwritten map.
+        rows, columns: size of a band or tile in positions; 0 where it does not apply.
+        steps: number of bands or tiles.
+        workers: threads, one per strip of bands.
+        bytes: memory of the segment, without maps of other segments.
+        macs: multiply-adds.
+        traffic: bytes read and written.
 
     Example:
-        >>> import demask, torch
-        >>> model = torch.nn.Conv2d(1, 1, 3, padding=1).eval()
-        >>> plan = demask.traverse.plan(model, (torch.ones(1, 1, 64, 64),), memory="64MiB")
-        >>> plan.segments[0].nodes
-        ('conv2d',)
+        >>> import torch
+        >>> from demask.traverse import plan
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3, padding=1), torch.nn.ReLU())
+        >>> segment = plan(model, (torch.ones(1, 1, 64, 64),), memory="64MiB").segments[0]
+        >>> len(segment.nodes), segment.macs
+        (2, 36864)
     """
 
     mode: str
@@ -52,18 +60,31 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """How a network is executed within a memory budget.
+    """The result of `plan`: how a network is executed within a memory budget; prints as a table.
 
-    budget: bytes available. peak: predicted maximum, `live` bytes of values and weights plus
-    `overhead` of the process. macs: multiply-adds, including those computed twice; macs_untiled: of
-    the network without tiling. traffic: bytes that segments read and write. sizes: of the inputs,
-    one image each. images: whether a call may pass several, independent images. notes: calls that
-    run whole, with reasons.
+    The class is `demask.traverse.Plan`.
 
-    >>> import torch, demask
-    >>> plan = demask.traverse.plan(torch.nn.Conv2d(1, 4, 3), (torch.zeros(1, 1, 64, 64),))
-    >>> plan.peak <= plan.budget and TilePlan.from_dict(plan.to_dict()) == plan
-    True
+    Attributes:
+        segments: the steps, a `Segment` each.
+        budget: bytes available.
+        peak: predicted maximum in bytes: `live` and `overhead` together.
+        live: bytes of values and weights.
+        overhead: bytes of the process.
+        macs: multiply-adds, those computed twice included.
+        macs_untiled: multiply-adds of the network without tiling.
+        recompute: their ratio, 1.0 where nothing is computed twice.
+        traffic: bytes that segments read and write.
+        sizes: shapes of the inputs, one image each.
+        images: whether a call may pass several images, which run one after another; default False.
+        notes: calls that run whole, with reasons.
+
+    Example:
+        >>> import torch
+        >>> from demask.traverse import Plan, plan
+        >>> network = torch.nn.Conv2d(1, 4, 3)
+        >>> tiles = plan(network, (torch.zeros(1, 1, 64, 64),), memory="64MiB")
+        >>> tiles.peak <= tiles.budget, Plan.from_dict(tiles.to_dict()) == tiles
+        (True, True)
     """
 
     segments: tuple[Segment, ...]
