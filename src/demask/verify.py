@@ -66,8 +66,7 @@ class Verification:
 
     Example:
         >>> import demask, torch
-        >>> model = torch.nn.Linear(3, 2).eval()
-        >>> verification = demask.verify(model, model, (torch.ones(1, 3),))
+        >>> verification = demask.verify(torch.nn.ReLU(), torch.nn.ReLU(), (torch.ones(1, 3),))
         >>> verification.ok, verification.max_abs, verification.dtype
         (True, 0.0, 'float32')
     """

@@ -145,13 +145,19 @@ class Entry:
 
 
 class Table(Mapping[str, Entry]):
-    """Entries by op name ("aten.relu.default"); immutable, `extended` returns a new table.
+    """An immutable mapping from op names, such as "aten.relu.default", to their `Entry`.
 
-    Raises TableError for two entries of an op and for a line that cannot be parsed.
+    Args:
+        entries: pairs (op name, `Entry`), each op once. `extended` returns a new table with more.
 
-    >>> from demask.ops import TABLE
-    >>> "aten.relu.default" in TABLE
-    True
+    Raises:
+        TableError: two entries of one op, or the line of an entry cannot be parsed.
+
+    Example:
+        >>> from demask.ops import TABLE, Table
+        >>> small = Table([("aten.relu.default", TABLE["aten.relu.default"])])
+        >>> "aten.relu.default" in small, "aten.gelu.default" in small
+        (True, False)
     """
 
     def __init__(self, entries: Iterable[tuple[str, Entry]]):

@@ -33,7 +33,7 @@ class Relation:
         window, complete, moved, back: the letters with the marks `~`, `!`, `@`, `^`.
 
     >>> import torch
-    >>> from demask.ops import TABLE
+    >>> from demask.ops import TABLE, bind
     >>> from demask.ops.laws import call_node
     >>> linear = call_node(torch.ops.aten.linear.default, torch.ones(5, 3), torch.ones(2, 3))
     >>> bind(linear, TABLE).size["i"], sorted(bind(linear, TABLE).contracted)

@@ -282,7 +282,7 @@ def observed(
 def by_mean(outcomes: Outcomes, loss: float = LOSS) -> float | None:
     """The most aggressive value of a parameter whose measured loss is small; no guarantee.
 
-    On half of all new samples the loss is larger: `guarantee` returns a value that is tested.
+    On new examples the loss may be larger: `guarantee` returns a value that was tested.
 
     Args:
         outcomes: for each value and example, whether the answer became wrong, right or different

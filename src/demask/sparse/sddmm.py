@@ -20,7 +20,7 @@ def sddmm(a: Tensor, b: Tensor, mask: DCSR, *, transposed: bool = False) -> DCSR
 def sddmm(a: Tensor, b: Tensor, mask: Tensor | DCSR, *, transposed: bool = False) -> Tensor | DCSR:
     """The product a @ b of dense matrices, computed only at the stored entries of a sparse mask.
 
-    Returned in the layout of the mask [m, n], sparse_csr or DCSR; a @ b.T if `transposed`.
+    The result has the layout and shape of the mask: sparse_csr or DCSR, [m, n].
 
     The result shares the indices of the mask and stores all its entries, also zeros. It is
     differentiable; the gradients are sparse products. float32 is computed by compiled kernels,
@@ -34,7 +34,7 @@ def sddmm(a: Tensor, b: Tensor, mask: Tensor | DCSR, *, transposed: bool = False
         b: dense [k, n], or [n, k] if `transposed`, of the dtype and device of `a`.
         mask: sparse_csr or DCSR [m, n] with int32 or int64 indices. Its values are not read and may
             have any dtype, as in torch.sparse.sampled_addmm with beta=0.
-        transposed: whether b is transposed; default False.
+        transposed: whether b is passed as [n, k], so that a @ b.T is computed; default False.
 
     Raises:
         BadInput: shapes, dtypes, devices or indices that do not match.

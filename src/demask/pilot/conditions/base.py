@@ -87,7 +87,7 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Conditioned:
-    """What a conditioned network says about itself, as its attribute `conditioned`.
+    """The record of the condition that was applied to a network: its attribute `conditioned`.
 
     Attributes:
         condition: the condition that was applied, such as `Skip(0.5)`.

@@ -43,10 +43,10 @@ def collect(
     progress: Callable[[str], None] | None = None,
     table: Table = TABLE,
 ) -> ExecutionData:
-    """Runs a network and measures how large the values of each channel of each layer are.
+    """An `ExecutionData`: how large the values of each channel of each layer are in a run.
 
-    Returns an `ExecutionData`. A magnitude is the mean of |value| after the layer's norm and
-    activation, for each input.
+    A magnitude is the mean of |value| after the layer's norm and activation, or the maximum with
+    measure="max", for each input.
 
     Args:
         model: a module, an ExportedProgram, or the path of a .demask or .pt2 file.

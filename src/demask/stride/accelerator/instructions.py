@@ -62,7 +62,8 @@ def instructions(
     Args:
         model: the network; it computes in float32.
         args, kwargs: example inputs.
-        target: what convolutions with strides may become, as for `demask.stride.lower`.
+        target: the ops that may replace strided convolutions: a name, the path of a file or a
+            `Target`, as for `demask.stride.lower`; default "matrix_unit".
         machine: sizes of units and buffers; default `Machine()`.
         table: the op table, as for `demask.demask`.
 
