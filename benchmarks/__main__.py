@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common.catalog import QUICK, benchmarks, declared, main_of, markdown_list, scripts
+from benchmarks.common.catalog import QUICK, main_of, markdown_list, scripts
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
@@ -36,7 +36,7 @@ def list_all(
         print(markdown_list())
         return
     table = Table("name", "shows", "takes", "needs", "writes")
-    for name, engine, benchmark in benchmarks():
+    for name, (engine, benchmark) in scripts().items():
         table.add_row(f"{name} ({engine})", benchmark.shows, benchmark.time,
                       "; ".join(benchmark.needs), ", ".join(benchmark.results))  # fmt: skip
     Console().print(table)
@@ -57,7 +57,7 @@ def run(
         raise typer.BadParameter(f"no benchmark {name!r}; did you mean: {near}?")
     arguments: list[str] = []
     if quick:
-        short = declared(known[name]).quick
+        short = known[name][1].quick
         if short is None:
             raise typer.BadParameter(f"{name} has no quick run")
         QUICK.mkdir(parents=True, exist_ok=True)

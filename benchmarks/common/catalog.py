@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -32,36 +33,23 @@ class Benchmark:
     quick: str | None = ""
 
 
-def scripts() -> dict[str, str]:
-    """The modules that declare a benchmark, by name, without importing them."""
-    names = {}
+@cache
+def scripts() -> dict[str, tuple[str, Benchmark]]:
+    """By name, the engine and the declaration of each script; none is imported, since peers may not
+    be installed."""
+    names = {"Benchmark": Benchmark, "DEV": DEV, "BENCH": BENCH, "SHARED_DATA": SHARED_DATA}
+    declared = {}
     for path in sorted(FOLDER.glob("*/*.py")):
-        body = ast.parse(path.read_text()).body
-        targets = [t for node in body if isinstance(node, ast.Assign) for t in node.targets]
-        if any(isinstance(target, ast.Name) and target.id == "BENCHMARK" for target in targets):
-            names[path.stem] = ".".join(("benchmarks", path.parent.name, path.stem))
-    return names
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "BENCHMARK":
+                value = eval(compile(ast.Expression(node.value), str(path), "eval"), names)
+                declared[path.stem] = (path.parent.name, value)
+    return declared
 
 
-def benchmarks() -> Iterator[tuple[str, str, Benchmark]]:
-    """(name, engine, declaration) of each script."""
-    for name, module in scripts().items():
-        yield name, module.split(".")[1], declared(module)
-
-
-def declared(module: str) -> Benchmark:
-    """The declaration of a script, which is evaluated by itself: peers need not be installed."""
-    path = ROOT / Path(*module.split(".")).with_suffix(".py")
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "BENCHMARK":
-            names = {"Benchmark": Benchmark, "DEV": DEV, "BENCH": BENCH, "SHARED_DATA": SHARED_DATA}
-            return eval(compile(ast.Expression(node.value), str(path), "eval"), names)
-    raise ValueError(f"{module} declares no BENCHMARK")
-
-
-def main_of(name: str) -> object:
+def main_of(name: str) -> Callable[[], None]:
     """The function `main` of a script."""
-    return import_module(scripts()[name]).main
+    return import_module(f"benchmarks.{scripts()[name][0]}.{name}").main
 
 
 def result_path(name: str) -> Path:
@@ -72,7 +60,7 @@ def result_path(name: str) -> Path:
 def markdown_list() -> str:
     """The table of benchmarks/README.md."""
     lines = ["| name | shows | takes | needs | writes |", "|---|---|---|---|---|"]
-    for name, engine, benchmark in benchmarks():
+    for name, (engine, benchmark) in scripts().items():
         results = ", ".join(f"[{r}](results/{r})" if "/" not in r else f"[{r}](../{r})"
                             for r in benchmark.results)  # fmt: skip
         lines.append(f"| {engine}: `{name}` | {benchmark.shows} | {benchmark.time} | "

@@ -255,7 +255,7 @@ def rows(shown) -> int:
 
 
 @pytest.mark.parametrize("function", [demask.demask, partial(demask.optimize, threads=1)])
-@pytest.mark.parametrize("modules", [None, ["0", "1", "2", "3"]])
+@pytest.mark.parametrize("modules", [None, ["0", "1", "2", "3"], ["3"]])
 def test_every_function_counts_parameters_alike(function, modules):
     shown = report(function(pruned(), (torch.randn(1, 3, 6, 6),), modules=modules))
     assert shown.before.parameters == PARAMETERS

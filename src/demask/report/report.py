@@ -22,7 +22,8 @@ class Report(ReportValues):
 
     Attributes:
         before, after: parameters (elements of floating tensors; masks are none), MACs of one call
-            on the example inputs, bytes of all tensors.
+            on the captured example (a dynamic batch of one is captured as two), bytes of all
+            tensors.
         removed: parameters removed per module, most first.
         scatters: number of ops that only restore shapes, by effect; every effect is present.
         declined: what was not removed and why, most slices first.

@@ -45,9 +45,8 @@ from demask.shrink.bug_report import write_bug_report
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Draws = list[tuple[str, Inputs, Any]]  # a description, the inputs, and the outputs of the model
-FLIPS = (
-    2 / 255
-)  # relative to the largest output: two steps of an 8-bit value, in networks that round
+# Relative to the largest output: two steps of an 8-bit value, in networks that round.
+FLIPS = 2 / 255
 
 
 def check_result(

@@ -1,4 +1,4 @@
-"""The size of a program, and of what it computes: what has to shrink."""
+"""The size of a program: parameters, multiply-adds and bytes."""
 
 from __future__ import annotations
 
