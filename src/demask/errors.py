@@ -2,7 +2,10 @@
 
 
 class DemaskError(Exception):
-    """Base of every error that demask raises on purpose.
+    """The base class of the errors that demask raises on purpose.
+
+    The functions in `demask` raise errors of other types in two cases only: TypeError for arguments
+    that do not fit the signature, and MemoryError.
 
     Example:
         >>> import demask
@@ -15,25 +18,37 @@ class DemaskError(Exception):
 
 
 class BadInput(DemaskError, ValueError):
-    """An argument, a path or a file of the caller is not usable.
+    """The error for an argument, a path or a file that cannot be used; it is a ValueError, too.
+
+    The message says what was expected, what was passed, and what to change.
 
     Example:
-        >>> import demask
+        >>> import demask, torch
         >>> try:
-        ...     demask.demask("model")
-        ... except demask.BadInput as error:
-        ...     print(str(error).split(";")[0].split(",")[0])
-        expected an nn.Module or an ExportedProgram
+        ...     demask.demask(torch.nn.Linear(4, 2), [torch.ones(1, 4)])
+        ... except ValueError as error:
+        ...     print(error)
+        args must be a tuple of the model's inputs, got list: write (x,) for one input
     """
 
 
 class RefusedFile(BadInput):
-    """A file contains something that could run code or exhaust the machine.
+    """The error for a file whose contents could run code or exhaust memory; it is a `BadInput`,
+    too.
+
+    `load` and `from_onnx` check a file before they build its network. They run no code from the
+    file.
 
     Example:
-        >>> import demask
-        >>> issubclass(demask.RefusedFile, demask.BadInput)
-        True
+        >>> import demask, tempfile, zipfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with zipfile.ZipFile(f"{folder}/a.demask", "w", zipfile.ZIP_DEFLATED) as file:
+        ...         file.writestr("graph.json", "{}")
+        ...     try:
+        ...         demask.load(f"{folder}/a.demask")
+        ...     except demask.RefusedFile as error:
+        ...         print(str(error).partition("demask: ")[2])
+        entry 'graph.json' is compressed; expected stored entries (zip -0)
     """
 
 
@@ -46,16 +61,18 @@ class BudgetTooSmall(BadInput):
 
 
 class Mismatch(DemaskError, AssertionError):
-    """Two networks that should compute the same outputs do not.
+    """The error for two networks with different outputs; it is an AssertionError, too.
+
+    `verify` raises it, and `to_onnx` and `optimize_onnx` for a file whose outputs differ from those
+    of the network. The message names the output and the size of the difference.
 
     Example:
         >>> import demask, torch
-        >>> a, b = torch.nn.Linear(2, 2).eval(), torch.nn.Linear(2, 2).eval()
         >>> try:
-        ...     demask.verify(a, b, (torch.ones(1, 2),))
+        ...     demask.verify(torch.nn.ReLU(), torch.nn.Tanh(), (torch.ones(1, 2),))
         ... except demask.Mismatch as error:
-        ...     print("different")
-        different
+        ...     print(str(error).partition(":")[0])
+        the networks differ
     """
 
 
@@ -64,15 +81,24 @@ class TableError(DemaskError, ValueError):
 
 
 class NotExportable(DemaskError):
-    """The model cannot be captured as one graph.
+    """The error for a model that cannot be captured or written as one graph.
 
-    op: what stopped the capture. where: "file:line" in the user's code, the module that makes the
-    call, or "unknown". advice: what to change. All three are part of the message.
+    Attributes:
+        op: the operation that cannot be captured, and why, as text.
+        where: "file:line" in the user's code, the name of the module that makes the call, or
+            "unknown".
+        advice: the change to make, as text. The message contains all three attributes.
 
     Example:
-        >>> import demask
-        >>> demask.NotExportable("a branch on values", "model.py:12", "use torch.where").advice
-        'use torch.where'
+        >>> import demask, torch
+        >>> class Branch(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return x if x.sum() > 0 else -x
+        >>> try:
+        ...     demask.demask(Branch(), (torch.ones(3),))
+        ... except demask.NotExportable as error:
+        ...     print(error.advice.partition(";")[0])
+        this line branches on the values of a tensor
     """
 
     def __init__(self, op: str, where: str, advice: str):
@@ -87,14 +113,25 @@ class CaptureDiffers(NotExportable):
 
 
 class NeedsGraph(DemaskError):
-    """The demasked network cannot be an instance of the caller's class: not only shapes changed.
+    """The error of `demask(..., result="class")` where smaller layers alone do not preserve the
+    outputs.
 
-    places: the modules concerned, with what would have to be masked in the same way.
+    The network then needs additional ops, such as a pad, which only a graph module can contain. It
+    can be returned with `result="auto"` or `result="graph"`.
+
+    Attributes:
+        places: a tuple of texts: the reason, then the modules whose outputs keep their shapes, or
+            that have to be masked alike. Default: ().
 
     Example:
-        >>> import demask
-        >>> demask.NeedsGraph("more than shapes changed", ("mask a and b alike",)).places
-        ('mask a and b alike',)
+        >>> import demask, torch
+        >>> net = torch.nn.Linear(4, 3).eval()
+        >>> net.weight.data[:2], net.bias.data[:2] = 0, 0  # outputs 0 and 1 are 0, but not removed
+        >>> try:
+        ...     demask.demask(net, (torch.ones(2, 4),), result="class")
+        ... except demask.NeedsGraph as error:
+        ...     print(error.places[-1])
+        pad at the network
     """
 
     def __init__(self, text: str, places: tuple[str, ...] = ()) -> None:

@@ -1,7 +1,12 @@
-"""The table of ops: how each op's output axes depend on its input axes.
+"""The table of ops: how the output axes of each op depend on its input axes.
 
->>> TABLE["aten.linear.default"].line
-'... i, o i, o -> ... o'
+`TABLE` is the built-in table, a `Table` with one `Entry` per op. `TABLE.extended(...)` returns a
+table with more ops, which `demask.demask(..., table=...)` and the other functions use.
+
+Example:
+    >>> from demask.ops import TABLE
+    >>> TABLE["aten.linear.default"].line
+    '... i, o i, o -> ... o'
 """
 
 import warnings

@@ -15,10 +15,18 @@ from demask.ops.notation import parse
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """The reason why something was not done; `text` is a message for users.
+    """The reason why a rule does not apply to a call, as a value that functions return.
 
-    >>> Declined("no rule for my.op.default").text
-    'no rule for my.op.default'
+    Attributes:
+        text: the reason, a message for users.
+
+    Example:
+        >>> import torch
+        >>> from demask.ops import TABLE, Declined, bind
+        >>> from demask.ops.laws import call_node
+        >>> outcome = bind(call_node(torch.ops.aten.cumsum.default, torch.ones(3), 0), TABLE)
+        >>> isinstance(outcome, Declined), outcome.text
+        (True, 'no rule for aten.cumsum.default')
     """
 
     text: str
@@ -26,16 +34,21 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class SizedLine:
-    """A line with sizes of letters that no single axis determines (groups, split axes).
+    """A line of the op table with the sizes of letters that the shapes of a call do not determine.
+
+    A letter names an axis. In `(g c)` two letters share one axis, of size g * c (groups, split
+    axes): shapes alone do not determine g.
 
     Attributes:
         line: the line, in the notation of `demask.ops.notation`.
-        sizes: sizes by letter, None for dynamic ones.
-        mixes: whether the first operand contains weights that sum to one, and the output is the
-            average of the second operand by them.
+        sizes: number of positions by letter; None for a dynamic size.
+        mixes: whether each output is an average of the second operand, whose weights sum to one and
+            are in the first operand (attention). Default: False.
 
-    >>> SizedLine("n (g c) -> n g c", {"g": 2}).sizes["g"]
-    2
+    Example:
+        >>> from demask.ops import SizedLine
+        >>> SizedLine("n (g c) -> n g c", {"g": 2}).sizes["g"]
+        2
     """
 
     line: str
@@ -49,14 +62,17 @@ Sizes = list["int | fx.Node"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A call of an op for the law tests, with a `Shape` in the place of each tensor.
+    """An example call of an op, with which tests check its `Entry`.
 
     Attributes:
-        args, kwargs: the arguments of the call: a `Shape` for a tensor, other values literally.
+        args, kwargs: the arguments of the call, by position and by name. A `demask.ops.entry.Shape`
+            describes each tensor to draw; all other values are passed unchanged.
 
-    >>> from demask.ops.entry import Shape
-    >>> Case((Shape((2, 3)), Shape((3,), constant=True)), {"alpha": 2}).kwargs
-    {'alpha': 2}
+    Example:
+        >>> from demask.ops import Case
+        >>> from demask.ops.entry import Shape
+        >>> Case((Shape((2, 3)), Shape((3,), constant=True)), {"alpha": 2}).kwargs
+        {'alpha': 2}
     """
 
     args: tuple[Any, ...]
@@ -75,49 +91,62 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The table's facts about one op.
+    """The rules for one op: how its output depends on the axes and values of its operands.
+
+    An operand is a tensor argument; operands are numbered from 0 in the order of the op's schema. A
+    position is an index along an axis. An output is known if it does not depend on the model's
+    inputs.
 
     Attributes:
-        line: the notation (see `notation`), or a function of the node that returns a line, a
-            `SizedLine`, or `Declined` for calls without a rule.
-        zero: operands whose zeros make the output zero: "" none, "any" of them, "first" alone.
-        fill: how the value of a known output is computed: "run" the op on the operands' values;
-            "same" operand `main`'s value, moved; "sum" of products (contractions); "mix" the
-            average of `main` by weights that sum to one and are products of the other operands
-            (attention); "recur" a unit that reads only zeros, itself included, stays 0 (recurrent
-            calls, `stays`); "none" never known.
-        main: the number of the operand, or of the gate of a recurrent call, for `fill`.
-        sized: whether the value of a known output depends on the length of an axis (sum, softmax).
-        pads: whether the op reads positions outside of its input as zeros, so that constants vary
-            at borders; or a function of the node.
-        affine: the operands (scale, shift): where the scale is 0, the output is the shift.
-        stays: of recurrent calls: (b_ih, b_hh) of gate `main`, per unit -> bool per unit, whether a
-            unit whose weights multiply only zeros stays 0.
-        neutral: (value, operands): if one of these operands has this value everywhere, the output
-            is the other operand (times 1, plus 0).
-        args: rebuilds the arguments that are sizes for operands of other sizes: (node, sizes per
-            output axis) -> {argument name: value}.
-        indices: names of arguments that are positions, not data.
-        region: the class of its windows, which determines the input region of an output interval:
-            conv, transposed, adaptive, nearest, exact, linear, cubic (see `regions`).
-        rest: how known positions of the complete axis enter the result: "sum", "mean", "max", "min"
-            of the axis, or the name of the norm ("softmax", "layer", "rms").
-        align: the rows of operands and output must be multiples of this many bytes.
+        line: the axes of operands and outputs in the notation of `demask.ops.notation`, or a
+            function of the `fx.Node` of a call that returns a line, a `SizedLine`, or `Declined`
+            for calls without a rule.
+        zero: which operands make the output zero where they are zero: "any" of them, "first" alone,
+            or "" for none (default).
+        fill: how the value of a known output is computed. "run" (default): by running the op on the
+            operands' values. "same": it is the value of operand `main`, moved. "sum": as a sum of
+            products (contractions). "mix": as an average of operand `main`, by weights that sum to
+            one and are products of the other operands (attention). "recur": a unit of a recurrent
+            layer that reads only zeros stays 0. "none": it is never known.
+        main: number of the operand, or of the gate of a recurrent layer, for `fill`. Default: 0.
+        sized: whether a known output depends on the length of an axis (sum, softmax). Default:
+            False.
+        pads: whether the op reads zeros outside of its input (padding), so that constants have
+            other effects at borders; or a function of the node that returns it. Default: False.
+        affine: numbers of the operands (scale, shift): where the scale is 0, the output is the
+            shift. Default: None.
+        stays: of recurrent layers: a function of the two biases of gate `main`, float [units] each,
+            that returns bool [units]: whether a unit with zero weights stays 0. Default: None.
+        neutral: (value, operand numbers): where one of these operands has this value everywhere,
+            the output is the other operand, as in x * 1 and x + 0. Default: None.
+        args: a function (node, sizes of the output axes) -> {argument name: value}, which rebuilds
+            the arguments that are sizes after axes became smaller. Default: None.
+        indices: names of the arguments that are positions, not data. Default: ().
+        region: class of the op's window, which determines the input interval of an output interval:
+            "conv", "transposed", "adaptive", "nearest", "exact", "linear" or "cubic"; see
+            `demask.ops.regions`. Default: "" (no window).
+        rest: how the known positions of an axis enter a reduction over it: "sum", "mean", "max" or
+            "min", or the name of the norm: "softmax", "layer" or "rms". Default: "".
+        align: number of bytes of which each row of operands and output must be a multiple. Default:
+            1.
         free: whether the output is independent of the values of all inputs (zeros, full_like).
-        total: for which computed operands the output is finite wherever they are, and bounded by a
-            multiple of them: "all", "one" (if one is computed), "first" (if only the first is),
-            "eps" (if the call's eps is positive). Other ops (quotients, powers) are called only
-            with values that the original network computes. "": determined by `fill` and `rest`.
-        range: the output's bounds, from those of the operands (`facts.ranges`): "ends" for ops that
-            are monotonic in each operand on both sides of zero: the op of the bounds and of zero;
-            "about" the same, for ops that round; "hull" for values that move; "sign" for averages
-            and sums; a number, the least value of an op whose output is between it and zero for
-            negative operands, and between zero and the operand for others (silu); a pair, the
-            bounds for all operands. "": determined by `fill` and `rest`.
-        cases: calls for the law tests.
+            Default: False.
+        total: when finite operands result in a finite output. "all": always; "one": if at most one
+            operand depends on the model's inputs; "first": if only the first one does; "eps": if
+            the call's argument eps is positive. Default: "", derived from `fill` and `rest`.
+        range: how bounds of the output follow from those of the operands. "ends": they are the
+            values of the op at these bounds and at 0 (monotonic ops); "about": the same, for ops
+            that round; "hull": they are the bounds of all operands together; "sign": the output has
+            the sign of operand `main` (averages, sums). A number: the output is between it and 0
+            for negative operands, and between 0 and the operand for others (silu). A pair: (least,
+            largest) output. Default: "", derived from `fill` and `rest`.
+        cases: a tuple of `Case`: example calls for tests. Default: ().
 
-    >>> Entry("... i, o i, o -> ... o", fill="sum").reads_padding(None)
-    False
+    Example:
+        >>> from demask.ops import TABLE, Entry
+        >>> table = TABLE.extended({"my::scale": Entry("... i, i -> ... i", zero="any")})
+        >>> table["my.scale.default"].zero, table["my.scale.default"].fill
+        ('any', 'run')
     """
 
     line: str | LineOf
@@ -140,18 +169,25 @@ class Entry:
     cases: tuple[Case, ...] = ()
 
     def reads_padding(self, node: fx.Node) -> bool:
-        """Whether a call reads positions outside of its input, as zeros."""
+        """Whether a call reads zeros outside of its input (padding), a bool.
+
+        Args:
+            node: the call, an `fx.Node` of the op; it is read only if `pads` is a function.
+        """
         return self.pads(node) if callable(self.pads) else self.pads
 
 
 class Table(Mapping[str, Entry]):
-    """An immutable mapping from op names, such as "aten.relu.default", to their `Entry`.
+    """An immutable mapping from names of ops, such as "aten.relu.default", to their `Entry`.
+
+    `table[name]` raises KeyError for an op without an entry; `name in table` and `table.get(name)`
+    test for it.
 
     Args:
-        entries: pairs (op name, `Entry`), each op once. `extended` returns a new table with more.
+        entries: pairs (name of the op with its overload, `Entry`), one per op.
 
     Raises:
-        TableError: two entries of one op, or the line of an entry cannot be parsed.
+        TableError: two entries have the same op, or the line of an entry cannot be parsed.
 
     Example:
         >>> from demask.ops import TABLE, Table
@@ -179,17 +215,21 @@ class Table(Mapping[str, Entry]):
         return len(self._entries)
 
     def extended(self, more: Mapping[str, str | Entry]) -> Table:
-        """This table with more ops: {"my::op": "... -> ..."} or {"my::op": Entry(...)}.
+        """A new table with the ops of this one and more.
 
-        For a line alone the other columns have their defaults: the value of a known output slice is
-        computed by running the op on constants.
+        Args:
+            more: by name of the op, such as "my::op" (overload "default") or "my::op.out": an
+                `Entry`, or only its line. With a line alone, the other attributes of `Entry` have
+                their defaults: the value of an output that no input determines is computed by
+                running the op.
 
         Raises:
-            TableError: a line that cannot be parsed, or an op that has an entry.
+            TableError: a line cannot be parsed, or the table has an entry of the op.
 
-        >>> from demask.ops import TABLE
-        >>> len(TABLE.extended({"my::op": "... -> ..."})) - len(TABLE)
-        1
+        Example:
+            >>> from demask.ops import TABLE
+            >>> len(TABLE.extended({"my::op": "... -> ..."})) - len(TABLE)
+            1
         """
         entries = [(_canonical(k), Entry(v) if isinstance(v, str) else v) for k, v in more.items()]
         return Table([*self._entries.items(), *entries])
@@ -202,11 +242,17 @@ def _canonical(name: str) -> str:
 
 
 def op_name(target: Any) -> str:
-    """The name of a call target in the table: of an op with its overload, of a Python function.
+    """The name of a call's target as in the table, a str such as "aten.relu.default".
 
-    >>> import torch
-    >>> op_name(torch.ops.aten.relu.default)
-    'aten.relu.default'
+    Args:
+        target: the `target` of an `fx.Node`: an op with its overload, or a Python function, whose
+            name is "module.function".
+
+    Example:
+        >>> import operator, torch
+        >>> from demask.ops import op_name
+        >>> op_name(torch.ops.aten.relu.default), op_name(operator.getitem)
+        ('aten.relu.default', '_operator.getitem')
     """
     if isinstance(target, OpOverload):
         return str(target)

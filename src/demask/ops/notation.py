@@ -34,14 +34,24 @@ _LETTER = re.compile(r"([!~@^]?)([a-z]\w*)")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A parsed line.
+    """A parsed line of the op table: the axes of an op's operands and outputs.
+
+    `parse` returns it. An axis is a tuple of letters (strings); several letters share one axis in
+    row-major order, and () is an axis of size one.
 
     Attributes:
-        ins, outs: the axes of each input and output; an axis is a tuple of letters, major first.
-        window, complete, moved, back: the letters with the mark `~`, `!`, `@`, `^`.
+        ins, outs: the axes of each operand and of each output, a tuple of axes each.
+        window: letters of axes along which a window slides (mark `~`), a frozenset of strings. "h"
+            is "h<0" in operand 0 and "h>0" in output 0, since the two axes have different sizes.
+        complete: letters of axes over which the op normalizes (mark `!`).
+        moved: letters of axes whose positions the op moves (mark `@`), named as in `window`.
+        back: letters along which a call reads its own output of the previous step (mark `^`).
 
-    >>> parse("... ~h, i -> ... ~h").window == {"h<0", "h>0"}
-    True
+    Example:
+        >>> from demask.ops import parse
+        >>> line = parse("... ~h, i -> ... ~h")
+        >>> line.ins, sorted(line.window)
+        (((('...',), ('h<0',)), (('i',),)), ['h<0', 'h>0'])
     """
 
     ins: tuple[Axes, ...]
@@ -54,13 +64,19 @@ class Line:
 
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> Line:
-    """The parsed line.
+    """The `Line` of a text in the notation of `demask.ops.notation`.
+
+    Args:
+        text: operands and outputs, such as "... i, o i -> ... o" for a matrix product. Commas
+            separate operands, spaces separate axes, and a letter names an axis.
 
     Raises:
-        TableError: a line that cannot be parsed; the message names the offending text.
+        TableError: the text is not in the notation; the message quotes the part that is wrong.
 
-    >>> parse("... i, o i -> ... o").outs
-    ((('...',), ('o',)),)
+    Example:
+        >>> from demask.ops import parse
+        >>> parse("... i, o i -> ... o").outs
+        ((('...',), ('o',)),)
     """
     left, arrow, right = text.partition("->")
     if not arrow:

@@ -22,22 +22,42 @@ _BOUNDED = ("sum", "mean", "max", "min", "softmax")
 
 @dataclass(frozen=True)
 class Relation:
-    """An entry bound to one call: how the call's outputs depend on its operands.
+    """The dependence of one call's outputs on its operands: an `Entry` with the shapes of the call.
+
+    `bind` returns it. A letter (string) names an axis, as in `Line`; broadcast axes (`...`) have
+    the letters "_0", "_1", ... from the last axis to the first. Operands and outputs are numbered
+    from 0.
 
     Attributes:
-        node, entry: the call, and the table's entry for its op.
-        operands: the tensor operands, in the order of the schema.
-        ins, outs: the letters of each axis of each operand and output.
-        size: the size of each letter; None for dynamic ones.
-        moves: per output, the index maps of the moved axes that have one, by letter.
-        window, complete, moved, back: the letters with the marks `~`, `!`, `@`, `^`.
+        node: the call, an `fx.Node`.
+        entry: the table's `Entry` for the op of the call.
+        operands: the tensor arguments, in the order of the op's schema; each has `name` (of the
+            argument), `index` (in an argument that is a list, else None) and `value` (the `fx.Node`
+            that computes it, or a number).
+        ins, outs: the axes of each operand and of each output. An axis is a tuple of letters; () is
+            an axis of size one, which broadcasts.
+        size: number of positions by letter; None for a dynamic size.
+        moves: per output, the index maps of moved axes, by letter: for each output position, the
+            operand and the position that it is copied from. {} where sizes are dynamic.
+        window, complete, moved, back: letters of the axes with the marks `~`, `!`, `@` and `^`, a
+            frozenset each; see `Line`.
+        contracted: letters that are summed over: in two operands or more, and in no output.
+        factors: numbers of the operands that are multiplied; the others are added to the sum. (0,
+            1) for a depthwise convolution, which sums over its window only.
+        mixed: letters along which an output position may depend on several positions of an operand.
+        looped: letters along which a position depends on all others through earlier steps
+            (recurrent layers).
 
-    >>> import torch
-    >>> from demask.ops import TABLE, bind
-    >>> from demask.ops.laws import call_node
-    >>> linear = call_node(torch.ops.aten.linear.default, torch.ones(5, 3), torch.ones(2, 3))
-    >>> bind(linear, TABLE).size["i"], sorted(bind(linear, TABLE).contracted)
-    (3, ['i'])
+    Example:
+        >>> import torch
+        >>> from demask.ops import TABLE, bind
+        >>> from demask.ops.laws import call_node
+        >>> linear = call_node(torch.ops.aten.linear.default, torch.ones(5, 3), torch.ones(2, 3))
+        >>> relation = bind(linear, TABLE)
+        >>> relation.ins, relation.outs
+        (((('_0',), ('i',)), (('o',), ('i',))), ((('_0',), ('o',)),))
+        >>> relation.size["i"], sorted(relation.contracted)
+        (3, ['i'])
     """
 
     node: fx.Node
@@ -53,7 +73,11 @@ class Relation:
     back: frozenset[str] = frozenset()
 
     def letters(self, axes: Axes) -> frozenset[str]:
-        """The letters of some axes."""
+        """The letters in some axes, a frozenset of strings.
+
+        Args:
+            axes: axes as in `ins[k]` or `outs[k]`: a tuple of tuples of letters.
+        """
         return frozenset(letter for axis in axes for letter in axis)
 
     @cached_property
@@ -70,7 +94,7 @@ class Relation:
 
     @cached_property
     def factors(self) -> tuple[int, ...]:
-        """The numbers of the operands that are multiplied; the others are added to the sum.
+        """Numbers of the operands that are multiplied; the others are added to the sum.
 
         A depthwise convolution sums over its window alone: its factors are the first two operands.
         """
@@ -79,7 +103,7 @@ class Relation:
 
     @property
     def total(self) -> bool:
-        """Whether the output is finite for all finite values of the computed operands."""
+        """Whether finite values of the operands that are no constants result in a finite output."""
         nodes = [o.value if isinstance(o.value, fx.Node) else None for o in self.operands]
         computed = [k for k, node in enumerate(nodes) if node is not None and node.op != "get_attr"]
         entry = self.entry
@@ -102,12 +126,15 @@ class Relation:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether it is a contraction with composite axes: its groups may retain unequal counts."""
+        """Whether the call is a sum of products with groups: several letters share an axis.
+
+        Each group may then retain another number of positions.
+        """
         return self.entry.fill == "sum" and any(len(a) > 1 for axes in self.ins for a in axes)
 
     @property
     def selectors(self) -> tuple[int, ...]:
-        """The numbers of the operands that only select weights at run time."""
+        """Numbers of the operands that only select weights at run time, a tuple of ints."""
         output_letters = self.letters(tuple(axis for axes in self.outs for axis in axes))
         letters = [self.letters(axes) for axes in self.ins]
         return tuple(k for k, a in enumerate(letters) if a and a <= self.complete - output_letters)
@@ -126,20 +153,26 @@ class Relation:
 
 
 def bind(node: fx.Node, table: Table) -> Relation | Declined:
-    """The relation of a call; Declined with a reason if the table has no rule for the call.
+    """The `Relation` of a call, or `Declined` with a reason if the table has no rule for the call.
 
     Args:
-        node: a call of an op, with fake values in `meta["val"]` of the node and its operands.
-        table: the table of ops.
+        node: a call of an op, an `fx.Node`. Its `meta["val"]`, and those of its operands, are
+            tensors (fake ones suffice) with the shapes and dtypes of the call.
+        table: the table of ops, such as `demask.ops.TABLE`.
 
     Raises:
-        TableError: the entry's line does not fit the call.
+        TableError: the line of the entry does not fit the number of operands, their ranks or their
+            sizes.
 
-    >>> import torch
-    >>> from demask.ops import TABLE
-    >>> from demask.ops.laws import call_node
-    >>> bind(call_node(torch.ops.aten.cumsum.default, torch.ones(3), 0), TABLE)
-    Declined(text='no rule for aten.cumsum.default')
+    Example:
+        >>> import torch
+        >>> from demask.ops import TABLE, bind
+        >>> from demask.ops.laws import call_node
+        >>> relu = call_node(torch.ops.aten.relu.default, torch.ones(5, 3))
+        >>> bind(relu, TABLE).outs
+        ((('_1',), ('_0',)),)
+        >>> bind(call_node(torch.ops.aten.cumsum.default, torch.ones(3), 0), TABLE)
+        Declined(text='no rule for aten.cumsum.default')
     """
     name = op_name(node.target)
     entry = table.get(name)

@@ -18,30 +18,36 @@ from demask.report.values import Decline, ReportValues
 
 @dataclass(frozen=True, slots=True)
 class Report(ReportValues):
-    """What `demask.demask` or `demask.optimize` did to one network; `print` shows it as tables.
+    """The sizes of a network before and after demasking, and the reasons for what was not removed.
+
+    The result of `report`; `print` shows it as tables.
 
     Attributes:
-        before, after: parameters (elements of floating tensors; masks are none), MACs of one call
-            on the captured example (a dynamic batch of one is captured as two), bytes of all
-            tensors.
-        removed: parameters removed per module, most first.
-        scatters: number of ops that only restore shapes, by effect; every effect is present.
-        declined: what was not removed and why, most slices first.
-        notes: further remarks (dynamic dimensions, rules that were used).
-        speed: of `demask.optimize`: seconds of the original and of the result, measured in turns.
-        decisions: of `demask.optimize`: the choice for each piece, and the seconds of all others.
-        densities: of sparse layers, the share of weights that is stored.
-        form: "class" where the result has the class of the original, else "graph".
-        graph_reasons: where and why parts of the result are graphs.
-        zeros: where nothing was removed for no known reason, slices of zeros by tensor.
+        before, after: sizes of the original and of the result, each with `parameters` (elements of
+            floating-point tensors, without masks), `macs` (multiply-adds of one call on the example
+            inputs; a dynamic batch of 1 counts as 2) and `bytes` (of all tensors).
+        removed: removed parameters by module name, largest first.
+        scatters: number of ops in the result that only restore shapes, by kind: "scatter",
+            "scatter-add", "gather", "slice", "pad", "border map" (constants near padded borders).
+        declined: a tuple of `Decline`: slices of zeros that were not removed, and why, most first.
+        notes: further remarks as texts, such as the dynamic dimensions.
+        speed: timings of `demask.optimize`; None without them. Its first field has the seconds of a
+            call of the original, `result` those of the result (median, 10 % and 90 % quantile);
+            `ratio`: median of the original / median of the result; `least`: lower 95 % bound of the
+            ratio; `pairs`: number of rounds; `threads`; `machine`: its description.
+        decisions: of `demask.optimize`, one per part of the network: `place` (the part), `chosen`
+            (the implementation) and `seconds` by implementation. Default: ().
+        densities: stored share of the weights, from 0 to 1, by name of the sparse layer.
+        form: "class" if the result has the class of the original, "graph" if it is a graph module.
+        graph_reasons: texts that say which parts of the result are graph modules, and why.
+        zeros: if nothing was removed: number of rows and columns of zeros, by tensor name; else {}.
 
     Example:
         >>> import demask, torch
         >>> from torch import nn
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> with torch.no_grad():
-        ...     _ = model[0].weight[:6].zero_(), model[0].bias[:6].zero_()
-        >>> report = demask.report(demask.demask(model.eval(), (torch.ones(1, 4),)))
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+        >>> model[0].weight.data[:6], model[0].bias.data[:6] = 0, 0  # six units are always zero
+        >>> report = demask.report(demask.demask(model, (torch.ones(1, 4),)))
         >>> report.before.parameters, report.after.parameters, dict(report.removed)
         (58, 16, {'0': 30, '2': 12})
     """
@@ -50,26 +56,33 @@ class Report(ReportValues):
         return render(self)
 
     def to_html(self, path: str | Path) -> None:
-        """Write the report to `path` as one page that needs no other file; whole or not at all."""
+        """Write the report as one HTML page, which refers to no other file.
+
+        Args:
+            path: name of the file. An existing file is replaced; after an error it is unchanged.
+
+        Raises:
+            BadInput: the file cannot be written.
+        """
         write_page(self, Path(path))
 
 
 @public
 def report(slim: nn.Module) -> Report:
-    """A `Report` of what was removed from a network that a function of demask returned.
+    """The `Report` on a network that a function of demask returned.
 
     Args:
-        slim: the network; it is not changed.
+        slim: a network with the attribute `demasked`, such as the result of `demask.demask` or
+            `demask.optimize`. It is not changed.
 
     Raises:
-        BadInput: `slim` is any other module.
+        BadInput: `slim` has no attribute `demasked`.
 
     Example:
         >>> import demask, torch
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
-        >>> with torch.no_grad():  # six of eight hidden units are always zero
-        ...     _ = model[0].weight[:6].zero_(), model[0].bias[:6].zero_()
+        >>> model[0].weight.data[:6], model[0].bias.data[:6] = 0, 0  # six units are always zero
         >>> slim = demask.demask(model, (torch.ones(2, 4),))
         >>> print(demask.report(slim).summary)
         58 -> 16 parameters, 96 -> 24 MACs

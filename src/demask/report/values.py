@@ -13,21 +13,21 @@ NOTHING = "nothing left to remove"
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """One reason why zero slices (zero rows or columns of weights) stayed in the network.
+    """One reason why slices of zeros (rows or columns of weights) were not removed.
 
     Attributes:
         text: the reason.
-        slices: how many slices the reason is about.
-        places: names of the modules, or of graph nodes outside of modules.
+        slices: number of slices that the reason concerns.
+        places: names of the modules with these slices; for calls outside of modules, names of graph
+            nodes.
 
     Example:
         >>> import demask, torch
         >>> net = torch.nn.Linear(4, 3).eval()
-        >>> with torch.no_grad():
-        ...     _ = net.weight[:2].zero_(), net.bias[:2].zero_()
-        >>> declined = demask.report(demask.demask(net, (torch.ones(1, 4),))).declined
-        >>> [decline.text for decline in declined]
-        ["the model's output keeps its shape"]
+        >>> net.weight.data[:2], net.bias.data[:2] = 0, 0  # outputs 0 and 1 are always zero
+        >>> decline = demask.report(demask.demask(net, (torch.ones(1, 4),))).declined[0]
+        >>> decline.text, decline.places
+        ("the model's output keeps its shape", ('linear',))
     """
 
     text: str
@@ -54,21 +54,23 @@ class ReportValues:
 
     @property
     def nothing_removed(self) -> bool:
-        """Whether the result has as many parameters and MACs as the original."""
+        """Whether the result has at least as many parameters and MACs as the original, a bool."""
         same_work = self.after.macs >= self.before.macs
         return self.after.parameters >= self.before.parameters and same_work
 
     @property
     def added(self) -> int:
-        """Parameters of the result that no module of the original had: border maps, packed
-        weights, shifts. `before.parameters` - `after.parameters` is the sum of `removed` less
-        these."""
+        """Number of parameters of the result that the original does not have, at least 0.
+
+        Examples are packed weights and border maps (the effect of constants near padded borders).
+        The sum of `removed` less this number is `before.parameters` - `after.parameters`.
+        """
         gone = self.before.parameters - self.after.parameters
         return max(0, sum(self.removed.values()) - gone)
 
     @property
     def summary(self) -> str:
-        """One line: the sizes before and after; where nothing was removed, why."""
+        """One line of text: the sizes before and after, or why nothing was removed."""
         if any(row.place == WHOLE and row.chosen == GIVEN for row in self.decisions):
             return "nothing removed: the original is returned, no candidate is faster"
         if self.nothing_removed and self.declined:
@@ -83,7 +85,11 @@ class ReportValues:
         return f"{parameters}, {self.before.macs:,} -> {self.after.macs:,} MACs"
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain dictionaries, lists, strings and integers, ready for JSON."""
+        """The report in JSON types: a dict with one key per attribute.
+
+        It has two keys more: `summary` and `nothing_removed`. Times of candidates that did not run
+        are None.
+        """
         return {
             "summary": self.summary,
             "nothing_removed": self.nothing_removed,

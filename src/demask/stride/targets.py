@@ -60,27 +60,31 @@ def _check_known(what: str, values: Any, names: Any, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The description of an accelerator for `lower`: the ops that it has, and their limits.
+    """The ops of an accelerator without strided convolutions, and their limits, for `lower`.
 
-    Args:
-        name: for messages.
-        ops: of "max_pool", "avg_pool", "sum_pool", "select", "multiply", "relu", "add", "slice",
-            "pad", "space_to_depth", "rotate", "crop" and "dilation", a frozenset; `targets.OPS`
-            explains them.
-        conv_stride: largest stride of convolutions; default 1.
-        pool_size, pool_stride: largest window and stride of pools; default: no limit.
-        pool_windows: "stride" if windows must be as large as their stride; default "any".
-        pool_ceil: whether the last window may reach beyond the value; default True.
-        finite: whether no value is Inf or NaN, so that 0 * x is 0; default False.
-        largest: upper bound of absolute values; default: none.
-        mask: the factor a of the two masks a and 1 / a; default 2.
-        forms: forms to use, in order of preference: the first exact one is taken. By default all,
-            and the cheapest exact one is taken.
-        forbidden: of "max_pool" and "avg_pool": ops that no network on the target may contain;
-            default none.
+    Attributes:
+        name: name for messages, a str.
+        ops: a frozenset of names of ops: "max_pool", "avg_pool", "sum_pool", "select", "multiply",
+            "relu", "add", "slice", "pad", "space_to_depth", "rotate", "crop" and "dilation";
+            `demask.stride.targets.OPS` describes them. Convolutions are always allowed.
+        conv_stride: largest stride of convolutions in positions, an int of at least 1. Default: 1.
+        pool_size, pool_stride: largest window and largest stride of pools in positions, along each
+            axis. Default: no limit.
+        pool_windows: "any" (default), or "stride" if each window must be as large as its stride.
+        pool_ceil: whether the last window may extend beyond the input (`ceil_mode`). Default: True.
+        finite: whether no value is Inf or NaN, so that 0 * x is 0. Default: False.
+        largest: upper bound of absolute values, above 0. Default: no bound.
+        mask: the factor a of the form "two_masks", which multiplies by a and later by 1 / a; above
+            0. Default: 2.
+        forms: names of forms (ways to write a convolution without its stride) in order of
+            preference: the first exact one is used. Default: (), which uses the exact one of the
+            least cost.
+        forbidden: of "max_pool" and "avg_pool", those that no network on the target may contain.
+            Default: ().
 
     Raises:
-        BadInput: a name is unknown, or a number out of range.
+        BadInput: a name of an op or window is unknown, or a number is out of range. `lower` raises
+            it for an unknown name of a form.
 
     Example:
         >>> import torch

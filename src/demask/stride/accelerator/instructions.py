@@ -54,22 +54,24 @@ def instructions(
     machine: Machine | None = None,
     table: Table = TABLE,
 ) -> Instructions:
-    """The instruction list of `model(*args, **kwargs)` in eval mode, for the sizes of the example.
+    """The `Instructions` that compute `model(*args, **kwargs)` in eval mode on an accelerator.
 
-    Batch norms are folded into weights, and strided convolutions are lowered
-    (`demask.stride.lower`).
+    They are for the sizes of the example inputs. Batch norms are folded into weights, and strided
+    convolutions are replaced as by `demask.stride.lower`. `model` is not changed.
 
     Args:
-        model: the network; it computes in float32.
-        args, kwargs: example inputs.
-        target: the ops that may replace strided convolutions: a name, the path of a file or a
-            `Target`, as for `demask.stride.lower`; default "matrix_unit".
-        machine: sizes of units and buffers; default `Machine()`.
-        table: the op table, as for `demask.demask`.
+        model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`; all numbers are
+            float32.
+        args, kwargs: example inputs by position, a tuple, and by name.
+        target: the ops that may replace strided convolutions: name of a built-in target, path of a
+            TOML file, or a `Target`. Default: "matrix_unit".
+        machine: sizes and speeds of the accelerator. Default: `Machine()`.
+        table: the table of ops. Default: `demask.ops.TABLE`.
 
     Raises:
-        BadInput: the machine lacks an op, a strided convolution has no exact form, a number is
-            not float32, or a buffer is too small. The message names the nodes.
+        BadInput: the accelerator lacks an op of the network, a value is not float32, a size is
+            dynamic, a buffer is too small, or the target is not valid. The message names the nodes.
+        NoSoundForm: a strided convolution has no exact form in the target's ops.
         NotExportable: the model cannot be captured.
 
     Example:
@@ -77,7 +79,7 @@ def instructions(
         >>> from demask.stride import instructions
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
         >>> listing = instructions(net, (torch.ones(1, 4),))
-        >>> [row.op for row in listing.instructions]
+        >>> [step.op for step in listing.instructions]
         ['load', 'load', 'load', 'product', 'add', 'relu', 'store']
         >>> torch.equal(listing.run(torch.ones(1, 4)), net(torch.ones(1, 4)))
         True
@@ -99,25 +101,28 @@ def listed(program: Program, machine: Machine, notes: tuple[str, ...] = ()) -> I
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instructions:
-    """The instructions with which an accelerator loads a network's weights and runs it once.
+    """The steps with which an accelerator loads a network's weights and computes its outputs once.
 
-    The result of `instructions`; `print` shows the list. `run` computes it with an interpreter.
+    `demask.stride.instructions` returns it; `print` shows the steps and their cost. All tensors are
+    float32 and in row-major order.
 
     Attributes:
-        machine: the `Machine` that it is for.
-        inputs, outputs: names and shapes, in the network's order.
-        weights: tensors on the host, by name.
-        instructions: the steps, in order, each with `op`, `reads`, `writes` and `settings`.
-        sizes: used bytes by buffer ("weights", "activations").
-        notes: how strides were replaced.
-        counts: cycles by unit, multiply-adds, bytes and transfers.
+        machine: the `Machine` for which addresses are assigned and cycles are counted.
+        inputs, outputs: a tuple of pairs (name, shape), in the network's order.
+        weights: tensors on the host by name, float32.
+        instructions: the steps in order, a tuple. Each has `op` (a str), `reads` (a tuple of
+            operands), `writes` (the result) and `settings` (numbers by name, such as the kernel
+            size). Operands have `value` (the name), `buffer` ("host", "weights" or "activations"),
+            `address` (of the first byte) and `shape`.
+        sizes: used bytes by buffer: "weights" and "activations".
+        notes: texts that say how strided convolutions were replaced. Default: ().
 
     Example:
         >>> import demask, torch
         >>> model, x = torch.nn.Conv2d(1, 2, 3).eval(), torch.ones(1, 1, 8, 8)
-        >>> listed = demask.stride.instructions(model, (x,))
-        >>> torch.allclose(listed.run(x), model(x), atol=1e-6)
-        True
+        >>> listing = demask.stride.instructions(model, (x,))
+        >>> torch.allclose(listing.run(x), model(x), atol=1e-6), listing.counts.macs
+        (True, 648)
     """
 
     machine: Machine
@@ -129,13 +134,14 @@ class Instructions:
     notes: tuple[str, ...] = ()
 
     def run(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The network's outputs, computed by the reference interpreter: one tensor, or a tuple.
+        """The network's outputs, computed step by step on the CPU: one float32 tensor, or a tuple.
 
         Args:
-            inputs: float32 tensors of the example's shapes; keyword arguments follow the others.
+            inputs: float32 tensors with the names and shapes of `inputs`, in this order: those of
+                `args`, then those of `kwargs`.
 
         Raises:
-            BadInput: inputs have other shapes or dtypes, or an instruction reads a value that is
+            BadInput: an input has another shape or dtype, or an instruction reads a value that is
                 not in memory.
         """
         _check_inputs(inputs, self.inputs)
@@ -148,7 +154,14 @@ class Instructions:
 
     @property
     def counts(self) -> Counts:
-        """Cycles by unit, multiply-adds, bytes by buffer, transfers between host and device."""
+        """The cost of one run and of loading the weights.
+
+        `cycles` and `instructions`: numbers by unit ("dma", "matrix", "vector", "pool", "move").
+        `total`: cycles of a run, without `loading`, the cycles that load the weights once. `macs`:
+        multiply-adds of the matrix unit. `read`, `written`: bytes by buffer. `transfers`,
+        `transferred`: number and bytes of the transfers between host and device, by "weights",
+        "inputs" and "outputs".
+        """
         return count_work((unit, row, work) for unit, row, work in self._works())
 
     def _works(self) -> Iterator[tuple[str, Instruction, InstructionWork]]:
@@ -156,13 +169,23 @@ class Instructions:
             yield unit_of(row.op), row, work_of(row, self.machine)
 
     def to_dict(self) -> dict[str, Any]:
-        """The list in JSON types, weights as base64 text."""
+        """The instructions as a dict of JSON types; `from_dict` is the inverse.
+
+        Weights are base64 text of their little-endian float32 bytes.
+        """
         return stored.encode(self.machine, self.inputs, self.outputs, self.weights,
                               self.instructions, self.sizes, self.notes)  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Any) -> Instructions:
-        """The list that to_dict() returned. Raises BadInput if it is damaged or cannot run."""
+        """The `Instructions` in a dict that `to_dict` returned, also after it was stored as JSON.
+
+        Args:
+            data: the dict.
+
+        Raises:
+            BadInput: `data` is damaged, or the instructions cannot run on their machine.
+        """
         return cls(**stored.decode(data))
 
     def __str__(self) -> str:

@@ -26,25 +26,27 @@ Setting = int | float | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The sizes and speeds of an accelerator for which `instructions` lists and counts the work.
+    """The sizes and speeds of an accelerator with a matrix unit, for which `instructions` counts
+    cycles.
 
-    Args:
-        rows, columns: of the matrix unit, which computes `rows * columns` multiply-adds per cycle;
-            default 128 each.
-        lanes, pool_lanes: elements per cycle of the vector unit and of the pooling unit; default
+    Attributes:
+        rows, columns: size of the matrix unit, a systolic array of rows * columns multiply-adds per
+            cycle. Default: 128 each.
+        lanes, pool_lanes: elements per cycle of the vector unit and of the pooling unit. Default:
             128 each.
-        move_bytes, host_bytes: bytes per cycle within the activations buffer, and to or from the
-            host; default 512 and 64.
-        weight_bytes, activation_bytes: sizes of the buffers in bytes; default 8 GiB and 24 MiB.
+        move_bytes, host_bytes: bytes per cycle within the activations buffer, and between host and
+            device. Default: 512 and 64.
+        weight_bytes, activation_bytes: sizes of the two buffers in bytes. Default: 8 GiB and 24
+            MiB.
 
-    Cycles of an instruction (units do not overlap):
-    matrix: for M positions, K terms each, N channels, in G groups: per tile of weights max(M,
-        rows), since the next tile is loaded while data stream through this one; plus rows + columns
-        to fill and drain. Tiles: ceil(K / rows) * ceil(N / columns) per group; several groups share
-        a tile if they fit on its diagonal.
-    vector: written elements / lanes, for every function.
-    pool: written elements / pool_lanes, times the elements of a window that are in the image.
-    move, dma: bytes / bytes per cycle.
+    Cycles of an instruction, rounded up; units do not overlap:
+        matrix: see `matrix`.
+        vector: elements of the result / lanes, for every function.
+        pool: elements of the result / pool_lanes, times the elements of a window inside the image.
+        move, dma: bytes / move_bytes, and bytes / host_bytes.
+
+    Source: US patent 9,721,203; Jouppi et al. 2017, "In-datacenter performance analysis of a tensor
+    processing unit".
 
     Raises:
         BadInput: a field is not an integer from 1 to 2^48 - 1.
@@ -74,7 +76,21 @@ class Machine:
                 raise BadInput(f"machine: {name} is {value!r:.40}; expected a positive integer")
 
     def matrix(self, positions: int, terms: int, channels: int, groups: int) -> int:
-        """Cycles of `groups` products of (positions, terms) by (terms, channels)."""
+        """Cycles of `groups` matrix products of shapes (positions, terms) and (terms, channels), an
+        int.
+
+        A tile is the part of the weights that the matrix unit stores at a time. Cycles: tiles *
+        max(positions, rows), as the next tile is loaded while data stream through the current one,
+        plus rows + columns to fill and drain the unit. A group has ceil(terms / rows) *
+        ceil(channels / columns) tiles; several groups share one tile if they fit on its diagonal.
+
+        Args:
+            positions: output positions of all batch elements, or rows of the input of a linear
+                layer.
+            terms: products per output element: input channels per group * kernel elements.
+            channels: output channels per group.
+            groups: number of groups of the convolution; 1 for none.
+        """
         groups_per_tile = max(1, min(self.rows // max(terms, 1), self.columns // max(channels, 1)))
         tiles = (
             _ceil_div(terms, self.rows)

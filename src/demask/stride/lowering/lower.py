@@ -49,10 +49,14 @@ DILATION = "dilation"  # the form that also rewrites the calls after the convolu
 
 
 class NoSoundForm(BadInput):
-    """The error where a strided convolution cannot be computed exactly with the ops of a target.
+    """The error for a strided convolution that the ops of a target cannot compute exactly.
+
+    It is a `demask.BadInput` and a ValueError, too. `lower` and `instructions` raise it.
 
     Attributes:
-        reasons: by form (a way to write the convolution without its stride), why it cannot be used.
+        reasons: dict from the name of each form (a way to write the convolution without its stride)
+            to the reason why it cannot be used. {} where no form was tried, such as for dynamic
+            sizes.
 
     Example:
         >>> import demask, torch
@@ -61,8 +65,8 @@ class NoSoundForm(BadInput):
         >>> try:
         ...     demask.stride.lower(model, (torch.ones(1, 1, 8, 8),), target=bare)
         ... except demask.stride.NoSoundForm as error:
-        ...     print(sorted(error.reasons)[0])
-        dilation
+        ...     print(error.reasons["slice"])
+        the target has no slice
     """
 
     def __init__(self, text: str, reasons: Mapping[str, str]):
@@ -105,19 +109,30 @@ def lower(
     dynamic_shapes: Any = None,
     table: Table = TABLE,
 ) -> Demasked:
-    """The same network without strided convolutions, for accelerators that have none.
+    """A network with the outputs of `model` in eval mode, without strided convolutions.
 
-    `result.demasked.notes` report what each convolution became, why, and which forms were refused.
+    It is for accelerators that have convolutions of stride 1 only. Each strided convolution is
+    replaced by the form (a way to write it in the target's ops) with the fewest multiply-adds.
+    Outputs are equal up to rounding. `model` is not changed.
 
     Args:
-        model, args, kwargs, dynamic_shapes, table: as for `demask.demask`; spatial sizes must be
-            static.
-        target: name of a built-in target (`demask.stride.TARGETS`), a TOML file, or a `Target`.
+        model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`.
+        args, kwargs: example inputs by position, a tuple, and by name.
+        target: name of a built-in target (see `demask.stride.TARGETS`), path of a TOML file, or a
+            `Target`. Default: "max_pool".
+        dynamic_shapes: sizes that may vary between calls, as for `demask.demask`. Default: the
+            batch, where torch.export proves that it can. Spatial sizes must be static.
+        table: the table of ops. Default: `demask.ops.TABLE`.
+
+    Returns:
+        A graph module. Its `demasked.notes` are texts: the form of each convolution, the reason,
+        and the forms that cannot be used.
 
     Raises:
-        NoSoundForm: a convolution has no exact form in the target's ops. The message has the reason
-            of every form.
-        BadInput: the target cannot be read, or the network contains an op that it forbids.
+        NoSoundForm: no form of a convolution is exact on the target, or its spatial sizes are
+            dynamic. The message has the reason of every form.
+        BadInput: the target is unknown or its file is not valid; the network contains an op that
+            the target forbids; or the model does not run on the example inputs.
         NotExportable: the model cannot be captured.
 
     Example:

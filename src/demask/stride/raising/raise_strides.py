@@ -43,18 +43,27 @@ def raise_strides(
     dynamic_shapes: Any = None,
     table: Table = TABLE,
 ) -> Demasked:
-    """The same network with subsampling moved into the strides of convolutions, which is less work.
+    """A network with the outputs of `model` in eval mode and larger strides, which does less work.
 
-    The inverse of `lower`. A slice, a pool of single positions, or a mask and a pool after a
-    convolution, also after pointwise calls, norms, joins and sums, becomes the convolution's
-    stride. A depthwise convolution that computes means, and whose weights are not parameters,
-    becomes an average pool.
+    The inverse of `lower`. Ops that select every s-th position after a convolution (a slice, a pool
+    with windows of size 1, a mask before a pool) become the stride of the convolution. Pointwise
+    ops, norms and sums of branches may be between the two. A depthwise convolution that
+    computes means becomes an average pool if its weights are no parameters. Outputs are equal up to
+    rounding. `model` is not changed.
 
     Args:
-        model, args, kwargs, dynamic_shapes, table: as for `demask.demask`. Axes with dynamic sizes
-            do not change.
+        model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`.
+        args, kwargs: example inputs by position, a tuple, and by name.
+        dynamic_shapes: sizes that may vary between calls, as for `demask.demask`. Default: the
+            batch, where torch.export proves that it can. Strides along axes of dynamic size do not
+            change.
+        table: the table of ops. Default: `demask.ops.TABLE`.
+
+    Returns:
+        A graph module. Its `demasked.notes` are texts: the stride of each strided convolution.
 
     Raises:
+        BadInput: the model does not run on the example inputs.
         NotExportable: the model cannot be captured.
 
     Example:
@@ -64,10 +73,8 @@ def raise_strides(
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(1, 2)).eval()
         >>> x = torch.randn(1, 3, 32, 32)
         >>> fast = raise_strides(net, (x,))
-        >>> fast.get_submodule("0").stride
-        (2, 2)
-        >>> torch.allclose(fast(x), net(x), atol=1e-6)
-        True
+        >>> fast.get_submodule("0").stride, torch.allclose(fast(x), net(x), atol=1e-6)
+        ((2, 2), True)
     """
     rest = {"dynamic_shapes": dynamic_shapes, "table": table}
     if (elsewhere := run_through_cpu(raise_strides, model, args, kwargs, **rest)) is not None:
