@@ -1,4 +1,17 @@
-"""demask: pruned and masked neural networks, actually smaller and faster, computing the same."""
+"""demask: pruned and masked neural networks, actually smaller and faster, computing the same.
+
+`demask` removes pruned weights, `optimize` finds the fastest implementation, `verify` compares two
+networks, and `report` lists what was removed. `save`, `load`, `to_onnx`, `from_onnx` and `to_pt2`
+write and read files; `resize` loads tensors of a demasked network into its original class.
+
+Example:
+    >>> import demask, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> net[0].weight.data[:5] = 0  # outputs 0 to 4 are constants
+    >>> slim = demask.demask(net, (torch.ones(1, 4),))
+    >>> demask.verify(net, slim).ok, slim.get_parameter("0.weight").shape
+    (True, torch.Size([3, 4]))
+"""
 
 import sys
 from importlib import import_module

@@ -29,21 +29,22 @@ Numbers = Mapping[str, Mapping[str, Any]]
 def resize(
     model: nn.Module, state_dict: Mapping[str, Tensor], numbers: Numbers | None = None
 ) -> nn.Module:
-    """A copy of `model` with the tensors of a demasked network of its class, of any smaller shapes.
+    """A copy of `model` with the tensors of a demasked network, whose layers may be smaller.
 
-    Sizes of torch's layers and the config of transformers' models are updated.
+    Sizes of torch's layers and configs of transformers' models are updated. `model` is not changed.
 
     Args:
-        model: an instance of the class, as large as the network that was demasked.
-        state_dict: the state dict of a network that `demask.demask` returned in the model's own
-            class, from `state_dict()` or a safetensors file.
-        numbers: per path of a module, the attributes that its code reads and that do not follow
-            from shapes, such as `{"layers.0.attention": {"num_heads": 2}}`. Those that demasking
-            changed are in `slim.demasked.numbers`. Default: derived from the shapes.
+        model: an instance of the network's class, with the sizes before the network was demasked.
+        state_dict: tensors by name, from `state_dict()` of a network that `demask.demask` returned
+            in the model's own class, or from a safetensors file. They are copied.
+        numbers: by name of a module, new values of attributes that the module's code reads and that
+            layers do not have, such as {"layers.0.attention": {"num_heads": 2}}. The demasked
+            network has them as `slim.demasked.numbers`. Default: None, which derives them from the
+            shapes.
 
     Raises:
-        BadInput: the names of the tensors differ, a tensor is larger than the model's, or more
-            than one value of an attribute fits the shapes.
+        BadInput: names of tensors or modules differ from the model's, a tensor is larger than the
+            model's, or the shapes do not determine an attribute and `numbers` is None.
 
     Example:
         >>> import torch, demask

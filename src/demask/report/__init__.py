@@ -1,4 +1,4 @@
-"""What demasking did to a network: as a value, a text table, a dictionary, and a web page."""
+"""Reports on demasked networks: as a value, a text table, a dictionary, and a web page."""
 
 from demask.report.report import Report, report
 from demask.report.values import Decline

@@ -53,46 +53,54 @@ def demask(
     masks: Masks = "zeros",
     result: str = "auto",
 ) -> nn.Module:
-    """A smaller network that computes what `model` computes in eval mode: same call, same outputs.
+    """A smaller network with the same outputs as `model` in eval mode, called with the same
+    arguments.
 
-    The model is not changed. A call whose rule fails stays as it is; where sizes cannot be dynamic,
-    static ones are tried: `demask.report` says why.
+    Zeros in weights (pruned rows, columns, channels, heads) are removed, and constants that remain
+    are folded into the next layers. Outputs are equal up to rounding. `model` is not changed. Where
+    a size cannot be dynamic, that of the example is used; where an op has no rule, its inputs keep
+    their sizes. `demask.report` lists both.
 
     Args:
-        model: a network, or its exported program.
-        args, kwargs: example inputs; dimension 0 of each is dynamic where torch.export proves it
-            can be.
-        dynamic_shapes: passed to torch.export unchanged; "all" makes every size dynamic that
-            torch.export proves can be (the default for parts).
-        modules: names and globs ("*.mlp") of submodules to demask alone, in a copy of the model, or
-            "auto": blocks that repeat, else the largest that can be captured.
-        table: the op table to use (`demask.ops.TABLE.extended(...)`).
-        check: whether to run the result and the model on the example and on two random draws like
-            it. Where they differ, a warning says so, and the network is returned as it was
-            captured.
-        masks: which zeros say that a weight was removed. "zeros": all of them. "declared": those of
-            torch.nn.utils.prune, of parametrizations and of buffers multiplied onto weights; all
-            other parameters stay, to be trained (an adapter that begins at zero). {name: tensor}:
-            declared ones, and those of these masks (0: removed), which are multiplied onto the
-            parameters of these names.
-        result: the type of the result. "class": a network of the model's own class whose modules
-            are smaller, with its methods, hooks and attributes. "graph": an fx.GraphModule that
-            calls modules. "auto": the class, with graphs for the modules that need them; a graph
-            where that is the whole network.
+        model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`.
+        args, kwargs: example inputs by position, a tuple such as (x,), and by name. Default: none,
+            as for an exported program.
+        dynamic_shapes: the sizes that may differ from call to call. None (default): dimension 0 of
+            each input where torch.export proves that it can; with `modules`, as "all". "all": every
+            size for which torch.export proves that. Other values are passed to
+            `torch.export.export`.
+        modules: the submodules to demask, in a copy of the whole model: names and globs ("*.mlp"),
+            or "auto": blocks that repeat, or else the largest that can be captured. Default: the
+            whole model.
+        table: the table of ops. Default: `demask.ops.TABLE`; its method `extended` adds ops.
+        check: whether to compare the result with `model` on the example inputs and on two random
+            inputs of the same shapes. If they differ, a warning says so, and the result is the
+            network before anything was removed. Default: True.
+        masks: which zeros are removed weights. "zeros" (default): all zeros. "declared": those of
+            torch.nn.utils.prune, of parametrizations and of buffers that are multiplied onto
+            weights; zeros of other parameters stay, so that they can be trained. {parameter name:
+            tensor of 0 and 1}: the declared zeros and those where the tensor is 0; the tensor has
+            the parameter's shape or broadcasts to it, and is multiplied onto the parameter.
+        result: "class": a network of the model's own class with smaller modules, and its methods,
+            hooks and attributes. "graph": an `fx.GraphModule`. "auto" (default): the class, in
+            which modules that need additional ops are graph modules; or one graph module if the
+            whole network does.
 
     Returns:
-        The smaller network; `.demasked` is its record.
+        The smaller network. Its attribute `demasked` is the record for `demask.report`.
 
     Raises:
-        BadInput: an argument is not valid, or the model fails on the example.
-        NotExportable: torch.export cannot capture the network.
-        NeedsGraph: `result` is "class" and more than shapes changed; it names the layers that would
-            have to be masked alike.
+        BadInput: an argument has a wrong type or value, a name in `modules` or `masks` does not
+            exist, or the model does not run on the example inputs.
+        NotExportable: torch.export cannot capture the model or a submodule in `modules`, or the
+            captured graph has other outputs than the model.
+        NeedsGraph: `result` is "class", and the network needs additional ops. The message names the
+            layers that have to be masked alike.
 
     Example:
         >>> import torch, demask
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-        >>> net[0].weight.data[:5] = 0
+        >>> net[0].weight.data[:5] = 0  # outputs 0 to 4 of the first layer are constants
         >>> demask.demask(net, (torch.randn(3, 4),)).get_parameter("0.weight").shape
         torch.Size([3, 4])
     """

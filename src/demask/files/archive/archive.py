@@ -61,14 +61,16 @@ _OPS = ("placeholder", "get_attr", "call_function", "call_module", "output")
 
 @public
 def save(slim: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a demasked network to `path`, complete or not at all; `load` returns an equal one.
+    """Write a demasked network to a file that `load` reads; the file is complete or not written.
 
     Args:
-        slim: a network that demask returned, with `.demasked`.
-        path: name of the file, replaced if it exists.
+        slim: a network with the attribute `demasked`, a result of demask's functions.
+        path: name of the file, which is replaced if it exists. The usual suffix is ".demask".
 
     Raises:
-        BadInput: the format cannot represent a part of the network, or the file cannot be written.
+        BadInput: a module, an op or a type of argument cannot be stored, or the file cannot be
+            written.
+        DemaskError: `slim` has no attribute `demasked`.
 
     Example:
         >>> import tempfile, torch, demask
@@ -101,23 +103,27 @@ def save(slim: nn.Module, path: str | os.PathLike[str]) -> None:
 
 @public
 def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
-    """The network that `save` wrote to `path`, on the CPU, with `.demasked`: a graph module, or a
-    copy of `into` with the tensors of the file.
+    """The network in a file of `save`, on the CPU, with the attribute `demasked`.
+
+    The file is checked before the network is built, and no code in it is run.
 
     Args:
         path: name of the file.
-        into: an instance of the class of the network before it was demasked, with its sizes.
+        into: an instance of the network's class with the sizes before it was demasked; it is not
+            changed. The result is a copy of it with the file's tensors. Default: None, for which
+            the result is a graph module.
 
     Raises:
-        BadInput: not a file of `save`, or damaged.
-        RefusedFile: contents that no demasked network has.
+        BadInput: the file is missing, damaged or not of `save`, or does not fit `into`.
+        RefusedFile: the file has contents that could run code or exhaust memory.
 
     Example:
-        >>> import demask, os, tempfile, torch
-        >>> path = os.path.join(tempfile.mkdtemp(), "net.demask")
-        >>> demask.save(demask.demask(torch.nn.Linear(3, 2), (torch.ones(1, 3),)), path)
-        >>> demask.load(path)(torch.ones(1, 3)).shape
-        torch.Size([1, 2])
+        >>> import demask, tempfile, torch
+        >>> slim = demask.demask(torch.nn.Linear(3, 2), (torch.ones(1, 3),))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     demask.save(slim, f"{folder}/net.demask")
+        ...     demask.load(f"{folder}/net.demask", into=torch.nn.Linear(3, 2))
+        Linear(in_features=3, out_features=2, bias=True)
     """
     with open_zip(path) as archive:
         document = read_json(archive, GRAPH)

@@ -30,27 +30,33 @@ from demask.graph.result.demasked_module import attach
 def from_onnx(
     path: str | os.PathLike[str], *, inputs: Mapping[str, Any] | None = None
 ) -> OnnxModule:
-    """The network in an ONNX file as an `nn.Module`.
+    """The network in an ONNX file, an `nn.Module` in eval mode on the CPU.
 
-    The module takes the file's inputs by position and returns its output, or a tuple of them.
-    Weights have the names of the file, so `state_dict`, pruning and training work as on any module.
-    Needs `pip install demask[onnx]`.
+    Call the module with one tensor per input of the file, by position; it returns a tensor per
+    output: one, or a tuple. Constants of the file are parameters or buffers with the file's names,
+    so that they can be pruned, trained and demasked. Needs `pip install demask[onnx]`.
 
     Args:
-        path: name of the file. External weights are read from its folder.
-        inputs: constants in place of inputs, by name: a number, list, array or tensor; the module
-            takes the other inputs. An `If` or `Loop` that depends only on them is resolved.
+        path: name of the file. Weights in separate files are read from its folder.
+        inputs: constants for some inputs, by name: a number, list, array or tensor of the input's
+            dtype and shape. The module then takes the other inputs only, and an `If` or `Loop` with
+            constant conditions is replaced by its branch or steps. Default: None, for no constants.
 
     Raises:
-        BadInput: not an ONNX file, damaged, or with ops that demask does not support.
-        RefusedFile: contents out of bounds, such as sizes that exhaust memory.
+        BadInput: the file is missing or damaged, has no ONNX network, or has an op that demask does
+            not support; `inputs` has an unknown name or a value that does not fit; or the package
+            onnx is not installed. A call of the module raises it if an op fails on the inputs.
+        RefusedFile: the file has sizes that exhaust memory, or names a file outside of its folder.
+        TypeError: the module is called with another number of inputs.
 
     Example:
-        >>> import demask, torch
-        >>> net = demask.from_onnx("model.onnx")             # doctest: +SKIP
-        >>> net(torch.randn(1, 3, 224, 224)).shape           # doctest: +SKIP
-        torch.Size([1, 1000])
-        >>> demask.from_onnx("speech.onnx", inputs={"rate": 16000})    # doctest: +SKIP
+        >>> import demask, tempfile, torch
+        >>> net, x = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()), torch.ones(3, 4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     demask.to_onnx(net, f"{folder}/net.onnx", (x,))
+        ...     again = demask.from_onnx(f"{folder}/net.onnx")
+        >>> sorted(again.state_dict()), torch.allclose(again(x), net(x), atol=1e-6)
+        (['0.bias', '0.weight'], True)
     """
     try:
         return OnnxModule(fix_inputs(read(path), inputs or {}))

@@ -29,18 +29,19 @@ from demask.ops.custom import custom_op_of
 
 @public
 def to_pt2(slim: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a demasked network, in eval mode, as a .pt2 that plain torch.export.load reads.
+    """Write a demasked network, in eval mode, to a .pt2 file that `torch.export.load` reads.
 
-    Dimensions that are named in `slim.demasked.inputs` stay dynamic, and the file refuses the same
-    sizes as the network. The file contains no example inputs and no paths of this machine.
+    Reading it needs torch only, not demask. Sizes that are dynamic in the network are dynamic in
+    the file, too. The file contains no example inputs and no paths of this machine.
 
     Args:
-        slim: a network that demask returned, with `.demasked`.
-        path: name of the file, replaced if it exists.
+        slim: a network with the attribute `demasked`, a result of demask's functions.
+        path: name of the file, which is replaced if it exists.
 
     Raises:
-        BadInput: not a demasked network, or the file cannot be written.
-        NotExportable: torch.export does not accept the network.
+        BadInput: the file cannot be written.
+        NotExportable: torch.export cannot capture the network.
+        DemaskError: `slim` has no attribute `demasked`.
 
     Example:
         >>> import tempfile, torch, demask

@@ -85,11 +85,11 @@ class Machine:
         ceil(channels / columns) tiles; several groups share one tile if they fit on its diagonal.
 
         Args:
-            positions: output positions of all batch elements, or rows of the input of a linear
-                layer.
-            terms: products per output element: input channels per group * kernel elements.
-            channels: output channels per group.
-            groups: number of groups of the convolution; 1 for none.
+            positions: output positions of all batch elements, or rows of the first matrix.
+            terms: products per output element: input channels per group * kernel elements, or
+                columns of the first matrix.
+            channels: output channels per group, or columns of the second matrix.
+            groups: number of groups of the convolution, or of matrices in a batched product.
         """
         groups_per_tile = max(1, min(self.rows // max(terms, 1), self.columns // max(channels, 1)))
         tiles = (

@@ -63,36 +63,43 @@ def to_onnx(
     tolerance: float | None = None,
     table: Table = TABLE,
 ) -> None:
-    """Write a network, in eval mode, as an ONNX file, and check what the file computes.
+    """Write a network, in eval mode, to an ONNX file, after its outputs were compared with the
+    network's.
 
-    A network from an ONNX file has the file's names of inputs, outputs and dynamic sizes, and its
-    metadata; other inputs are named after forward's arguments. Where a network cannot be written
-    with dynamic sizes, the file has the sizes of the example, and a UserWarning says so. More than
-    2 GiB of weights are written to a second file. Needs `pip install demask[onnx]`.
+    Inputs are named after the arguments of `forward`; a network from `from_onnx` has the names,
+    dynamic sizes and metadata of its file. If the network cannot be written with dynamic sizes, the
+    file is for the sizes of the example, and a UserWarning says so. Weights of more than 2 GiB are
+    written to a second file in the same folder. Needs `pip install demask[onnx]`.
 
     Args:
-        module: any network that demask can capture, or one that it returned.
-        path: name of the file, replaced if it exists.
-        args, kwargs: example inputs; a demasked network needs none.
-        dynamic_shapes: as in `demask.demask`.
-        opset: version of ONNX's op set; None is the exporter's default.
-        check: whether to compare file and network on the example, zeros, tiny, large, negative and
-            random numbers before the file is written, in ONNX Runtime if installed, else with
-            onnx's reference implementation. Files of more than 2 GiB and networks that draw random
-            numbers are not compared.
-        tolerance: largest allowed difference, relative to the largest value of an output; None is
-            1e-5, or the effect of rounding alone where that is more.
-        table: the op table, used to measure the effect of rounding.
+        module: a network that torch.export can capture, or a result of demask's functions.
+        path: name of the file, which is replaced if it exists.
+        args, kwargs: example inputs by position, a tuple, and by name. Default: none, as for a
+            demasked network.
+        dynamic_shapes: sizes that may differ from call to call, as for `demask.demask`.
+        opset: version of ONNX's op set. Default: None, for that of torch's exporter.
+        check: whether to compare the outputs of file and network before the file is written, on the
+            example inputs, zeros, and tiny, large, negative and random numbers. The file runs in
+            ONNX Runtime if that is installed, else in onnx's reference implementation. Not compared
+            are files of more than 2 GiB and networks that draw random numbers. Default: True.
+        tolerance: largest allowed difference / largest value of the output, above 0. Default: None,
+            for 1e-5 or, if that is larger, the effect of rounding.
+        table: the table of ops, used to compute the effect of rounding. Default:
+            `demask.ops.TABLE`.
 
     Raises:
-        NotExportable: the network cannot be written as ONNX.
-        BadInput: the file cannot be written, or the runtime does not accept it.
-        Mismatch: the file computes other values than the network.
+        NotExportable: torch.export cannot capture the network, or an op cannot be written as ONNX.
+        BadInput: an argument has a wrong value, the file cannot be written, the runtime cannot load
+            it, or a package is not installed.
+        Mismatch: outputs of the file differ from those of the network. No file is written.
 
     Example:
-        >>> import torch, demask
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU())
-        >>> demask.to_onnx(net, "net.onnx", (torch.randn(3, 4),))    # doctest: +SKIP
+        >>> import demask, tempfile, torch
+        >>> net, x = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()), torch.ones(3, 4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     demask.to_onnx(net, f"{folder}/net.onnx", (x,))
+        ...     [port.name for port in demask.from_onnx(f"{folder}/net.onnx").interface.inputs]
+        ['input_1']
     """
     check_writable(path)
     check_tolerance(tolerance)
