@@ -67,36 +67,42 @@ def optimize(
     progress: ProgressCallback = lambda words: None,
     table: Table = TABLE,
 ) -> nn.Module:
-    """The fastest measured network that computes what `model` computes in eval mode.
+    """The fastest network that computes the outputs of `model` in eval mode, chosen by measurement.
 
-    The model is demasked, then rewritten into candidates: norms folded into weights, layers fused
-    with their activations, channels last, streams padded to one width, sparse layers. A cost model
-    picks the fastest implementation of each layer for the example's sizes. The fastest candidate is
-    timed in at least 30 rounds that alternate with `model`. If it may be slower (lower 95 % bound
-    of the ratio below 0.97), the demasked network is returned, or, if that is slower (upper 95 %
-    bound below 0.97), the original one. `demask.report` states what was returned and why.
+    `model` is demasked, then rewritten into candidates: norms folded into weights, layers fused
+    with their activations, channels-last memory, channels padded to one width, sparse layers. A
+    cost model predicts the fastest implementation of each layer. The candidates are timed, and the
+    fastest is compared with `model` in at least 30 rounds that alternate the two. It is not
+    returned if it may be slower: if the lower 95 % bound of the speed ratio (time of `model` / time
+    of the candidate) is below 0.97. The demasked network is then returned, or `model` itself where
+    that is slower, too. `demask.report` states the choice and all times.
 
-    The result is for inference: calls record no gradients. It owns its weights; `model` does not
-    change.
+    The result is for inference: calls record no gradients. It owns its weights; `model` is not
+    changed.
 
     Args:
-        model: in any mode; the result computes what it computes in eval mode.
-        args, kwargs: example inputs. The result is tuned for their sizes and exact for others, too.
-        dynamic_shapes: as for `demask.demask`.
-        modules: names of submodules to optimize one by one, as for `demask.demask`. The whole copy
-            is then timed against `model`; if it may be slower, a copy with demasked parts or a
-            plain copy is returned. Its files store a graph in ATen ops.
-        threads: to measure with; None for `torch.get_num_threads()`.
-        precision: None for exact weights; "bf16" or "int8" (one scale per row) to store the weights
-            of sparse layers in fewer bits. `demasked.notes` report the effect on outputs.
-        backends: kernels that may be used. "sparse" are those for float32 on the CPU.
-        cache: file for measured costs; None for the user's cache folder, False for none.
-        progress: called with a short text at each step.
-        table: the op table, as for `demask.demask`.
+        model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`.
+        args, kwargs: example inputs by position, a tuple, and by name. The result is tuned for
+            their sizes, and exact for others. Default: none, as for a demasked network.
+        dynamic_shapes: sizes that may differ from call to call, as for `demask.demask`.
+        modules: submodules to optimize one by one in a copy of the model, as for `demask.demask`.
+            The copy is timed against `model`, too. Default: the whole model.
+        threads: number of CPU threads of the measurements. Default: `torch.get_num_threads()`.
+        precision: dtype in which sparse layers store weights: "bf16", or "int8" with one scale per
+            row. `demask.report` states the effect on outputs. Default: None, for exact weights.
+        backends: kernels that may be used: "torch", which is required, and "sparse", for float32 on
+            the CPU. Default: both.
+        cache: path of the file for measured costs; False for no file. Default: demask/costs.json in
+            the user's cache folder.
+        progress: function that is called with a short text at each step. Default: does nothing.
+        table: the table of ops. Default: `demask.ops.TABLE`.
+
+    Returns:
+        A graph module; with `modules`, a network of the model's class. `demasked` is its record.
 
     Raises:
-        NotExportable: the model cannot be captured.
-        BadInput: an argument is not usable.
+        BadInput: an argument has a wrong type or value, or the model does not run on the inputs.
+        NotExportable: torch.export cannot capture the model or a submodule in `modules`.
 
     Example:
         >>> import torch, demask

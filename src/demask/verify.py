@@ -52,17 +52,23 @@ LAYERS = 8  # layers drawn from a network too large to copy, in addition to thre
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The result of a comparison.
+    """The measured differences between the outputs of two networks, the result of `verify`.
 
-    max_abs, max_rel: largest difference over all runs in float64, absolute and relative to the
-    largest value of the output tensor. dtype: the model's own. ok: equal within 1e-10 in float64
-    and within 64 units in the last place (ulps) of the largest output value in the model's own
-    dtype. ulps: the measured ones. runs: number of compared calls. vacuous: outputs that did not
-    depend on the input, for which equality proves nothing. narrowed: calls that cast to a narrower
-    float, whose precision then counts. failure: the first difference that was too large. layers: if
-    float64 copies of the networks would take too much memory, the layers compared in float64
-    instead, each on its inputs in the model; max_abs and max_rel are of these. coverage: a
-    description of what was compared in float64 in that case, and what was not.
+    Attributes:
+        max_abs, max_rel: largest difference over all runs in float64: absolute, and relative to the
+            largest absolute value of the output.
+        dtype: floating dtype of the models, such as "float32".
+        ok: whether the networks are equal: to 1e-10 in float64 (64 ulps of `dtype` where constants
+            are rounded), and to 64 ulps in `dtype`. An ulp is the unit in the last place of the
+            output's largest value.
+        ulps: largest difference in `dtype`, in ulps. Default: 0.
+        runs: number of calls whose outputs were compared.
+        vacuous: names of outputs that did not depend on the inputs: their equality proves nothing.
+        narrowed: names of calls that cast to a narrower float, whose ulp then counts.
+        failure: the first difference that was too large, as text; "" for none.
+        layers: names of the layers that were compared in float64, one by one, where copies of the
+            networks in float64 take too much memory; `max_abs` and `max_rel` are of these. Else ().
+        coverage: text that says which parts were compared in float64 in that case; else "".
 
     Example:
         >>> import demask, torch
@@ -101,30 +107,30 @@ def verify(
     check: bool = True,
     table: Table = TABLE,
 ) -> Verification:
-    """The differences between the outputs of `slim` and `model` in eval mode.
+    """The differences between the outputs of two networks in eval mode, a `Verification`.
 
-    Compared are the example inputs and three seeded random inputs like them, also at batches 1 and
-    3 if the batch is dynamic, in float64 and in the model's own dtype; of networks with `generate`,
-    a few tokens, too. Integer and boolean outputs must be equal. In the model's own dtype, 64 ulps
-    of an output's largest value are allowed, or 8 times the model's own error against float64. If
-    copies in float64 would take more than a quarter of this machine's memory, the networks are
-    compared in their own dtype, and a sample of their repeated layers in float64, one by one.
-    Neither module is changed.
+    Both run on the example inputs and on three seeded random inputs like them, also at batch sizes
+    1 and 3 if the batch is dynamic, in float64 and in the models' dtype. Models with `generate`
+    also generate 4 tokens each. Integer and boolean outputs must be equal; for other outputs, see
+    `Verification.ok`. In the models' dtype, 8 times the rounding error of `model` is allowed, too.
+    If float64 copies take more than a quarter of the machine's memory, a sample of the repeated
+    layers is compared in float64 instead, one by one. Neither network is changed.
 
     Args:
-        model, slim: the networks to compare.
-        args, kwargs: example inputs; by default those recorded in `slim`.
-        check: whether to raise if the networks differ.
-        table: the op table that `slim` was built with.
+        model, slim: the networks to compare; `model` may be a `torch.export.ExportedProgram`.
+        args, kwargs: example inputs by position, a tuple, and by name. Default: random inputs of
+            the shapes that a demasked network records.
+        check: whether to raise Mismatch if the networks differ. Default: True.
+        table: the table of ops with which `slim` was demasked. Default: `demask.ops.TABLE`.
 
     Raises:
         Mismatch: the networks differ, and `check` is True.
-        BadInput: there are no example inputs, or a network fails on them.
+        BadInput: a network does not run on the inputs, or its recorded inputs are not all tensors.
 
     Example:
         >>> import torch, demask
-        >>> net = torch.nn.Linear(4, 3)
-        >>> demask.verify(net, demask.demask(net, (torch.randn(2, 4),)), (torch.randn(2, 4),)).ok
+        >>> net, x = torch.nn.Linear(4, 3), torch.randn(2, 4)
+        >>> demask.verify(net, demask.demask(net, (x,)), (x,)).ok
         True
     """
     args, kwargs = draw_examples((slim, model), args, dict(kwargs or {}))
@@ -171,8 +177,7 @@ def _without_cache(network: Any) -> Any:
 
 
 def _graph(slim: nn.Module) -> nn.Module:
-    """The network's graph, which can be widened whatever the network's own code casts to; the
-    network itself if it has none."""
+    """The network's graph, which can be widened whatever its code casts to; else the network."""
     try:
         return as_graph(slim)
     except NotExportable:
@@ -217,8 +222,7 @@ def _compare_layers(
     differences: _Differences, model: Any, slim: nn.Module, names: list[str], inputs: Any,
     table: Table,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Compare a sample of the layers in float64, each on the inputs of its first call in `model`.
-    Names of those compared, up to one that differs. One pair of copies exists at a time."""
+    """Names of sampled layers that were compared in float64, on inputs of their first call."""
     calls = record_first_calls(model, inputs[0], inputs[1], _sample(names))
     own = _dtype(model, slim)
     with share_captures():
@@ -317,8 +321,9 @@ class _Differences:
                 self._fail(f"output {name} by {ulps:.3g} ulps in {x.dtype} ({where})")
 
     def _is_rounding(self, name: str, x: Tensor, y: Tensor) -> bool:
-        """Whether the second network is as exact as the first. Rounding changes the outputs of an
-        ill-conditioned network by much, also before demasking."""
+        """Whether the second network is as exact as the first: ill-conditioned networks round
+        badly.
+        """
         exact = self.exact.get(name)
         if exact is None or exact.shape != x.shape:
             return False
@@ -417,8 +422,7 @@ def _doubles(model, slim, args, kwargs, table: Table) -> tuple[nn.Module, nn.Mod
 def _refined(
     left: nn.Module, right: nn.Module, own: torch.dtype, args, kwargs, table: Table
 ) -> bool:
-    """Replace the constants of `right` by those of `left` demasked in float64, if they are equal up
-    to rounding; whether they were replaced."""
+    """Whether the constants of `right` were replaced by those of `left` demasked in float64."""
     try:
         inputs = pytree.tree_map(to_double, (args, kwargs))
         twin: Any = demask(left, *inputs, table=table, check=False, result="graph")
@@ -455,8 +459,7 @@ def _is_cut(value: Tensor, how: Cut | None, whole: Mapping[str, Tensor]) -> bool
 
 
 def _literals(rounded: fx.Graph, exact: fx.Graph, eps: float) -> bool:
-    """Replace numbers in a graph (such as a pad's value) by those of its float64 twin; whether the
-    two graphs have the same calls."""
+    """Whether two graphs have the same calls; numbers of the first become those of its twin."""
     pairs = list(zip(rounded.nodes, exact.nodes, strict=False))
     if len(rounded.nodes) != len(exact.nodes) or any(a.target != b.target for a, b in pairs):
         return False
@@ -470,10 +473,7 @@ def _literals(rounded: fx.Graph, exact: fx.Graph, eps: float) -> bool:
 
 
 def _draws(model: Any, slim: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[int, Any, Any]]:
-    """(seed, batch, inputs): the example and random inputs like it, also at batches 1 and 3.
-
-    batch: "as passed" for that of the example.
-    """
+    """(seed, batch, inputs): the example ("as passed"); random inputs, also at batches 1 and 3."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     axes = batch_axes(getattr(slim, "demasked", None), leaves)
     # One network may be for one size only, the other for any.

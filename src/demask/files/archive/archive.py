@@ -175,15 +175,11 @@ def outline(path: str | os.PathLike[str]) -> Outline:
 
 
 def _begins(path: str | os.PathLike[str], entry: zipfile.ZipInfo) -> int:
-    """Byte offset of a stored entry's data: after its header of 30 bytes, its name and its extra
-    field."""
+    """Byte offset of a stored entry's data, after its header of 30 bytes, name and extra field."""
     with open(path, "rb") as file:
         file.seek(entry.header_offset + 26)
         name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
     return entry.header_offset + 30 + name + extra
-
-
-# ------------------------------------------------------------------------------------- writing
 
 
 def _signature(slim: fx.GraphModule) -> dict[str, Any]:
@@ -282,9 +278,6 @@ def _dimension_order(tensor: Tensor) -> list[int]:
     """The axes from outermost to innermost in memory, which preserves channels_last."""
     axes = range(tensor.ndim)
     return sorted(axes, key=lambda d: -tensor.stride(d)) if 0 not in tensor.stride() else [*axes]
-
-
-# ------------------------------------------------------------------------------------- reading
 
 
 def _check_head(document: Any) -> None:

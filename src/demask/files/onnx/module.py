@@ -39,8 +39,9 @@ def from_onnx(
     Args:
         path: name of the file. Weights in separate files are read from its folder.
         inputs: constants for some inputs, by name: a number, list, array or tensor of the input's
-            dtype and shape. The module then takes the other inputs only, and an `If` or `Loop` with
-            constant conditions is replaced by its branch or steps. Default: None, for no constants.
+            dtype and shape. The module then takes the other inputs only. An `If` or `Loop` whose
+            condition depends only on these constants can be captured by `demask.demask`. Default:
+            None, for no constants.
 
     Raises:
         BadInput: the file is missing or damaged, has no ONNX network, or has an op that demask does
