@@ -33,8 +33,7 @@ class BadInput(DemaskError, ValueError):
 
 
 class RefusedFile(BadInput):
-    """The error for a file whose contents could run code or exhaust memory; it is a `BadInput`,
-    too.
+    """The error for a file that could run code or exhaust memory; it is a `BadInput`, too.
 
     `load` and `from_onnx` check a file before they build its network. They run no code from the
     file.
@@ -113,8 +112,7 @@ class CaptureDiffers(NotExportable):
 
 
 class NeedsGraph(DemaskError):
-    """The error of `demask(..., result="class")` where smaller layers alone do not preserve the
-    outputs.
+    """The error of `demask(result="class")` where smaller layers cannot preserve the outputs.
 
     The network then needs additional ops, such as a pad, which only a graph module can contain. It
     can be returned with `result="auto"` or `result="graph"`.

@@ -84,8 +84,7 @@ def optimize_onnx(
     table: Table = TABLE,
     progress: ProgressCallback = lambda words: None,
 ) -> Deployed:
-    """The network that is written to `path`, demasked, as the ONNX file that ONNX Runtime runs
-    fastest.
+    """The demasked network that is written to an ONNX file, the fastest in ONNX Runtime.
 
     If ONNX Runtime is installed, candidates are compared and timed with the original network. They
     differ in the widths of layers (multiples of 1, 4, 8 or 16 channels) and in the handling of

@@ -53,8 +53,7 @@ def demask(
     masks: Masks = "zeros",
     result: str = "auto",
 ) -> nn.Module:
-    """A smaller network with the same outputs as `model` in eval mode, called with the same
-    arguments.
+    """A smaller network with the outputs of `model` in eval mode, for the same arguments.
 
     Zeros in weights (pruned rows, columns, channels, heads) are removed, and constants that remain
     are folded into the next layers. Outputs are equal up to rounding. `model` is not changed. Where

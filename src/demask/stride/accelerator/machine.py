@@ -26,8 +26,7 @@ Setting = int | float | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The sizes and speeds of an accelerator with a matrix unit, for which `instructions` counts
-    cycles.
+    """The sizes and speeds of an accelerator, for which `instructions` counts cycles.
 
     Attributes:
         rows, columns: size of the matrix unit, a systolic array of rows * columns multiply-adds per

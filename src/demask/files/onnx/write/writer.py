@@ -63,8 +63,7 @@ def to_onnx(
     tolerance: float | None = None,
     table: Table = TABLE,
 ) -> None:
-    """Write a network, in eval mode, to an ONNX file, after its outputs were compared with the
-    network's.
+    """Write a network, in eval mode, to an ONNX file with the same outputs.
 
     Inputs are named after the arguments of `forward`; a network from `from_onnx` has the names,
     dynamic sizes and metadata of its file. If the network cannot be written with dynamic sizes, the
