@@ -82,8 +82,9 @@ def optimize(
 
     Args:
         model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`.
-        args, kwargs: example inputs by position, a tuple, and by name. The result is tuned for
-            their sizes, and exact for others. Default: none, as for a demasked network.
+        args: example inputs by position, a tuple such as (x,). The result is tuned for their sizes,
+            and exact for others. Default: (), as for a demasked network.
+        kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
         dynamic_shapes: sizes that may differ from call to call, as for `demask.demask`.
         modules: submodules to optimize one by one in a copy of the model, as for `demask.demask`.
             The copy is timed against `model`, too. Default: the whole model.

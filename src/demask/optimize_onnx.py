@@ -95,8 +95,9 @@ def optimize_onnx(
     Args:
         model: an `nn.Module`, a `torch.export.ExportedProgram`, or the path of an ONNX file.
         path: name of the file, which is replaced if it exists.
-        args, kwargs: example inputs by position, a tuple, and by name, of the sizes to tune for.
-            Default: none, as for an ONNX file without dynamic sizes.
+        args: example inputs by position, a tuple such as (x,), of the sizes to tune for. Default:
+            (), as for an ONNX file without dynamic sizes.
+        kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
         dynamic_shapes: sizes that may differ from call to call, as for `demask.demask`.
         minimal: whether to write the smallest candidate (multiples of 1) without timing. Default:
             False.

@@ -136,10 +136,10 @@ class Entry:
             the call's argument eps is positive. Default: "", derived from `fill` and `rest`.
         range: how bounds of the output follow from those of the operands. "ends": they are the
             values of the op at these bounds and at 0 (monotonic ops); "about": the same, for ops
-            that round; "hull": they are the bounds of all operands together; "sign": the output has
-            the sign of operand `main` (averages, sums). A number: the output is between it and 0
-            for negative operands, and between 0 and the operand for others (silu). A pair: (least,
-            largest) output. Default: "", derived from `fill` and `rest`.
+            that round; "hull": they are the bounds of all operands together; "sign": only the sign
+            follows, from that of operand `main` (averages, sums). A number: the output is between
+            it and 0 for negative operands, and between 0 and the operand for others (silu). A pair:
+            (least, largest) output. Default: "", derived from `fill` and `rest`.
         cases: a tuple of `Case`: example calls for tests. Default: ().
 
     Example:

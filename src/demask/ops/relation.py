@@ -25,8 +25,8 @@ class Relation:
     """The dependence of one call's outputs on its operands: an `Entry` with the shapes of the call.
 
     `bind` returns it. A letter (string) names an axis, as in `Line`; broadcast axes (`...`) have
-    the letters "_0", "_1", ... from the last axis to the first. Operands and outputs are numbered
-    from 0.
+    the letters "_0" for the last axis, "_1" for the axis before it, and so on. Operands and outputs
+    are numbered from 0.
 
     Attributes:
         node: the call, an `fx.Node`.
@@ -37,8 +37,10 @@ class Relation:
         ins, outs: the axes of each operand and of each output. An axis is a tuple of letters; () is
             an axis of size one, which broadcasts.
         size: number of positions by letter; None for a dynamic size.
-        moves: per output, the index maps of moved axes, by letter: for each output position, the
-            operand and the position that it is copied from. {} where sizes are dynamic.
+        moves: per output, a mapping from the letter of each moved axis of n positions to its index
+            map: `source`, int64 [n], the number of the operand that each position is copied from
+            (-1: padding); `position`, int64 [n], the position in that operand; `value` of the
+            padding. {} where sizes are dynamic.
         window, complete, moved, back: letters of the axes with the marks `~`, `!`, `@` and `^`, a
             frozenset each; see `Line`.
         contracted: letters that are summed over: in two operands or more, and in no output.

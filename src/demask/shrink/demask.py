@@ -62,24 +62,25 @@ def demask(
 
     Args:
         model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`.
-        args, kwargs: example inputs by position, a tuple such as (x,), and by name. Default: none,
-            as for an exported program.
+        args: example inputs by position, a tuple such as (x,). Default: (), as for an exported
+            program.
+        kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
         dynamic_shapes: the sizes that may differ from call to call. None (default): dimension 0 of
-            each input where torch.export proves that it can; with `modules`, as "all". "all": every
-            size for which torch.export proves that. Other values are passed to
+            each input, where torch.export proves that it can vary; with `modules`, as "all". "all":
+            every size for which torch.export proves that. Other values are passed to
             `torch.export.export`.
         modules: the submodules to demask, in a copy of the whole model: names and globs ("*.mlp"),
-            or "auto": blocks that repeat, or else the largest that can be captured. Default: the
-            whole model.
+            or "auto": repeated blocks, such as the layers of a transformer, or else the largest
+            submodules that can be captured. Default: None, for the whole model.
         table: the table of ops. Default: `demask.ops.TABLE`; its method `extended` adds ops.
         check: whether to compare the result with `model` on the example inputs and on two random
             inputs of the same shapes. If they differ, a warning says so, and the result is the
             network before anything was removed. Default: True.
-        masks: which zeros are removed weights. "zeros" (default): all zeros. "declared": those of
-            torch.nn.utils.prune, of parametrizations and of buffers that are multiplied onto
-            weights; zeros of other parameters stay, so that they can be trained. {parameter name:
-            tensor of 0 and 1}: the declared zeros and those where the tensor is 0; the tensor has
-            the parameter's shape or broadcasts to it, and is multiplied onto the parameter.
+        masks: the zeros that count as removed weights. Other zeros stay, and can be trained.
+            "zeros" (default): all zeros. "declared": zeros of torch.nn.utils.prune, of
+            parametrizations and of buffers that are multiplied onto weights. {parameter name: mask
+            tensor of 0 and 1}: the declared zeros, and the positions where the mask is 0. A mask
+            has the parameter's shape or broadcasts to it; the result has the masked weights.
         result: "class": a network of the model's own class with smaller modules, and its methods,
             hooks and attributes. "graph": an `fx.GraphModule`. "auto" (default): the class, in
             which modules that need additional ops are graph modules; or one graph module if the

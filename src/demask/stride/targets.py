@@ -76,9 +76,9 @@ class Target:
         largest: upper bound of absolute values, above 0. Default: no bound.
         mask: the factor a of the form "two_masks", which multiplies by a and later by 1 / a; above
             0. Default: 2.
-        forms: names of forms (ways to write a convolution without its stride) in order of
-            preference: the first exact one is used. Default: (), which uses the exact one of the
-            least cost.
+        forms: names of forms (ways to write a convolution without its stride) from
+            `demask.stride.lowering.forms.FORMS`, or "dilation", in order of preference: the first
+            exact one is used. Default: (), which uses the exact one of the least cost.
         forbidden: of "max_pool" and "avg_pool", those that no network on the target may contain.
             Default: ().
 

@@ -61,7 +61,7 @@ _OPS = ("placeholder", "get_attr", "call_function", "call_module", "output")
 
 @public
 def save(slim: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a demasked network to a file that `load` reads; the file is complete or not written.
+    """Write a demasked network to a file that `load` reads; after an error, none is written.
 
     Args:
         slim: a network with the attribute `demasked`, a result of demask's functions.

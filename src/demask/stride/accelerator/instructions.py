@@ -62,7 +62,8 @@ def instructions(
     Args:
         model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`; all numbers are
             float32.
-        args, kwargs: example inputs by position, a tuple, and by name.
+        args: example inputs by position, a tuple such as (x,). Default: ().
+        kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
         target: the ops that may replace strided convolutions: name of a built-in target, path of a
             TOML file, or a `Target`. Default: "matrix_unit".
         machine: sizes and speeds of the accelerator. Default: `Machine()`.

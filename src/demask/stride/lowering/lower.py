@@ -117,11 +117,12 @@ def lower(
 
     Args:
         model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`.
-        args, kwargs: example inputs by position, a tuple, and by name.
+        args: example inputs by position, a tuple such as (x,). Default: ().
+        kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
         target: name of a built-in target (see `demask.stride.TARGETS`), path of a TOML file, or a
             `Target`. Default: "max_pool".
         dynamic_shapes: sizes that may vary between calls, as for `demask.demask`. Default: the
-            batch, where torch.export proves that it can. Spatial sizes must be static.
+            batch, where torch.export proves that it can vary. Spatial sizes must be static.
         table: the table of ops. Default: `demask.ops.TABLE`.
 
     Returns:

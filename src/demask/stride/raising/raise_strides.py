@@ -53,10 +53,11 @@ def raise_strides(
 
     Args:
         model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`.
-        args, kwargs: example inputs by position, a tuple, and by name.
+        args: example inputs by position, a tuple such as (x,). Default: ().
+        kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
         dynamic_shapes: sizes that may vary between calls, as for `demask.demask`. Default: the
-            batch, where torch.export proves that it can. Strides along axes of dynamic size do not
-            change.
+            batch, where torch.export proves that it can vary. Strides along axes of dynamic size do
+            not change.
         table: the table of ops. Default: `demask.ops.TABLE`.
 
     Returns:

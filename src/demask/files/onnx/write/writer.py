@@ -73,8 +73,9 @@ def to_onnx(
     Args:
         module: a network that torch.export can capture, or a result of demask's functions.
         path: name of the file, which is replaced if it exists.
-        args, kwargs: example inputs by position, a tuple, and by name. Default: none, as for a
-            demasked network.
+        args: example inputs by position, a tuple such as (x,). Default: (), as for a demasked
+            network.
+        kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
         dynamic_shapes: sizes that may differ from call to call, as for `demask.demask`.
         opset: version of ONNX's op set. Default: None, for that of torch's exporter.
         check: whether to compare the outputs of file and network before the file is written, on the
