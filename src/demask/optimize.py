@@ -83,7 +83,7 @@ def optimize(
     Args:
         model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`.
         args: example inputs by position, a tuple such as (x,). The result is tuned for their sizes,
-            and exact for others. Default: (), as for a demasked network.
+            and exact for others. Default: (), as for a demasked network or an exported program.
         kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
         dynamic_shapes: sizes that may differ from call to call, as for `demask.demask`.
         modules: submodules to optimize one by one in a copy of the model, as for `demask.demask`.

@@ -71,10 +71,11 @@ def to_onnx(
     written to a second file in the same folder. Needs `pip install demask[onnx]`.
 
     Args:
-        module: a network that torch.export can capture, or a result of demask's functions.
+        module: a network that torch.export can capture, an exported program, or a result of
+            demask's functions.
         path: name of the file, which is replaced if it exists.
         args: example inputs by position, a tuple such as (x,). Default: (), as for a demasked
-            network.
+            network or an exported program.
         kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
         dynamic_shapes: sizes that may differ from call to call, as for `demask.demask`.
         opset: version of ONNX's op set. Default: None, for that of torch's exporter.
