@@ -432,7 +432,7 @@ class SparseConvTranspose1d(SparseConvTranspose):
             `weight.unflatten(0, (G, -1)).transpose(1, 2).flatten(0, 1).flatten(1)`.
         bias, activation: vector [out_channels] and function, as in `SparseLinear`; default None.
         kernel_size: window size in positions, 1 or more.
-        stride, dilation: distance between windows, between kernel elements in the output; default 1.
+        stride, dilation: distance of windows and of kernel elements in the output; default 1.
         padding: positions removed at each border of the output, 0 (default) or more.
         groups: number of channel groups, a divisor of out_channels; default 1.
         output_padding: positions added at the end of the output, 0 (default) or more; less than
@@ -473,7 +473,7 @@ class SparseConvTranspose2d(SparseConvTranspose):
             the formula in `SparseConvTranspose1d` reorders the `weight` of nn.ConvTranspose2d.
         bias, activation: vector [out_channels] and function, as in `SparseLinear`; default None.
         kernel_size: window size in positions, 1 or more. Sizes are one integer or (height, width).
-        stride, dilation: distance between windows, between kernel elements in the output; default 1.
+        stride, dilation: distance of windows and of kernel elements in the output; default 1.
         padding: positions removed at each border of the output, 0 (default) or more.
         groups: number of channel groups, a divisor of out_channels; default 1.
         output_padding: positions added at the end of each output axis, 0 (default) or more; less
