@@ -144,10 +144,10 @@ def spmm(
         dense               sparse_csc          dense          [n], one per column
         sparse_csr or DCSR  sparse_csr or DCSR  sparse_csr     None, and activation None
 
-    The result has the dtype of `w` and `x` and is differentiable; a sparse_csc `x` gets its
-    gradient from torch.autograd.grad only, as torch cannot accumulate it into `.grad`. Only stored
-    elements of sparse matrices are multiplied, and float16 and bfloat16 are summed in float32. A
-    sparse_csr result also stores sums that are zero.
+    The result has the dtype of `w` and `x`. It is differentiable; torch cannot accumulate the
+    gradient of a leaf tensor in sparse_csc, so use torch.autograd.grad instead of backward() there.
+    Only stored elements of sparse matrices are multiplied, and float16 and bfloat16 are summed in
+    float32. A sparse_csr result also stores sums that are zero.
 
     On the CPU, float32, float16 and bfloat16 are computed by kernels that are compiled at run time,
     other dtypes by ATen ops. Use DCSR under torch.compile, which does not support torch's sparse

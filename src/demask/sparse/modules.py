@@ -128,11 +128,7 @@ class SparseLinear(SparseLayer):
 
 
 class SparseConv(SparseLayer):
-    """Base class of sparse convolutions over `axes` axes.
-
-    The matrix is [out_channels, in_channels / groups * kernel], `weight.flatten(1)` of the torch
-    convolution; for transposed ones `weight.transpose(0, 1).flatten(1)` of each group.
-    """
+    """Base class of sparse convolutions with `axes` axes, 1 or 2."""
 
     axes: ClassVar[int]
     transposed: ClassVar[bool] = False
@@ -198,8 +194,7 @@ class SparseConv(SparseLayer):
         """A sparse layer with copies of the nonzero weights and the bias of a torch convolution.
 
         Args:
-            module: nn.Conv1d for SparseConv1d, nn.ConvTranspose2d for SparseConvTranspose2d, and so
-                on; the result is in the same training mode.
+            module: nn.Conv1d for SparseConv1d, and so on; the result is in the same training mode.
             activation: as in `SparseLinear`; default None.
 
         Raises:
@@ -313,7 +308,8 @@ class SparseConv1d(SparseConv):
             torch.sparse_csr or dense, copied: `weight.flatten(1)` of the nn.Conv1d.
         bias, activation: vector [out_channels] and function, as in `SparseLinear`; default None.
         kernel_size: window size in positions, 1 or more.
-        stride, dilation: distance between windows, between kernel elements; 1 (default) or more.
+        stride: positions from one window to the next, 1 (default) or more.
+        dilation: positions from one kernel element to the next, 1 (default) or more.
         padding: positions added per border, 0 (default) or more; "valid": 0; "same": as many as
             make the output as large as the input, for stride 1 only.
         groups: number of channel groups, a divisor of out_channels; default 1.
@@ -323,7 +319,7 @@ class SparseConv1d(SparseConv):
     Attributes:
         values, crow, col, bias, density, weight_csr: as in `SparseLinear`.
         weight: dense weight [out_channels, in_channels / groups, kernel_size], differentiable.
-        in_channels, out_channels: channel counts. Sizes are attributes, too, as tuples.
+        in_channels, out_channels: integers. The options are attributes, too, sizes as tuples.
 
     Raises:
         BadInput: an argument has another value, dtype or shape than listed above.
@@ -351,7 +347,8 @@ class SparseConv2d(SparseConv):
             width], torch.sparse_csr or dense, copied: `weight.flatten(1)` of the nn.Conv2d.
         bias, activation: vector [out_channels] and function, as in `SparseLinear`; default None.
         kernel_size: window size in positions, 1 or more. Sizes are one integer or (height, width).
-        stride, dilation: distance between windows, between kernel elements; 1 (default) or more.
+        stride: positions from one window to the next, 1 (default) or more.
+        dilation: positions from one kernel element to the next, 1 (default) or more.
         padding: positions added per border, 0 (default) or more; "valid": 0; "same": as many as
             make the output as large as the input, for stride 1 only.
         groups: number of channel groups, a divisor of out_channels; default 1.
@@ -361,7 +358,7 @@ class SparseConv2d(SparseConv):
     Attributes:
         values, crow, col, bias, density, weight_csr: as in `SparseLinear`.
         weight: dense weight in the shape of nn.Conv2d's, differentiable.
-        in_channels, out_channels: channel counts. Sizes are attributes, too, as tuples.
+        in_channels, out_channels: integers. The options are attributes, too, sizes as tuples.
 
     Raises:
         BadInput: an argument has another value, dtype or shape than listed above.
@@ -432,7 +429,8 @@ class SparseConvTranspose1d(SparseConvTranspose):
             `weight.unflatten(0, (G, -1)).transpose(1, 2).flatten(0, 1).flatten(1)`.
         bias, activation: vector [out_channels] and function, as in `SparseLinear`; default None.
         kernel_size: window size in positions, 1 or more.
-        stride, dilation: distance of windows and of kernel elements in the output; default 1.
+        stride: output positions from one window to the next, 1 (default) or more.
+        dilation: output positions from one kernel element to the next, 1 (default) or more.
         padding: positions removed at each border of the output, 0 (default) or more.
         groups: number of channel groups, a divisor of out_channels; default 1.
         output_padding: positions added at the end of the output, 0 (default) or more; less than
@@ -442,7 +440,7 @@ class SparseConvTranspose1d(SparseConvTranspose):
     Attributes:
         values, crow, col, bias, density, weight_csr: as in `SparseLinear`.
         weight: dense weight [in_channels, out_channels / groups, kernel_size], differentiable.
-        in_channels, out_channels: channel counts. Sizes are attributes, too, as tuples.
+        in_channels, out_channels: integers. The options are attributes, too, sizes as tuples.
 
     Raises:
         BadInput, TypeError: under the conditions of `SparseConv1d`.
@@ -473,7 +471,8 @@ class SparseConvTranspose2d(SparseConvTranspose):
             the formula in `SparseConvTranspose1d` reorders the `weight` of nn.ConvTranspose2d.
         bias, activation: vector [out_channels] and function, as in `SparseLinear`; default None.
         kernel_size: window size in positions, 1 or more. Sizes are one integer or (height, width).
-        stride, dilation: distance of windows and of kernel elements in the output; default 1.
+        stride: output positions from one window to the next, 1 (default) or more.
+        dilation: output positions from one kernel element to the next, 1 (default) or more.
         padding: positions removed at each border of the output, 0 (default) or more.
         groups: number of channel groups, a divisor of out_channels; default 1.
         output_padding: positions added at the end of each output axis, 0 (default) or more; less
@@ -483,7 +482,7 @@ class SparseConvTranspose2d(SparseConvTranspose):
     Attributes:
         values, crow, col, bias, density, weight_csr: as in `SparseLinear`.
         weight: dense weight in the shape of nn.ConvTranspose2d's, differentiable.
-        in_channels, out_channels: channel counts. Sizes are attributes, too, as tuples.
+        in_channels, out_channels: integers. The options are attributes, too, sizes as tuples.
 
     Raises:
         BadInput, TypeError: under the conditions of `SparseConv2d`.

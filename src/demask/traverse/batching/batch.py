@@ -175,14 +175,13 @@ def traffic(
 class Batched(nn.Module):
     """The module that `batch` returns: its fully connected layers run for many inputs at a time.
 
-    Its parameters are the constants in memory, under the model's names.
+    Its parameters and buffers are the constants in memory, under the model's names.
 
     Attributes:
         plan: the `BatchPlan`: order of the layers, blocks of weights, predicted memory in bytes.
         traffic: `Traffic`, bytes of weights read since the module was created or copied.
         file: the opened file of weights, or None.
         front: module that checks the inputs of a call and flattens them.
-        held: module whose parameters and buffers are the constants in memory.
     """
 
     def __init__(self, program: Program, plan: BatchPlan, file: WeightFile | None):

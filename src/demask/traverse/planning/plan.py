@@ -72,16 +72,16 @@ class TilePlan:
     graph.
 
     Attributes:
-        segments: tuple of `Segment`, the steps in order of execution.
+        segments: tuple of `Segment`, groups of calls that run together, in order of execution.
         budget: bytes that were available, the argument `memory`.
         peak: predicted maximum of used memory in bytes: `live` + `overhead`.
-        live: bytes of values and of weights that are stored in another layout for a segment.
+        live: maximum bytes of values, and of copies of weights in the layout of a kernel.
         overhead: estimated bytes of libraries and of oneDNN's kernels.
         macs: multiply-adds, those that run twice counted twice.
         macs_untiled: multiply-adds of the network without tiling.
         recompute: `macs` / `macs_untiled`, a float, 1.0 if nothing is computed twice.
         traffic: bytes of inputs and of stored values that segments read and write.
-        sizes: shape of each input that is cut into tiles, with one image.
+        sizes: tuple of the shapes of the inputs that are cut into tiles, with N = 1.
         images: whether a call may pass several images, which are computed one after another;
             default False.
         notes: tuple of texts on calls that are not cut into tiles, with the reason; default ().
