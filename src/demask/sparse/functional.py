@@ -25,20 +25,28 @@ INDICES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DCSR:
-    """A sparse matrix that stores only the rows with nonzeros (doubly compressed sparse rows).
+    """A sparse matrix in doubly compressed sparse rows: CSR without its empty rows.
 
-    `spmm` and `sddmm` take it; `from_csr` and `to_csr` convert.
+    `spmm` and `sddmm` accept it. Unlike torch's sparse tensors it supports torch.compile, since its
+    fields are plain tensors. The constructor takes the attributes in this order and copies no
+    tensor. Below, r is the number of stored rows, and n the number of stored elements.
 
-    Args:
-        rows: index of each stored row [r], strictly increasing, int32 or int64.
-        crow: where each stored row starts among the nonzeros, then their number [r + 1], in the
-            dtype of `rows`.
-        col: column of each nonzero [n], in the dtype of `rows`.
-        values: value of each nonzero [n].
-        size: (rows, columns) of the whole matrix.
+    Source: Buluc and Gilbert 2008, "On the representation and multiplication of hypersparse
+    matrices".
+
+    Attributes:
+        rows: index of each stored row, shape [r], int32 or int64, strictly increasing. Rows that
+            are not listed are zero.
+        crow: position in `col` and `values` of the first element of each stored row, then n; shape
+            [r + 1], dtype of `rows`.
+        col: column of each stored element, shape [n], dtype of `rows`, in any order within a row.
+        values: stored elements, shape [n]. `spmm` requires a floating-point dtype.
+        size: (number of rows, number of columns) of the whole matrix, each from 0 to 2^31 - 1.
 
     Raises:
-        BadInput: dtypes, shapes or indices that are not valid.
+        BadInput: `rows`, `crow` and `col` differ in dtype or are neither int32 nor int64; a shape
+            does not match; `size` is not a pair of such numbers; an index is out of range; `rows`
+            does not increase; or `crow` does not rise from 0 to n.
 
     Example:
         >>> import torch
@@ -79,12 +87,18 @@ class DCSR:
 
     @classmethod
     def from_csr(cls, matrix: Tensor) -> Self:
-        """The DCSR form of a torch.sparse_csr matrix [m, k].
+        """The DCSR matrix that equals a torch.sparse_csr matrix and omits its empty rows.
+
+        Args:
+            matrix: torch.sparse_csr tensor [m, k] with int32 or int64 indices, of any dtype. The
+                result shares its column indices and values.
 
         Raises:
-            BadInput: the matrix is not sparse_csr, or its values are blocks.
+            BadInput: `matrix` is not a torch.sparse_csr tensor with two axes.
 
         Example:
+            >>> import torch
+            >>> from demask.sparse import DCSR
             >>> DCSR.from_csr(torch.tensor([[0.0, 0.0], [0.0, 2.0]]).to_sparse_csr()).rows
             tensor([1])
         """
@@ -97,9 +111,11 @@ class DCSR:
         return cls(rows, short_crow, col, values, (matrix.shape[0], matrix.shape[1]))
 
     def to_csr(self) -> Tensor:
-        """The matrix as a torch.sparse_csr tensor, with its empty rows.
+        """The matrix as a torch.sparse_csr tensor of shape `size`, which shares `col` and `values`.
 
         Example:
+            >>> import torch
+            >>> from demask.sparse import DCSR
             >>> index = torch.tensor([0, 1])
             >>> DCSR(index[1:], index, index[1:], torch.ones(1), (2, 2)).to_csr().to_dense()
             tensor([[0., 0.],
@@ -119,35 +135,41 @@ def spmm(
     bias: Tensor | None = None,
     activation: ActivationLike = None,
 ) -> Tensor:
-    """The product of two matrices of which one or both are sparse: activation(w @ x + bias).
+    """The matrix product activation(w @ x + bias), where `w`, `x` or both are sparse.
 
-    Supported layouts:
+    These layouts of `w` [m, k] and `x` [k, n] are supported:
 
-        sparse_csr or DCSR [m, k] @ dense [k, n]       -> dense [m, n]; bias [m]
-        dense [m, k]              @ sparse_csc [k, n]  -> dense [m, n]; bias [n]
-        sparse_csr or DCSR [m, k] @ sparse_csr or DCSR [k, n]
-                                                       -> sparse_csr [m, n]; no bias, no activation
+        w                   x                   result [m, n]  bias
+        sparse_csr or DCSR  dense               dense          [m], one per row
+        dense               sparse_csc          dense          [n], one per column
+        sparse_csr or DCSR  sparse_csr or DCSR  sparse_csr     None, and activation None
 
-    The result is differentiable. float32 on the CPU is computed by compiled kernels, float16 and
-    bfloat16 in float32, other dtypes by ATen ops. DCSR contains plain tensors, so it supports
-    torch.compile and second derivatives; torch's sparse tensors support neither. On a GPU, data
-    derived from the indices is cached: do not write into the indices of a sparse tensor, as torch
-    does not count such writes.
+    The result has the dtype of `w` and `x`. It is differentiable; torch cannot accumulate the
+    gradient of a leaf tensor in sparse_csc, so use torch.autograd.grad instead of backward() there.
+    Only stored elements of sparse matrices are multiplied, and float16 and bfloat16 are summed in
+    float32. A sparse_csr result also stores sums that are zero.
+
+    On the CPU, float32, float16 and bfloat16 are computed by kernels that are compiled at run time,
+    other dtypes by ATen ops. Use DCSR under torch.compile, which does not support torch's sparse
+    tensors. On a GPU, data computed from the indices is cached, so the indices of a torch sparse
+    tensor must not be modified in place: torch does not report such writes.
 
     Args:
-        w: left matrix [m, k], floating-point; indices int32 or int64.
+        w: left matrix [m, k], floating-point; int32 or int64 indices if sparse.
         x: right matrix [k, n], of the dtype and device of `w`.
-        bias: one number per row of a sparse `w`, or per column of a sparse_csc `x`; default none.
-        activation: a name or a torch module, as in `SparseLinear`; default none.
+        bias: dense vector of the dtype of `w`, see the table; default None, no bias.
+        activation: function applied to each element: a name such as "relu", or a torch module; the
+            choices are those of `SparseLinear`. Default None, no activation.
 
     Raises:
-        BadInput: layouts, shapes, dtypes, devices or indices that do not match.
+        BadInput: another pair of layouts (also dense @ dense); shapes, dtypes or devices that do
+            not match; a dtype that is not floating-point; indices out of range; an unknown
+            activation; or a bias or an activation with two sparse matrices.
 
     Example:
         >>> import torch
-        >>> from demask.sparse import DCSR, spmm
-        >>> one = torch.tensor([0, 1])
-        >>> w = DCSR(one[:1], one, torch.tensor([2]), torch.tensor([3.0]), (2, 3))  # 3 at (0, 2)
+        >>> from demask.sparse import spmm
+        >>> w = torch.tensor([[0.0, 0.0, 3.0], [0.0, 0.0, 0.0]]).to_sparse_csr()
         >>> spmm(w, torch.ones(3, 2), bias=torch.tensor([0.0, -1.0]), activation="relu")
         tensor([[3., 3.],
                 [0., 0.]])

@@ -1,10 +1,7 @@
 """Sparse replacements of torch layers: values are a parameter, int32 indices are buffers.
 
-    SparseLinear, SparseConv1d, SparseConv2d, SparseConvTranspose1d, SparseConvTranspose2d
-
-They have the inputs and outputs of the torch layers and run as `demask::segment`. All their state
-is plain tensors, so optimizers, deepcopy, pickle, safetensors, `.to()`, torch.export and
-torch.compile work.
+They run as `demask::segment`. All their state is plain tensors, so optimizers, deepcopy, pickle,
+safetensors, `.to()`, torch.export and torch.compile work.
 """
 
 from __future__ import annotations
@@ -25,27 +22,34 @@ Sizes = int | Sequence[int]
 
 
 class SparseLinear(SparseLayer):
-    """A layer like nn.Linear that stores and multiplies the nonzero weights only.
+    """A fully connected layer like nn.Linear that stores and multiplies only the nonzero weights.
 
     It computes activation(x @ weight.T + bias) for x [..., in_features], in the dtype of the
-    weight. `from_dense` converts an nn.Linear, `to_dense` converts back.
+    weight. `from_dense` converts an nn.Linear, `to_dense` converts back. Training changes the
+    stored weights, not their positions. `load_state_dict` accepts another number of stored weights.
 
     Args:
-        weight: [out_features, in_features], torch.sparse_csr or dense, floating-point; zeros of a
-            dense weight are not stored.
-        bias: [out_features]; default None: none.
-        activation: a name: "relu", "relu6", "leaky_relu", "sigmoid", "tanh", "silu", "gelu",
-            "gelu_tanh", "hardswish" or "hardsigmoid"; or a torch module of one of them, such as
-            nn.LeakyReLU(0.2); default None: none.
+        weight: floating-point matrix [out_features, in_features], torch.sparse_csr or dense,
+            copied; out_features is 1 or more. Zeros of a dense weight are not stored.
+        bias: vector [out_features], copied; default None, no bias.
+        activation: function applied to each output: a name, "relu", "relu6", "leaky_relu",
+            "sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "hardswish" or "hardsigmoid", with
+            torch's default parameters; or a torch module of one of them or nn.Hardtanh, such as
+            nn.LeakyReLU(0.2). Default None, no activation.
 
     Attributes:
-        values: the nonzeros, a parameter [nonzeros]; crow, col: their row starts and columns, int32
-            buffers.
-        density: stored weights divided by all.
+        values: stored weights, a parameter [number of stored weights] of the dtype of `weight`.
+        crow, col: int32 buffers, row starts [out_features + 1] and columns of `values`, as in CSR.
+        bias: parameter [out_features], or None.
+        density: number of stored weights divided by out_features * in_features.
+        weight: dense weight [out_features, in_features], computed at each access; differentiable.
+        weight_csr: weight as torch.sparse_csr, which shares memory with `values`; differentiable.
+        in_features, out_features: sizes of the last axis of input and output.
 
     Raises:
-        BadInput: a shape, dtype or activation that is not supported, or 2^31 or more rows, columns
-            or nonzeros.
+        BadInput: `weight` has not two axes, is neither torch.sparse_csr nor dense, or is not
+            floating-point; `bias` has another shape; the activation is unknown; or there are 2^31
+            or more rows, columns or stored weights.
 
     Example:
         >>> import torch
@@ -68,14 +72,14 @@ class SparseLinear(SparseLayer):
 
     @classmethod
     def from_dense(cls, module: nn.Linear, activation: ActivationLike = None) -> Self:
-        """A sparse layer with the nonzeros of an nn.Linear, in the same training mode.
+        """A SparseLinear with copies of the nonzero weights and the bias of an nn.Linear.
 
         Args:
-            module: the layer to convert.
-            activation: applied after the layer; default none.
+            module: nn.Linear to convert; the result is in the same training mode.
+            activation: as in `SparseLinear`; default None.
 
         Raises:
-            BadInput: `module` is not an nn.Linear, or the activation is not supported.
+            BadInput: `module` is not an nn.Linear, or the activation is unknown.
 
         Example:
             >>> from torch import nn
@@ -87,7 +91,7 @@ class SparseLinear(SparseLayer):
         return cls(module.weight, module.bias, activation).train(module.training)
 
     def to_dense(self) -> nn.Module:
-        """The equivalent nn.Linear, in a Sequential with the activation if there is one.
+        """The equivalent nn.Linear; with an activation, an nn.Sequential of both.
 
         Example:
             >>> import torch
@@ -100,8 +104,11 @@ class SparseLinear(SparseLayer):
     def forward(self, x: Tensor) -> Tensor:
         """The output [..., out_features] for x [..., in_features], in the dtype of the weight.
 
+        Args:
+            x: input of the dtype of the weight; under autocast, of any floating-point dtype.
+
         Raises:
-            BadInput: the size or dtype of x does not match.
+            BadInput: the last axis or the dtype of x does not match, or stored indices are invalid.
         """
         if x.ndim < 1 or x.shape[-1] != self.columns:
             raise BadInput(f"expected x [..., {self.columns}], got {tuple(x.shape)}")
@@ -115,17 +122,13 @@ class SparseLinear(SparseLayer):
         return (self.columns,)
 
     def extra_repr(self) -> str:
-        """Features, bias, density and activation."""
+        """The text in parentheses in the layer's repr: features, bias, density and activation."""
         sizes = f"in_features={self.columns}, out_features={self.rows}"
         return f"{sizes}, {super().extra_repr()}"
 
 
 class SparseConv(SparseLayer):
-    """Base class of sparse convolutions over `axes` axes.
-
-    The matrix is [out_channels, in_channels / groups * kernel], `weight.flatten(1)` of the torch
-    convolution; for transposed ones `weight.transpose(0, 1).flatten(1)` of each group.
-    """
+    """Base class of sparse convolutions with `axes` axes, 1 or 2."""
 
     axes: ClassVar[int]
     transposed: ClassVar[bool] = False
@@ -188,14 +191,14 @@ class SparseConv(SparseLayer):
 
     @classmethod
     def from_dense(cls, module: Any, activation: ActivationLike = None) -> Self:
-        """A sparse layer with the nonzeros of a torch convolution, in the same training mode.
+        """A sparse layer with copies of the nonzero weights and the bias of a torch convolution.
 
         Args:
-            module: an instance of `torch_type`.
-            activation: applied after the layer; default none.
+            module: nn.Conv1d for SparseConv1d, and so on; the result is in the same training mode.
+            activation: as in `SparseLinear`; default None.
 
         Raises:
-            BadInput: `module` has another type, or the activation is not supported.
+            BadInput: `module` is another layer, or the activation is unknown.
 
         Example:
             >>> from torch import nn
@@ -218,7 +221,7 @@ class SparseConv(SparseLayer):
         return layer.train(module.training)
 
     def to_dense(self) -> nn.Module:
-        """The equivalent torch layer, in a Sequential with the activation if there is one.
+        """The equivalent torch convolution; with an activation, an nn.Sequential of both.
 
         Example:
             >>> import torch
@@ -235,10 +238,15 @@ class SparseConv(SparseLayer):
         return self._dense(layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output [batch, out_channels, ...] for x [batch, in_channels, ...]; batch is optional.
+        """The output, [batch, out_channels, length] or [batch, out_channels, height, width].
+
+        Args:
+            x: [batch, in_channels, length] or [batch, in_channels, height, width], or without
+                batch, in the dtype of the weight; under autocast, in any floating-point dtype.
 
         Raises:
-            BadInput: the shape or dtype of x does not match.
+            BadInput: the shape or dtype of x does not match, or x is smaller than one window.
+            RuntimeError: x is too small for padding mode "reflect" or "circular".
         """
         return self._convolved(x, self.program)
 
@@ -277,7 +285,7 @@ class SparseConv(SparseLayer):
         return (1, self.in_channels, *[1] * self.axes)
 
     def extra_repr(self) -> str:
-        """Options that differ from their defaults."""
+        """The text in parentheses in the layer's repr: channels and options other than defaults."""
         text = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
         text += f", stride={self.stride}"
         defaults = {"padding": 0, "dilation": 1, "groups": 1, "output_padding": 0}
@@ -290,22 +298,32 @@ class SparseConv(SparseLayer):
 
 
 class SparseConv1d(SparseConv):
-    """A layer like nn.Conv1d that computes with the nonzero weights only.
+    """A convolution layer like nn.Conv1d that stores and multiplies only the nonzero weights.
 
-    Inputs are signals [batch, in_channels, length], or one without batch. `from_dense` converts an
-    nn.Conv1d, `to_dense` converts back.
+    It maps [batch, in_channels, length] to [batch, out_channels, output length], with or without
+    batch. `from_dense` and `to_dense` convert from and to nn.Conv1d.
 
     Args:
-        weight: matrix [out_channels, in_channels / groups * kernel_size], torch.sparse_csr or
-            dense: `weight.flatten(1)` of the nn.Conv1d.
-        bias: [out_channels]; default None: none.
-        kernel_size: of the window, an integer.
-        stride, padding, dilation, groups, padding_mode: as in nn.Conv1d; defaults 1, 0, 1, 1,
-            "zeros".
-        activation: a name or a torch module, as of `SparseLinear`; default None: none.
+        weight: floating-point matrix [out_channels, in_channels / groups * kernel_size],
+            torch.sparse_csr or dense, copied: `weight.flatten(1)` of the nn.Conv1d.
+        bias, activation: vector [out_channels] and function, as in `SparseLinear`; default None.
+        kernel_size: window size in positions, 1 or more.
+        stride: positions from one window to the next, 1 (default) or more.
+        dilation: positions from one kernel element to the next, 1 (default) or more.
+        padding: positions added per border, 0 (default) or more; "valid": 0; "same": as many as
+            make the output as large as the input, for stride 1 only.
+        groups: number of channel groups, a divisor of out_channels; default 1.
+        padding_mode: values of the padding: "zeros" (default), "reflect", "replicate", "circular".
+        output_padding: must be 0 (default); transposed convolutions use it.
+
+    Attributes:
+        values, crow, col, bias, density, weight_csr: as in `SparseLinear`.
+        weight: dense weight [out_channels, in_channels / groups, kernel_size], differentiable.
+        in_channels, out_channels: integers. The options are attributes, too, sizes as tuples.
 
     Raises:
-        BadInput: an option, shape or activation that is not supported.
+        BadInput: an argument has another value, dtype or shape than listed above.
+        TypeError: a size is neither an integer nor a sequence.
 
     Example:
         >>> import torch
@@ -319,29 +337,38 @@ class SparseConv1d(SparseConv):
 
 
 class SparseConv2d(SparseConv):
-    """A layer like nn.Conv2d that computes with the nonzero weights only.
+    """A convolution layer like nn.Conv2d that stores and multiplies only the nonzero weights.
 
-    Inputs are images [batch, in_channels, height, width], or one without batch. `from_dense`
-    converts an nn.Conv2d, `to_dense` converts back.
+    It maps [batch, in_channels, height, width] to [batch, out_channels, output height, output
+    width], with or without batch. `from_dense` and `to_dense` convert from and to nn.Conv2d.
 
     Args:
-        weight: matrix [out_channels, in_channels / groups * kernel height * kernel width],
-            torch.sparse_csr or dense: `weight.flatten(1)` of the nn.Conv2d.
-        bias: [out_channels]; default None: none.
-        kernel_size: of the window, an integer or two.
-        stride, padding, dilation, groups, padding_mode: as in nn.Conv2d; defaults 1, 0, 1, 1,
-            "zeros".
-        activation: a name or a torch module, as of `SparseLinear`; default None: none.
+        weight: floating-point matrix [out_channels, in_channels / groups * kernel height * kernel
+            width], torch.sparse_csr or dense, copied: `weight.flatten(1)` of the nn.Conv2d.
+        bias, activation: vector [out_channels] and function, as in `SparseLinear`; default None.
+        kernel_size: window size in positions, 1 or more. Sizes are one integer or (height, width).
+        stride: positions from one window to the next, 1 (default) or more.
+        dilation: positions from one kernel element to the next, 1 (default) or more.
+        padding: positions added per border, 0 (default) or more; "valid": 0; "same": as many as
+            make the output as large as the input, for stride 1 only.
+        groups: number of channel groups, a divisor of out_channels; default 1.
+        padding_mode: values of the padding: "zeros" (default), "reflect", "replicate", "circular".
+        output_padding: must be 0 (default); transposed convolutions use it.
+
+    Attributes:
+        values, crow, col, bias, density, weight_csr: as in `SparseLinear`.
+        weight: dense weight in the shape of nn.Conv2d's, differentiable.
+        in_channels, out_channels: integers. The options are attributes, too, sizes as tuples.
 
     Raises:
-        BadInput: an option, shape or activation that is not supported.
+        BadInput: an argument has another value, dtype or shape than listed above.
+        TypeError: a size is neither an integer nor a sequence.
 
     Example:
         >>> import torch
         >>> from demask.sparse import SparseConv2d
         >>> dense = torch.nn.Conv2d(8, 16, 3, padding=1)
-        >>> with torch.no_grad():
-        ...     _ = dense.weight[:, 2:].zero_()  # three quarters
+        >>> _ = dense.weight.data[:, 2:].zero_()  # three quarters
         >>> layer, x = SparseConv2d.from_dense(dense), torch.randn(1, 8, 10, 10)
         >>> layer.density, torch.allclose(layer(x), dense(x), atol=1e-5)
         (0.25, True)
@@ -356,12 +383,16 @@ class SparseConvTranspose(SparseConv):
     transposed = True
 
     def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        """The output for x [batch, in_channels, ...] (or without batch).
+        """The output, [batch, out_channels, length] or [batch, out_channels, height, width].
 
-        output_size: sizes of the last axes of the output; by default those of `output_padding`.
+        Args:
+            x: [batch, in_channels, length] or [batch, in_channels, height, width], or without
+                batch, in the dtype of the weight; under autocast, in any floating-point dtype.
+            output_size: sizes of the output's last axes, instead of `output_padding`; at most
+                `stride` - 1 above the smallest size. Default None, the sizes by `output_padding`.
 
         Raises:
-            BadInput: the shape or dtype of x, or the output size, does not match.
+            BadInput: the shape or dtype of x does not match, or `output_size` is not possible.
         """
         if output_size is None:
             return self._convolved(x, self.program)
@@ -385,24 +416,34 @@ class SparseConvTranspose(SparseConv):
 
 
 class SparseConvTranspose1d(SparseConvTranspose):
-    """A layer like nn.ConvTranspose1d that computes with the nonzero weights only.
+    """A transposed convolution like nn.ConvTranspose1d that computes with the nonzero weights only.
 
-    Inputs are signals [batch, in_channels, length], or one without batch. `from_dense` converts an
-    nn.ConvTranspose1d, `to_dense` converts back.
+    It maps [batch, in_channels, length] to [batch, out_channels, output length], with or without
+    batch. `from_dense` and `to_dense` convert from and to nn.ConvTranspose1d.
 
     Args:
-        weight: matrix [out_channels, in_channels / groups * kernel_size], torch.sparse_csr or
-            dense. A row has the weights of one output channel, groups one after another. With one
-            group it is `weight.transpose(0, 1).flatten(1)` of the nn.ConvTranspose1d; with G groups
+        weight: floating-point matrix [out_channels, in_channels / groups * kernel_size],
+            torch.sparse_csr or dense, copied. Row i has the weights of output channel i, so the
+            order differs from nn.ConvTranspose1d, whose `weight` has input channels first: with one
+            group the matrix is `weight.transpose(0, 1).flatten(1)`, with G groups
             `weight.unflatten(0, (G, -1)).transpose(1, 2).flatten(0, 1).flatten(1)`.
-        bias: [out_channels]; default None: none.
-        kernel_size: of the window, an integer.
-        stride, padding, dilation, groups, output_padding: as in nn.ConvTranspose1d; defaults 1, 0,
-            1, 1, 0.
-        activation: a name or a torch module, as of `SparseLinear`; default None: none.
+        bias, activation: vector [out_channels] and function, as in `SparseLinear`; default None.
+        kernel_size: window size in positions, 1 or more.
+        stride: output positions from one window to the next, 1 (default) or more.
+        dilation: output positions from one kernel element to the next, 1 (default) or more.
+        padding: positions removed at each border of the output, 0 (default) or more.
+        groups: number of channel groups, a divisor of out_channels; default 1.
+        output_padding: positions added at the end of the output, 0 (default) or more; less than
+            `stride` or less than `dilation`.
+        padding_mode: must be "zeros", the default.
+
+    Attributes:
+        values, crow, col, bias, density, weight_csr: as in `SparseLinear`.
+        weight: dense weight [in_channels, out_channels / groups, kernel_size], differentiable.
+        in_channels, out_channels: integers. The options are attributes, too, sizes as tuples.
 
     Raises:
-        BadInput: an option, shape or activation that is not supported.
+        BadInput, TypeError: under the conditions of `SparseConv1d`.
 
     Example:
         >>> import torch
@@ -418,25 +459,33 @@ class SparseConvTranspose1d(SparseConvTranspose):
 
 
 class SparseConvTranspose2d(SparseConvTranspose):
-    """A layer like nn.ConvTranspose2d that computes with the nonzero weights only.
+    """A transposed convolution like nn.ConvTranspose2d that computes with the nonzero weights only.
 
-    Inputs are images [batch, in_channels, height, width], or one without batch. `from_dense`
-    converts an nn.ConvTranspose2d, `to_dense` converts back.
+    It maps [batch, in_channels, height, width] to [batch, out_channels, output height, output
+    width], with or without batch. `from_dense` and `to_dense` convert from and to
+    nn.ConvTranspose2d.
 
     Args:
-        weight: matrix [out_channels, in_channels / groups * kernel height * kernel width],
-            torch.sparse_csr or dense. A row has the weights of one output channel, groups one after
-            another. With one group it is `weight.transpose(0, 1).flatten(1)` of the
-            nn.ConvTranspose2d; with G groups
-            `weight.unflatten(0, (G, -1)).transpose(1, 2).flatten(0, 1).flatten(1)`.
-        bias: [out_channels]; default None: none.
-        kernel_size: of the window, an integer or two.
-        stride, padding, dilation, groups, output_padding: as in nn.ConvTranspose2d; defaults 1, 0,
-            1, 1, 0.
-        activation: a name or a torch module, as of `SparseLinear`; default None: none.
+        weight: floating-point matrix [out_channels, in_channels / groups * kernel height * kernel
+            width], torch.sparse_csr or dense, copied. Row i has the weights of output channel i;
+            the formula in `SparseConvTranspose1d` reorders the `weight` of nn.ConvTranspose2d.
+        bias, activation: vector [out_channels] and function, as in `SparseLinear`; default None.
+        kernel_size: window size in positions, 1 or more. Sizes are one integer or (height, width).
+        stride: output positions from one window to the next, 1 (default) or more.
+        dilation: output positions from one kernel element to the next, 1 (default) or more.
+        padding: positions removed at each border of the output, 0 (default) or more.
+        groups: number of channel groups, a divisor of out_channels; default 1.
+        output_padding: positions added at the end of each output axis, 0 (default) or more; less
+            than `stride` or less than `dilation`.
+        padding_mode: must be "zeros", the default.
+
+    Attributes:
+        values, crow, col, bias, density, weight_csr: as in `SparseLinear`.
+        weight: dense weight in the shape of nn.ConvTranspose2d's, differentiable.
+        in_channels, out_channels: integers. The options are attributes, too, sizes as tuples.
 
     Raises:
-        BadInput: an option, shape or activation that is not supported.
+        BadInput, TypeError: under the conditions of `SparseConv2d`.
 
     Example:
         >>> import torch

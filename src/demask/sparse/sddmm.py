@@ -18,34 +18,39 @@ def sddmm(a: Tensor, b: Tensor, mask: Tensor, *, transposed: bool = False) -> Te
 @overload
 def sddmm(a: Tensor, b: Tensor, mask: DCSR, *, transposed: bool = False) -> DCSR: ...
 def sddmm(a: Tensor, b: Tensor, mask: Tensor | DCSR, *, transposed: bool = False) -> Tensor | DCSR:
-    """The product a @ b of dense matrices, computed only at the stored entries of a sparse mask.
+    """The product a @ b at the stored positions of a sparse mask, as a sparse matrix like the mask.
 
-    The result has the layout and shape of the mask: sparse_csr or DCSR, [m, n].
+    SDDMM is short for sampled dense-dense matrix multiplication. Element (i, j) of the result is
+    the dot product of row i of `a` and column j of `b` for each position (i, j) that `mask` stores;
+    other elements are neither computed nor stored.
 
-    The result shares the indices of the mask and stores all its entries, also zeros. It is
-    differentiable; the gradients are sparse products. float32 is computed by compiled kernels,
-    float16 and bfloat16 in float32. For y = w @ x with a sparse w, the gradient of w is
-    sddmm(dy, x, w, transposed=True).
+    The result is a torch.sparse_csr tensor or a DCSR, as the mask is, with shape [m, n] and the
+    dtype of `a`. It shares the indices of the mask, and it stores dot products that are zero.
+    Gradients reach `a` and `b`. float16 and bfloat16 are summed in float32. If y = w @ x with a
+    sparse w, then the gradient of w is sddmm(dy, x, w, transposed=True).
 
     Source: Gale et al. 2020, "Sparse GPU kernels for deep learning", section 6.
 
     Args:
-        a: dense [m, k], floating-point.
-        b: dense [k, n], or [n, k] if `transposed`, of the dtype and device of `a`.
-        mask: sparse_csr or DCSR [m, n] with int32 or int64 indices. Its values are not read and may
-            have any dtype, as in torch.sparse.sampled_addmm with beta=0.
-        transposed: whether b is passed as [n, k], so that a @ b.T is computed; default False.
+        a: dense matrix [m, k], floating-point.
+        b: dense matrix [k, n], or [n, k] if `transposed`, of the dtype and device of `a`.
+        mask: torch.sparse_csr tensor or DCSR [m, n] on the device of `a`, with int32 or int64
+            indices. Its values are not read and may have any dtype, as in
+            torch.sparse.sampled_addmm with beta=0.
+        transposed: False (the default) for a @ b with b [k, n]; True for a @ b.T with b [n, k].
 
     Raises:
-        BadInput: shapes, dtypes, devices or indices that do not match.
+        BadInput: `a` or `b` is not dense or not floating-point; `mask` is neither torch.sparse_csr
+            nor DCSR; shapes, dtypes or devices do not match; or an index of the mask is out of
+            range.
 
     Example:
         >>> import torch
-        >>> from demask.sparse import DCSR, sddmm
-        >>> index = torch.tensor([0, 2])
-        >>> mask = DCSR(torch.tensor([1]), index, index, torch.ones(2), (2, 3))  # (1, 0), (1, 2)
-        >>> sddmm(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0, 5.0]]), mask).values
-        tensor([ 6., 10.])
+        >>> from demask.sparse import sddmm
+        >>> mask = torch.tensor([[0, 0, 0], [1, 0, 1]]).to_sparse_csr()
+        >>> sddmm(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0, 5.0]]), mask).to_dense()
+        tensor([[ 0.,  0.,  0.],
+                [ 6.,  0., 10.]])
     """
     is_dcsr = isinstance(mask, DCSR)
     size = mask.size if isinstance(mask, DCSR) else tuple(mask.shape)

@@ -23,10 +23,20 @@ from demask.sparse.segment_program import (
 
 
 class SparseLayer(nn.Module):
-    """Base class of sparse layers.
+    """Base class of sparse layers: a CSR matrix of weights, a bias and an activation.
 
-    weight: a matrix [rows, columns], torch.sparse_csr or dense; zeros are not stored. bias [rows].
-    activation: applied to the result.
+    Args:
+        weight: floating-point matrix [rows, columns], torch.sparse_csr or dense, copied; zeros of a
+            dense matrix are not stored.
+        bias: vector [rows], or None.
+        activation: function applied to the result, or None.
+
+    Attributes:
+        values: stored weights, a parameter [number of stored weights].
+        crow, col: int32 buffers, row starts [rows + 1] and columns of `values`, as in CSR.
+        rows, columns: sizes of the matrix.
+        act: (name, parameters) of the activation, or None.
+        program: JSON text from which `demask::segment` computes the layer.
     """
 
     values: nn.Parameter
@@ -78,17 +88,21 @@ class SparseLayer(nn.Module):
 
     @property
     def density(self) -> float:
-        """Stored entries divided by all entries of the matrix."""
+        """The number of stored weights divided by rows * columns, from 0 to 1."""
         return self.values.numel() / max(self.rows * self.columns, 1)
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight in the shape of the torch layer; differentiable."""
+        """The dense weight in the shape and dtype of the torch layer's; differentiable.
+
+        Raises:
+            BadInput: `crow` or `col` are not valid CSR indices of the matrix.
+        """
         return dense.weight(self._step(), self._weights(), self._shape())
 
     @property
     def weight_csr(self) -> Tensor:
-        """The matrix [rows, columns] as torch.sparse_csr, sharing memory; differentiable."""
+        """The weight matrix [rows, columns] as torch.sparse_csr, sharing memory; differentiable."""
         size = self.rows, self.columns
         return torch.sparse_csr_tensor(
             self.crow, self.col, self.values, size, check_invariants=False
@@ -126,7 +140,7 @@ class SparseLayer(nn.Module):
         self._set_program()
 
     def extra_repr(self) -> str:
-        """Bias, density and activation."""
+        """The text in parentheses in the layer's repr: bias, density and activation."""
         act = "" if self.act is None else f", activation={self.act[0]}"
         return f"bias={self.bias is not None}, density={self.density:.3f}{act}"
 

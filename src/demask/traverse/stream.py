@@ -48,16 +48,16 @@ OUTPUTS = ("uint8", "float16", "float32", "float64")
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """The result of `stream`: what was written, and the time and memory of the run.
+    """The result of `stream`: shape and dtype of the output, and the time and memory of the run.
 
     Attributes:
-        shape: of the written result.
-        dtype: of the written result, such as "float32".
-        images: number of images.
-        rows: number of rows written, of all images.
-        seconds: of execution.
-        peak: predicted maximum bytes in addition to the process before the call.
-        macs: multiply-adds.
+        shape: shape of the written array, N first.
+        dtype: name of the written dtype, such as "float32" or "uint8".
+        images: number of images, N.
+        rows: number of rows of all images written.
+        seconds: time of execution, without capture and planning of the network.
+        peak: predicted maximum of memory in bytes, in addition to the process before the call.
+        macs: multiply-adds executed, for all images.
 
     Example:
         >>> import torch
@@ -78,7 +78,7 @@ class Streamed:
     macs: int
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as a dictionary of JSON types."""
+        """The attributes as a dictionary of JSON types; `shape` as a list of integers."""
         return {name: getattr(self, name) for name in self.__slots__} | {"shape": list(self.shape)}
 
     def __str__(self) -> str:
@@ -100,30 +100,40 @@ def stream(
     spill: str | os.PathLike[str] | None = None,
     table: Table = TABLE,
 ) -> Streamed:
-    """Runs a network on images larger than memory, from file to file; returns a `Streamed`.
+    """The shape, time and memory of a run from file to file, as a `Streamed`.
 
-    Results equal those of the model in eval mode on each image, as for `tile`. uint8 images are
-    passed as x / 255 to networks that take floating-point inputs.
+    The network is executed in tiles, one image after another, and its outputs are written to
+    `destination`. Images and outputs may be larger than memory. Outputs equal the model's outputs
+    in eval mode on each image up to rounding, as in `tile`. A network of floating-point inputs
+    receives uint8 images as x / 255.
 
     Args:
-        model: a module, an ExportedProgram, or the path of a .pt2, .demask or .onnx file.
-        source: images (N, C, H, W), volumes or sequences: the path of a .npy file, an array, which
-            may be memory-mapped, or a tensor.
-        destination: the path of a .npy file, which appears when it is complete, or an array or
-            tensor to fill.
-        memory: bytes in addition to the process at the call; default "512MiB".
-        output: dtype to write: "float16", "float32", "float64"; None: the network's; "uint8":
-            round(clamp(y, 0, 1) * 255), NaN as 0.
-        client: must be None; clusters are not supported yet.
-        progress: called with a text and, as `done`, the number of steps since the last call.
-        spill: a folder for intermediate maps; None: the destination's folder, else the system's.
-        table: the op table, as in `demask.demask`.
+        model: nn.Module or ExportedProgram with one input and one output, on the CPU; or the path
+            of a .pt2, .demask or .onnx file.
+        source: images (N, C, H, W), volumes (N, C, D, H, W) or sequences (N, C, L): the path of a
+            .npy file, a NumPy array, which may be memory-mapped, or a CPU tensor.
+        destination: path of a .npy file, which is replaced when the result is complete; or an array
+            or tensor of the result's shape, which is filled.
+        memory: budget in bytes, an int or a text such as "256MiB", for what the call adds to the
+            memory of the process; default "512MiB". Arrays and tensors that you pass do not count.
+        output: dtype to write: "float16", "float32", "float64"; or "uint8", round(clamp(y, 0, 1) *
+            255) with 0 for NaN. Default None: the dtype of the network's output, or of
+            `destination` if it is an array or tensor.
+        client: must be None, the default; reserved for clusters.
+        progress: function called after each step with a text, and with the keyword `done=1`;
+            default None, no calls.
+        spill: existing folder for values that do not fit in memory; default None, the folder of
+            `destination`, or the system's temporary folder if `destination` is no path.
+        table: op table, as in `tile`; default `demask.ops.TABLE`.
 
     Raises:
-        BadInput: model, source, destination and output do not fit together, or `spill` is no
-            folder.
-        NotExportable: torch.export does not support the model.
-        BudgetTooSmall: if no plan fits the budget.
+        BadInput: an argument has a wrong type or value; a file is missing or damaged; the network
+            has several inputs or outputs; or source, network and destination do not fit together in
+            shape or dtype, or share memory.
+        BudgetTooSmall: no plan fits `memory`; the attribute `least` is a sufficient budget in
+            bytes.
+        NotExportable: torch.export cannot capture the model.
+        FileError: reading or writing fails, for example because the disk is full.
 
     Example:
         >>> import torch

@@ -36,38 +36,44 @@ def tile(
     workers: int = 1,
     table: Table = TABLE,
 ) -> Tiled:
-    """A network with the model's outputs that needs little memory: it runs in tiles and bands.
+    """A module that computes the model's outputs in tiles of the image within a memory budget.
 
-    Its `plan` is a `Plan`.
+    It is called like the model, with CPU tensors of the example's shapes, for inference only: calls
+    record no gradients. Its attribute `plan` is the `Plan` that it executes. Parameters are shared
+    with the model, not copied. `demask.save` and `demask.load` store the module with its plan.
 
-    Results equal those of the model in eval mode, except for the order of sums in statistics over
-    space (in float64 here) and kernels that torch selects by size. Unchanged weights are shared
-    with the model, not copied.
+    Outputs equal those of the model in eval mode up to rounding: statistics over the image, such as
+    those of group norm, are summed in float64 and in another order, and torch may select other
+    kernels for other sizes. A call with inputs of other shapes, dtypes or devices raises
+    ValueError.
 
     Args:
-        model: an nn.Module that torch.export supports.
-        args, kwargs: an example call with images (N, C, H, W), volumes or sequences. The plan is
-            for the sizes of its images. With an example of two images or more, calls may pass any
-            number; they run one after another.
-        memory: bytes ("256MiB", "1GiB", 10**9; default "512MiB") in addition to the process at the
-            call, the caller's inputs and the results.
-        workers: 1 (the default) to 64 threads that run strips of bands in parallel, each with its
-            own memory and share of torch's threads. 1 leaves the threads to torch, which is as fast
-            on an idle machine.
-        table: the op table, as in `demask.demask`.
+        model: nn.Module that torch.export supports, or an ExportedProgram, on the CPU.
+        args: tuple of example inputs: images (N, C, H, W), volumes (N, C, D, H, W) or sequences (N,
+            C, L), which are cut into bands along H, D or L; and other inputs. Only shapes and
+            dtypes of tensors matter. If the example has N >= 2 images, calls accept any number of
+            images and compute them one after another; else one.
+        kwargs: mapping of example keyword inputs; default None, no keyword inputs.
+        memory: budget in bytes, an int or a text such as "256MiB" or "1.5GB"; default "512MiB". It
+            covers what a call adds to the memory of the process, except for inputs and results.
+        workers: number of threads that compute strips of the image in parallel, each with memory of
+            its own, 1 to 64. With 1 (default), each operation uses torch's threads instead.
+        table: op table, which describes which inputs each output position of an ATen op reads;
+            default `demask.ops.TABLE`. `TABLE.extended` adds your own ops.
 
     Raises:
-        BudgetTooSmall: if no plan fits; its `least` is a sufficient budget in bytes.
-        BadInput: no input has rows, `workers` is out of range, or the network mixes the images of a
-            batch.
-        NotExportable: if torch.export does not support the model.
+        BudgetTooSmall: no plan fits `memory`; the attribute `least` is a sufficient budget in
+            bytes. The class is in `demask.errors` and derives from BadInput.
+        BadInput: an argument has a wrong type or value; the model fails on the example; no input is
+            an image, volume or sequence; or outputs of one image depend on another image.
+        NotExportable: torch.export cannot capture the model.
 
     Example:
         >>> import torch
         >>> from torch.nn import Conv2d, ReLU, Sequential
+        >>> from demask.traverse import tile
         >>> net = Sequential(Conv2d(3, 8, 3, padding=1), ReLU(), Conv2d(8, 3, 3, padding=1))
         >>> x = torch.randn(1, 3, 64, 64)
-        >>> from demask.traverse import tile
         >>> small = tile(net, (x,), memory="16MiB")
         >>> torch.allclose(small(x), net(x), atol=1e-6)
         True
@@ -88,21 +94,34 @@ def plan(
     workers: int = 1,
     table: Table = TABLE,
 ) -> TilePlan:
-    """How `tile` would run the model, as a `Plan`, which prints as a table; nothing is run.
+    """The `Plan` by which `tile` would execute the model, without executing the model.
+
+    A `Plan` prints as a table and has the predicted memory in bytes as `peak`.
 
     Args:
-        model, args, kwargs, memory, workers, table: as of `tile`.
+        model: nn.Module that torch.export supports, or an ExportedProgram, on the CPU.
+        args: tuple of example inputs, as in `tile`. Only shapes and dtypes of tensors matter, so an
+            image larger than memory can be passed as `torch.empty(1).expand(1, 3, 16384, 16384)`.
+        kwargs: mapping of example keyword inputs; default None, no keyword inputs.
+        memory: budget in bytes, an int or a text such as "256MiB"; default "512MiB".
+        workers: number of threads that compute strips of the image in parallel, 1 to 64; default 1.
+        table: op table, as in `tile`; default `demask.ops.TABLE`.
 
     Raises:
-        BudgetTooSmall, BadInput, NotExportable: as of `tile`.
+        BudgetTooSmall: no plan fits `memory`; the attribute `least` is a sufficient budget in
+            bytes.
+        BadInput: an argument has a wrong type or value; the model fails on the example; no input is
+            an image, volume or sequence; or outputs of one image depend on another image.
+        NotExportable: torch.export cannot capture the model.
 
     Example:
         >>> import torch
         >>> from torch.nn import Conv2d, ReLU, Sequential
-        >>> net = Sequential(Conv2d(3, 8, 3, padding=1), ReLU(), Conv2d(8, 3, 3, padding=1))
         >>> from demask.traverse import plan
-        >>> plan(net, (torch.empty(1, 3, 2048, 2048),), memory="32MiB").recompute
-        1.0
+        >>> net = Sequential(Conv2d(3, 8, 3, padding=1), ReLU(), Conv2d(8, 3, 3, padding=1))
+        >>> tiles = plan(net, (torch.empty(1, 3, 2048, 2048),), memory="32MiB")
+        >>> tiles.segments[0].mode, tiles.peak < 32 * 2**20, tiles.recompute
+        ('bands', True, 1.0)
     """
     return _planned(model, args, kwargs, parse_memory(memory), workers, table)[2]
 

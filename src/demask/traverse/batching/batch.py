@@ -65,31 +65,43 @@ def batch(
     at_once: int | None = None,
     table: Table = TABLE,
 ) -> Batched:
-    """A module that runs the model's fully connected layers for up to `inputs` inputs at a time.
+    """A module that reads each weight of fully connected layers once for up to `inputs` inputs.
 
-    It is called like the model, with any number of inputs, which run in passes of `inputs`. It is
-    for inference: calls record no gradients. Results equal those of the model for a batch of
-    `inputs`, or of `at_once` between fully connected layers. With weights in a file, products are
-    computed in blocks of rows, which a BLAS may sum in another order: float32 results may differ by
-    rounding. For weights stored as [in, out], blocks are inputs, and partial products are summed.
+    Such layers run for `inputs` inputs at once, and the operations between such layers for
+    `at_once` inputs at a time, so that activations fit in memory. The weights may be in a file that
+    is larger than memory; then each layer reads blocks of its weight. The module is called like the
+    model, with a batch of any size, for inference only: calls record no gradients. Its attribute
+    `traffic` counts the bytes of weights read.
+
+    Outputs equal those of the model in eval mode for batches of these sizes. With weights in a
+    file, sums may be in another order, so outputs may differ by rounding.
+
+    Source: US 10,417,555 B2 (batched fully connected layers).
 
     Args:
-        model: captured in eval mode; with a file of weights it may be on the meta device.
-        args, kwargs: an example call whose first dimension is the batch.
-        memory: bytes ("512MiB", the default, or a number) for activations and blocks of weights,
-            and for constants if weights are in a file. The caller's inputs, the results and memory
-            of convolutions are not included.
-        inputs: how many run in a pass, 1 or more; default 16.
-        weights: None for the model's weights, which are shared; a .safetensors file with the
-            model's names; or a folder, to which the model's weights are written. Weights in a file
-            are read in blocks.
-        at_once: inputs at a time between fully connected layers; None: as many as fit the budget.
-        table: the op table, as in `demask.demask`.
+        model: nn.Module, or ExportedProgram whose first axis is dynamic. With a file of weights it
+            must be an nn.Module, which may be on the meta device.
+        args: tuple of example inputs whose first axis is the batch; default (), no such inputs.
+        kwargs: mapping of example keyword inputs; default None, no keyword inputs.
+        memory: budget in bytes, an int or a text such as "1GiB", for activations, for blocks of
+            weights and, if weights are in a file, for all constants in memory; default "512MiB".
+            Inputs, results and temporary memory of convolutions do not count.
+        inputs: number of inputs that share one read of the weights, 1 or more; default 16.
+        weights: None (default) to share the model's tensors; the path of a .safetensors file with
+            the names of the model's state_dict, which may lack some; or the path of a folder, in
+            which `batch` writes weights.safetensors.
+        at_once: number of inputs at a time between fully connected layers, 1 or more; default None,
+            the largest one that fits `memory`.
+        table: op table, which describes which inputs each output position of an ATen op reads;
+            default `demask.ops.TABLE`. `TABLE.extended` adds your own ops.
 
     Raises:
-        BadInput: no plan fits the budget (the message has the least one), a number is below 1, the
-            network mixes inputs of a batch, or the file of weights does not fit the model.
-        NotExportable: torch.export does not support the model.
+        BadInput: no plan fits `memory` (the message has the smallest budget); an argument has a
+            wrong type or value; the model fails on the example; the model's outputs for one input
+            depend on another input; or the file of weights is missing, damaged or does not match
+            the model.
+        NotExportable: torch.export cannot capture the model.
+        FileError: the file of weights cannot be written.
 
     Example:
         >>> import torch
@@ -97,7 +109,7 @@ def batch(
         >>> from demask.traverse import batch
         >>> model, x = Sequential(Linear(8, 4), ReLU(), Linear(4, 2)), torch.randn(5, 8)
         >>> small = batch(model, (x[:2],), inputs=4)
-        >>> torch.allclose(small(x), model(x)), small.traffic.weight_bytes_read
+        >>> torch.allclose(small(x), model(x)), small.traffic.weight_bytes_read  # 160 bytes, twice
         (True, 320)
     """
     _check_counts(inputs=inputs, at_once=inputs if at_once is None else at_once)
@@ -119,25 +131,39 @@ def traffic(
     at_once: int | None = None,
     table: Table = TABLE,
 ) -> Traffic:
-    """Predicted bytes of weights that the module of `batch()` reads in one call, as a `Traffic`.
+    """The predicted bytes of weights that one call of the module of `batch` reads, as a `Traffic`.
 
-    It follows from the graph: nothing runs and nothing is written.
+    `Traffic` has `weight_bytes` (of all weights), `weight_bytes_read`, `unbatched` (bytes without
+    batching) and `saved` (1 - weight_bytes_read / unbatched), and prints as a table. The prediction
+    follows from the graph: the network is not executed, and no file is written.
 
     Args:
-        model, args, kwargs, memory, inputs, weights, table: as of `batch`.
-        batch: number of inputs of the call, 1 or more; default None: `inputs`.
-        at_once: as of `batch`; 1 runs the layers before the fully connected ones image by image.
+        model: nn.Module or ExportedProgram, as in `batch`.
+        args: tuple of example inputs whose first axis is the batch; default (), no such inputs.
+        kwargs: mapping of example keyword inputs; default None, no keyword inputs.
+        batch: number of inputs of the call, 1 or more; default None, the value of `inputs`.
+        memory: budget in bytes, an int or a text such as "1GiB"; default "512MiB".
+        inputs: number of inputs that share one read of the weights, 1 or more; default 16.
+        weights: None (default) or the path of a file or folder, as in `batch`.
+        at_once: number of inputs at a time between fully connected layers, so that the weights of
+            other layers are read once per `at_once` inputs; default None, the largest that fits
+            `memory`.
+        table: op table, as in `batch`; default `demask.ops.TABLE`.
 
     Raises:
-        BadInput: as of `batch`.
+        BadInput: no plan fits `memory`; an argument has a wrong type or value; the model fails on
+            the example; the model's outputs for one input depend on another input; or the file of
+            weights is missing, damaged or does not match the model.
+        NotExportable: torch.export cannot capture the model.
 
     Example:
         >>> import torch
         >>> from torch.nn import Linear, ReLU, Sequential
         >>> from demask.traverse import traffic
         >>> model = Sequential(Linear(8, 4), ReLU(), Linear(4, 2))
-        >>> traffic(model, (torch.randn(2, 8),), inputs=16).saved == 15 / 16
-        True
+        >>> predicted = traffic(model, (torch.randn(2, 8),), inputs=16)
+        >>> predicted.weight_bytes_read, predicted.unbatched, predicted.saved == 15 / 16
+        (160, 2560, True)
     """
     count = inputs if batch is None else batch
     _check_counts(inputs=inputs, at_once=inputs if at_once is None else at_once, batch=count)
@@ -147,11 +173,15 @@ def traffic(
 
 
 class Batched(nn.Module):
-    """A network whose fully connected layers run for many inputs at a time, from `batch()`.
+    """The module that `batch` returns: its fully connected layers run for many inputs at a time.
 
-    plan: the levels of a pass, with their blocks and the predicted memory. traffic: bytes of
-    weights read since the module was created or copied. Its parameters are the constants in memory,
-    by the model's names.
+    Its parameters and buffers are the constants in memory, under the model's names.
+
+    Attributes:
+        plan: the `BatchPlan`: order of the layers, blocks of weights, predicted memory in bytes.
+        traffic: `Traffic`, bytes of weights read since the module was created or copied.
+        file: the opened file of weights, or None.
+        front: module that checks the inputs of a call and flattens them.
     """
 
     def __init__(self, program: Program, plan: BatchPlan, file: WeightFile | None):
@@ -167,7 +197,7 @@ class Batched(nn.Module):
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes of weights that were read, by layer, and the number of inputs."""
+        """The bytes of weights read so far, by layer, and the number of inputs, as a `Traffic`."""
         layers = [
             LayerTraffic(name, weight.constant, weight.connected, weight.nbytes, self._read[name])
             for name, weight in weights_of(self.plan.levels)
@@ -175,10 +205,21 @@ class Batched(nn.Module):
         return Traffic(self._inputs, tuple(layers))
 
     def extra_repr(self) -> str:
+        """The text in the module's repr: inputs per pass and predicted peak memory."""
         plan = self.plan
         return f"inputs={plan.inputs}, at_once={plan.at_once}, peak={format_bytes(plan.peak)}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs for a batch of any size of 1 or more.
+
+        Args:
+            args: inputs as in the example, of other batch sizes.
+            kwargs: keyword inputs as in the example.
+
+        Raises:
+            BadInput: the batch is empty, or another axis has another size than in the example.
+            RuntimeError: torch does not support the dtype or device of an input.
+        """
         inputs = dict(zip(self.plan.input_names, self.front(*args, **kwargs), strict=True))
         with torch.no_grad():
             return pytree.tree_unflatten(self._run(inputs), self.plan.out_spec)

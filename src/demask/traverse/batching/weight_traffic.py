@@ -11,10 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LayerTraffic:
-    """One call with constant weights.
+    """The bytes of weights read by one call that multiplies with constant weights.
 
-    weight: their name. connected: whether it is a fully connected layer, which runs for many inputs
-    at a time. weight_bytes: of the weights. read: bytes read so far.
+    Attributes:
+        name: name of the call.
+        weight: name of the weight among the model's constants.
+        connected: whether the call is a fully connected layer, which runs for many inputs at a
+            time.
+        weight_bytes: size of the weight in bytes.
+        read: bytes of the weight read, for all inputs.
     """
 
     name: str
@@ -26,22 +31,32 @@ class LayerTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of weights read for a number of inputs; prints as a table.
+    """Bytes of weights that a network reads for a number of inputs; prints as a table.
 
-    US 10,417,555 B2 counts, in its example of batched fully connected layers, 16M weights of two
-    bytes for sixteen images. One pass over them reads 16M · 2 B = 32 MB; sixteen images one by one
-    read 512 MB (the patent prints 256 MB, which would be one byte per weight). Batched, they are
-    read once; with 90 % of all weights in such layers, 15/16 · 0.9 = 84 % of the traffic is saved.
+    The saving is computed as in US 10,417,555 B2: a layer of 16M weights of 2 bytes reads 32 MB for
+    sixteen images at once and 512 MB for sixteen images one by one. (The patent prints 256 MB,
+    which is one byte per weight.) If 90 % of all weights are in such layers, 15/16 * 0.9 = 84 % of
+    the bytes are saved.
 
-    >>> M = 2**20
-    >>> alone = Traffic(16, (LayerTraffic("fc", "fc.weight", True, 16 * M * 2, 16 * 16 * M * 2),))
-    >>> batched = Traffic(16, (LayerTraffic("fc", "fc.weight", True, 16 * M * 2, 16 * M * 2),))
-    >>> alone.weight_bytes // M, alone.weight_bytes_read // M, batched.weight_bytes_read // M
-    (32, 512, 32)
-    >>> rest = LayerTraffic("conv", "conv.weight", False, 10 * M, 16 * 10 * M)
-    >>> fc = LayerTraffic("fc", "fc.weight", True, 90 * M, 90 * M)
-    >>> round(Traffic(16, (rest, fc)).saved, 3), 15 / 16 * 0.9
-    (0.844, 0.84375)
+    Attributes:
+        inputs: number of inputs.
+        layers: tuple of `LayerTraffic`, one entry per call with weights, in order of execution.
+        weight_bytes: bytes of all weights.
+        weight_bytes_read: bytes of weights read for all inputs.
+        unbatched: bytes of weights read if each input is computed alone.
+        saved: 1 - weight_bytes_read / unbatched, from 0 to 1.
+        connected: the `Traffic` of fully connected layers only.
+
+    Example:
+        >>> from demask.traverse.batching.weight_traffic import LayerTraffic, Traffic
+        >>> M = 2**20
+        >>> conv = LayerTraffic("conv", "conv.weight", False, 10 * M, 16 * 10 * M)
+        >>> fc = LayerTraffic("fc", "fc.weight", True, 90 * M, 90 * M)
+        >>> both = Traffic(16, (conv, fc))
+        >>> both.weight_bytes // M, both.weight_bytes_read // M, both.unbatched // M
+        (100, 250, 1600)
+        >>> round(both.saved, 3), 15 / 16 * 0.9
+        (0.844, 0.84375)
     """
 
     inputs: int

@@ -64,11 +64,15 @@ class TiledCodegen(Codegen):
 
 
 class Tiled(Demasked):
-    """A network that runs in tiles within a budget, for inference: calls record no gradients.
+    """The module that `tile` returns: a network that runs in tiles, for inference only.
 
-    plan: how it runs. table: the op table; set it after unpickling a network with ops of your own.
-    counted: multiply-adds and steps of the last call. prepared: flow and layout, from the first
-    call on. Its weights are read at every call. It can be copied, pickled and saved.
+    Its weights are read at every call. It can be copied, pickled, saved and loaded.
+
+    Attributes:
+        plan: the `Plan` that it executes.
+        table: op table; set it again after unpickling a network with ops of your own.
+        counted: multiply-adds (`macs`) and number of steps (`steps`) of the last call.
+        prepared: data computed from the plan; None after copying or loading, until the first call.
     """
 
     codegen = TiledCodegen

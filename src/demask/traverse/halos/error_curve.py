@@ -23,8 +23,11 @@ TILE = 4  # the tile is this part of the image a side, in its middle
 class Point:
     """The error of a tile with one padding.
 
-    padding: per image axis, in positions of the first input. share: of the halo. max_abs: largest
-    absolute error of the tile. changed: share of its 8-bit values that differ.
+    Attributes:
+        padding: positions of the first input added at each side, per image axis.
+        share: `padding` divided by the halo, before rounding to strides.
+        max_abs: largest absolute error of the tile's outputs.
+        changed: share of the tile's output values that differ after rounding to 8 bits.
     """
 
     padding: tuple[int, ...]

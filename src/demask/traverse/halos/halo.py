@@ -56,11 +56,15 @@ Tell = Callable[[str, float], object]  # title of the current work, share that i
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The halo along one axis of an input, in its positions.
+    """The halo of one input along one axis, in positions of that input.
 
-    before, after: for exact tiles; math.inf where a global call reads all positions. local_before,
-    local_after: if global calls used the whole image's statistics. align: a crop begins at a
-    multiple of it.
+    Attributes:
+        before: positions required before the tile; math.inf if a call reads the whole axis.
+        after: positions required after the tile; math.inf if a call reads the whole axis.
+        local_before, local_after: the same if calls that read the whole axis, such as group norm,
+            received their statistics of the whole image; always finite.
+        align: a crop of the input must begin at a multiple of this number; 1 without strides.
+        exact: whether `before` and `after` are finite, so that padded tiles are exact.
     """
 
     before: float
@@ -71,15 +75,19 @@ class Side:
 
     @property
     def exact(self) -> bool:
-        """Whether a finite halo makes tiles exact."""
+        """Whether `before` and `after` are finite, so that tiles with this padding are exact."""
         return math.isfinite(self.before + self.after)
 
 
 @dataclass(frozen=True, slots=True)
 class InputHalo:
-    """The halo of one input.
+    """The halo of one input of a model.
 
-    leaf: its index among the leaves of (args, kwargs). columns: None for sequences.
+    Attributes:
+        leaf: index of the input among all inputs, (args, kwargs) flattened.
+        name: name of the parameter of `forward`, or "input <leaf>" if it has none.
+        rows: `Side` along the rows of an image or the positions of a sequence.
+        columns: `Side` along the columns; None for sequences.
     """
 
     leaf: int
@@ -90,9 +98,14 @@ class InputHalo:
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """A call that reads all positions along some image axes.
+    """A call that reads all positions of an image axis, so that no finite halo is enough.
 
-    module: path of the module that calls it, "" for the model itself. why: the reason in words.
+    Attributes:
+        node: name of the call.
+        op: name of the op, such as "aten.group_norm.default".
+        module: path of the submodule that makes the call, "" for the model itself.
+        axes: axes that the call reads whole, "rows", "columns" or both.
+        why: the reason in words.
     """
 
     node: str
@@ -108,29 +121,35 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """The result of `halo`: how many input positions beyond its own borders a tile needs.
+    """The result of `halo`: the number of input positions that a tile needs outside of the tile.
 
-    `print` shows it as a table; `halo["x"]` is the entry of the input named x.
+    `print` shows a table. For an input with the name x, `result["x"]` is its entry in `inputs`.
+    With r input positions per output position, outputs[a:b] of the image equal the outputs of
+    input[a * r - before : b * r + after], cropped to that part, if that crop is within the image
+    and begins at a multiple of `align`.
 
     Attributes:
-        inputs: one entry per image or sequence: its `name`, `leaf` (index among all inputs), and
-            `rows` and `columns` (None for sequences), each with `before` and `after` (positions
-            needed at either side; math.inf where a call reads the whole image) and `align` (a crop
-            must begin at a multiple of it); also `local_before` and `local_after`, the same if
-            calls that read the whole image used the whole image's statistics.
-        barriers: the calls that read the whole image, with the reason.
-        notes: remarks on the measurement.
-        curve: if requested, the errors of a tile with smaller padding: `padding`, `share` of the
-            halo, `max_abs` (largest error) and `changed` (share of 8-bit values that differ).
+        inputs: tuple with an entry per image or sequence: `name`, `leaf` (index among all inputs),
+            `rows` and `columns` (None for sequences). `rows` and `columns` have, in positions of
+            the input, `before` and `after` (number required at either side of a tile; math.inf if a
+            call reads the whole image), `align` (a crop must begin at a multiple of this number),
+            and `local_before` and `local_after` (the same as `before` and `after` if such calls
+            received their statistics of the whole image).
+        barriers: tuple of the calls that read the whole image: `node` (name of the call), `op`,
+            `module` (path of the submodule), `axes` and `why` (the reason).
+        notes: tuple of texts, such as a restriction to the example's size; default ().
+        curve: errors of a tile with growing padding if requested, else (): `padding` (positions per
+            axis), `share` (padding divided by the halo), `max_abs` (largest absolute error) and
+            `changed` (share of output values that differ after rounding to 8 bits).
 
     Example:
         >>> import torch
         >>> from demask.traverse import halo
         >>> from torch.nn import Conv2d, Sequential
-        >>> model = Sequential(Conv2d(1, 1, 5, padding=2), Conv2d(1, 1, 3))
-        >>> sizes = halo(model, (torch.ones(1, 1, 32, 32),))
-        >>> sizes.inputs[0].rows.before + sizes.inputs[0].rows.after  # windows of 5 and 3
-        6
+        >>> model = Sequential(Conv2d(1, 1, 5, padding=2), Conv2d(1, 1, 3, padding=1))
+        >>> rows = halo(model, (torch.ones(1, 1, 32, 32),)).inputs[0].rows
+        >>> rows.before, rows.after, rows.align  # 2 of the first window, 1 of the second
+        (3, 3, 1)
     """
 
     inputs: tuple[InputHalo, ...]
@@ -139,10 +158,10 @@ class Halo:
     curve: tuple[Point, ...] = ()
 
     def __getitem__(self, name: str) -> InputHalo:
-        """The halo of the input of that name.
+        """The entry of `inputs` with that name.
 
         Raises:
-            KeyError: if there is none; the message lists the names.
+            KeyError: no input has that name; the message lists the names.
         """
         for one in self.inputs:
             if one.name == name:
@@ -150,7 +169,7 @@ class Halo:
         raise KeyError(f"expected one of {[one.name for one in self.inputs]}, got {name!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The halo as a dictionary of JSON types; infinite values are None."""
+        """The attributes as a dictionary of JSON types; None instead of infinity."""
         return _plain(asdict(self))
 
     def __str__(self) -> str:
@@ -168,24 +187,31 @@ def halo(
     progress: Tell | None = None,
     table: Table = TABLE,
 ) -> Halo:
-    """How many input positions beyond its own borders a tile needs to be exact, as a `Halo`.
+    """The number of input positions that a tile needs outside of the tile, as a `Halo`.
 
-    Images are inputs of four axes or more, with rows and columns as the third and the fourth;
-    sequences are inputs of three, with positions as the last. The model is read in eval mode and
-    not changed; it runs only for the curve.
+    A halo is the part of the receptive field outside of the tile: the smallest padding with which
+    tiles that are computed one by one equal the whole output, for tiles at any position. Inputs of
+    four axes or more are images with rows and columns as axes 2 and 3; inputs of three axes are
+    sequences with positions as axis 2. The model is analyzed in eval mode, is not changed, and runs
+    only if `curve` is set.
 
     Args:
-        model: a module, or an ExportedProgram.
-        args, kwargs: an example call. Only shapes and dtypes matter, except for the curve.
-        curve: whether to run the model on tiles with growing padding and compare them with the
-            whole image; default False.
-        levels: the values that are 0 and 255 in the curve's 8-bit values; default (0.0, 1.0).
-        progress: called with a title and the finished share while the curve runs; default None.
-        table: the op table, as in `demask.demask`.
+        model: nn.Module or ExportedProgram.
+        args: tuple of example inputs. Values matter only for `curve`.
+        kwargs: mapping of example keyword inputs; default None, no keyword inputs.
+        curve: whether to run the model on a tile in the middle of the image with growing padding
+            and compare it with the whole output; needs an nn.Module; default False.
+        levels: output values that 8-bit rounding maps to 0 and 255, for `curve`; default (0.0,
+            1.0).
+        progress: function called with a title and the finished share, 0 to 1, while `curve` is
+            computed; default None, no calls.
+        table: op table, which describes which inputs each output position of an ATen op reads;
+            default `demask.ops.TABLE`. `TABLE.extended` adds your own ops.
 
     Raises:
-        BadInput: no input is an image or a sequence, or `args` is no tuple.
-        NotExportable: the model cannot be captured.
+        BadInput: `model`, `args` or `kwargs` has a wrong type; no input has three axes or more; the
+            model fails on the example; or, for `curve`, the model does not run on tiles.
+        NotExportable: the model cannot be captured as a graph.
 
     Example:
         >>> import torch

@@ -18,30 +18,36 @@ MODES = (LAYERWISE, BANDS, FRUSTUMS, BARRIER)
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One step of a `Plan`: some calls of the network that run together, and how.
+    """One step of a `Plan`: calls of the network that run together, and how they run.
+
+    A call is one execution of an ATen op in the captured graph. The values that segments pass to
+    each other are stored in full; values inside a segment are not.
 
     Attributes:
-        mode: "layer-wise" (call by call, whole values), "bands" (some rows at a time, over the full
-            width; lines that the next band reads again stay in buffers), "frustums" (tiles that
-            overlap and share nothing) or "barrier" (calls on statistics, without rows).
-        nodes: names of the calls, in order; some may run a second time.
-        keeps: names of values that later segments read.
-        spills: those of them that are on disk.
-        over: maps that overwrite another one: target name to the name of the overwritten map.
-        rows, columns: size of a band or tile in positions; 0 where it does not apply.
-        steps: number of bands or tiles.
-        workers: threads, one per strip of bands.
-        bytes: memory of the segment, without maps of other segments.
-        macs: multiply-adds.
-        traffic: bytes read and written.
+        mode: "layer-wise": each call computes its whole output. "bands": some rows at a time over
+            the full width; rows that the next band reads again stay in memory. "frustums":
+            overlapping tiles that share nothing and compute the overlap again. "barrier": calls on
+            values without rows, such as statistics.
+        nodes: names of the calls in order of execution; a cheap call may be in several segments.
+        keeps: names of the values stored in full: those that later segments read, and outputs.
+        spills: names out of `keeps` that are stored on disk; default ().
+        over: names of stored values that overwrite another stored value in memory; the key
+            overwrites the value; default {}.
+        rows: height of a band or tile, in rows of the tallest stored value; else 0 (default).
+        columns: width of a tile in columns; 0 (default) in the other modes.
+        steps: number of bands or tiles of one image; default 1.
+        workers: number of threads, each of which computes a strip of the image; default 1.
+        bytes: predicted memory of values inside the segment, in bytes; default 0.
+        macs: multiply-adds for one image; default 0.
+        traffic: bytes of stored values and inputs that are read and written; default 0.
 
     Example:
         >>> import torch
         >>> from demask.traverse import plan
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3, padding=1), torch.nn.ReLU())
         >>> segment = plan(model, (torch.ones(1, 1, 64, 64),), memory="64MiB").segments[0]
-        >>> len(segment.nodes), segment.macs
-        (2, 36864)
+        >>> segment.nodes, segment.mode, segment.macs
+        (('conv2d', 'relu'), 'layer-wise', 36864)
     """
 
     mode: str
@@ -62,21 +68,23 @@ class Segment:
 class TilePlan:
     """The result of `plan`: how a network is executed within a memory budget; prints as a table.
 
-    The class is `demask.traverse.Plan`.
+    `demask.traverse.Plan` is this class. `plan` predicts all numbers, for one image, from the
+    graph.
 
     Attributes:
-        segments: the steps, a `Segment` each.
-        budget: bytes available.
-        peak: predicted maximum in bytes: `live` and `overhead` together.
-        live: bytes of values and weights.
-        overhead: bytes of the process.
-        macs: multiply-adds, those computed twice included.
+        segments: tuple of `Segment`, groups of calls that run together, in order of execution.
+        budget: bytes that were available, the argument `memory`.
+        peak: predicted maximum of used memory in bytes: `live` + `overhead`.
+        live: maximum bytes of values, and of copies of weights in the layout of a kernel.
+        overhead: estimated bytes of libraries and of oneDNN's kernels.
+        macs: multiply-adds, those that run twice counted twice.
         macs_untiled: multiply-adds of the network without tiling.
-        recompute: their ratio, 1.0 where nothing is computed twice.
-        traffic: bytes that segments read and write.
-        sizes: shapes of the inputs, one image each.
-        images: whether a call may pass several images, which run one after another; default False.
-        notes: calls that run whole, with reasons.
+        recompute: `macs` / `macs_untiled`, a float, 1.0 if nothing is computed twice.
+        traffic: bytes of inputs and of stored values that segments read and write.
+        sizes: tuple of the shapes of the inputs that are cut into tiles, with N = 1.
+        images: whether a call may pass several images, which are computed one after another;
+            default False.
+        notes: tuple of texts on calls that are not cut into tiles, with the reason; default ().
 
     Example:
         >>> import torch
@@ -101,19 +109,25 @@ class TilePlan:
 
     @property
     def recompute(self) -> float:
-        """Ratio of the plan's multiply-adds to those of the network without tiling."""
+        """The plan's multiply-adds divided by those without tiling, 1.0 if none are repeated."""
         return self.macs / self.macs_untiled if self.macs_untiled else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as a dictionary of JSON types."""
+        """The attributes as a dictionary of JSON types, each segment as a dictionary."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Any) -> TilePlan:
-        """The plan of a dictionary from `to_dict()`.
+        """The plan that a dictionary describes.
+
+        It equals the plan whose `to_dict()` returned the dictionary, also after a round trip
+        through JSON.
+
+        Args:
+            data: dictionary from `to_dict`.
 
         Raises:
-            BadInput: if a field is missing or of another type.
+            BadInput: an entry is missing, or has another type or value than `to_dict` writes.
         """
         try:
             segments = tuple(_segment(row) for row in data["segments"])
