@@ -148,7 +148,7 @@ def compare(
     The full network and each simplified network run on the same inputs, and are timed in turns.
 
     Args:
-        model: the network, an nn.Module (run in eval mode) or an ExportedProgram; it is not
+        model: the network, an nn.Module (run in eval mode) or an ExportedProgram, which is not
             changed.
         inputs: the arguments of one call, a tuple, or an iterable of such tuples.
         by: simplifiers or their texts ("bits:N", "bits:N:G", "exponents", "rank:F", "channels:F",

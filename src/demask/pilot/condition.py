@@ -78,7 +78,7 @@ def condition(
     says how each layer is run and why.
 
     Args:
-        model: the network; it is run in eval mode.
+        model: the network, which is run in eval mode.
         args: example inputs by position, a tuple; the result is also timed on the example.
         kwargs: example inputs by name; default None: none.
         pilot: the cheap run that selects the work: a simplifier or its text ("bits:4"), a network

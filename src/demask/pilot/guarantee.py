@@ -347,8 +347,9 @@ def guarantee(
 
     The examples are split in three. The first set chooses the value that is most certain to pass.
     From that value on, values are tested on the second set, each more aggressive than the one
-    before, until one fails; the last that passed is the result, measured on the third set. This is
-    fixed-sequence testing (Bauer 1991; Angelopoulos et al. 2021, "Learn then Test").
+    before, until one fails; the last that passed is the result, measured on the third set. If the
+    first one fails, no value passes. The method is fixed-sequence testing (Bauer 1991; Angelopoulos
+    et al. 2021, "Learn then Test").
 
     Args:
         outcomes: for each value of the parameter (the most careful first) and each example, whether
@@ -360,7 +361,7 @@ def guarantee(
         seed: seed of the default split; default 0.
 
     Returns:
-        A `Guarantee`. Its `threshold` is None if no value passes: then run the full network.
+        A `Guarantee`, whose `threshold` is None if no value passes: then run the full network.
 
     Raises:
         BadInput: `loss` or `level` is out of range, or there are too few examples to split.

@@ -223,7 +223,7 @@ class Precision(_Selective):
     """A condition that computes channels of low importance with weights of few bits.
 
     Text: "precision:F" or "precision:F:bits=N", as in "precision:0.5:bits=4". The condition is for
-    measuring how lower precision changes the outputs. It saves no time: each layer runs twice, once
+    measuring how lower precision changes the outputs. No time is saved: each layer runs twice, once
     per group of channels, and rounded weights keep their dtype. The pilot (the cheap first run that
     rates channels) and the attributes of the conditioned module are those of `Skip`.
 

@@ -98,8 +98,8 @@ class Regions:
     - None: the activity is the contrast of the first input with four axes, in the same blocks.
 
     The conditioned module takes images of the example's size, and any number of images if the
-    example has two or more. Its `last` prints how the last call ran, and `last.where` is a bool
-    tensor [images, rows, columns] that is True where the network was run.
+    example has two or more. The attribute `last` prints how the last call ran, and `last.where` is
+    a bool tensor [images, rows, columns] that is True where the network was run.
 
     Args:
         threshold: activity above which a tile is run, in units of the values that are compared;

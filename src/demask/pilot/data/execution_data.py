@@ -34,7 +34,7 @@ MEASURES = ("mean", "max")
 class ExecutionData:
     """Mean magnitudes of the values of each channel of each layer, from one or several runs.
 
-    Instead of channels, units, heads, tokens or tiles may be measured (`per`). `collect` returns
+    `per` says whether channels, units, heads, tokens or tiles are measured. `collect` returns
     execution data; `condition` takes them as a pilot (the cheap run that selects the work),
     `write_packets` and `Gate` as priorities. `save` and `load` use the safetensors format, `plot`
     draws a picture, and `print` shows a table.
@@ -45,7 +45,7 @@ class ExecutionData:
         magnitudes: by layer name, float32 [inputs, positions], or [positions] for all inputs
             together.
         source: a description of the inputs.
-        measure: "mean" (the default) or "max": of |value| over a channel (unit, head, ...).
+        measure: "mean" (the default) or "max": of |value| over each part.
         grids: by layer name, (rows, columns) of tiles; positions are in row-major order. Default
             empty.
         slices: number of slices in which the network ran; default 1.

@@ -87,7 +87,7 @@ class Partial:
         """A copy of `model` with these weights.
 
         Args:
-            model: an nn.Module, which may be on the meta device; it is not changed.
+            model: an nn.Module, which may be on the meta device and is not changed.
             fill: values of rows that were not read, as of `filled`.
 
         Raises:

@@ -31,8 +31,8 @@ class Calibrated:
     table.
 
     Attributes:
-        route: the `Route`; its threshold is inf where no threshold is guaranteed or where routing
-            is never faster.
+        route: the `Route`, with a threshold of inf where no threshold is guaranteed or routing is
+            never faster.
         router: the `Router` to call; the router runs the full network alone where single calls are
             not faster.
         guarantee: the `Guarantee` of the threshold.

@@ -86,7 +86,7 @@ class ThresholdRoute:
 class Router(nn.Module):
     """A network of two: a cheap pilot, and a full network for rows where the pilot is not sure.
 
-    Rows are the examples of a batch. `condition(..., condition="route:0.8")` builds a router, and
+    Rows are the examples of a batch. `condition` with the text "route:0.8" builds a router, and
     checks that rows do not depend on each other and that routing is faster; a router that is built
     directly checks nothing. Outputs are a tensor of class scores [rows, classes], or a structure of
     tensors [rows, ...], of which the first has the scores.
@@ -95,7 +95,7 @@ class Router(nn.Module):
         full: the full network.
         pilot: a cheaper network with the same inputs and output shapes.
         route: the `Route`: threshold, measure of confidence, and which answer is returned.
-        words: name of the pilot in `conditioned`; default "": its class.
+        words: name of the pilot in `conditioned`; default "": the name of the pilot's class.
 
     Attributes:
         last: record of the last call: `rows`, `escalated` (rows that the full network ran), `calls`

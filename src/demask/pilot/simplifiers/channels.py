@@ -68,7 +68,7 @@ class Channels:
         return f"channels:{self.fraction:g}"
 
     def applied(self, analysis: Analysis) -> Demasked:
-        """The smaller network; its `demasked.cuts` lists the positions of each weight that remain.
+        """The smaller network, whose `demasked.cuts` lists the remaining positions per weight.
 
         Args:
             analysis: facts about the captured network, which is not changed.

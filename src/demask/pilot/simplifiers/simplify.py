@@ -98,7 +98,7 @@ def simplify(
         table: facts about each ATen op; default: the library's table.
 
     Returns:
-        A `Demasked`, a torch.fx module on the device of the model; its `demasked.notes` say what
+        A `Demasked`, a torch.fx module on the device of the model, whose `demasked.notes` say what
         changed.
 
     Raises:
