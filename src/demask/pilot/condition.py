@@ -81,9 +81,9 @@ def condition(
         model: the network, which is run in eval mode.
         args: example inputs by position, a tuple; the result is also timed on the example.
         kwargs: example inputs by name; default None: none.
-        pilot: the cheap run that selects the work: a simplifier or its text ("bits:4"), a network
-            with the same inputs, an ExecutionData of earlier inputs, or None (the default) for
-            conditions that need none.
+        pilot: the cheap run that selects the work: a simplifier (derives a cheaper network) or its
+            text, such as "bits:4", a network with the same inputs, an ExecutionData (magnitudes of
+            channels) of earlier inputs, or None (the default) for conditions that need none.
         condition: a condition or its text: "columns" (the default), "certified", "skip:0.5",
             "constant:0.5", "value:0.5", "precision:0.5:bits=4", "order:0.001", "route:0.8",
             "regions:0.1". Parameters follow as "name=value", as in "skip:threshold=0.1".
@@ -93,13 +93,13 @@ def condition(
             timed.
         calibration: batches of examples (each a tensor or a tuple of arguments), for a condition
             that is named without its parameter: "skip", "constant", "value", "precision" or
-            "route". The most aggressive value of `knobs` that `guarantee` accepts is used, and the
-            result has the `Guarantee` as `guarantee`; where no value passes, a copy of the model is
-            returned. Channels are chosen for a batch together, so pass batches as large as those of
-            later calls. Default None: no calibration.
-        labels: classes of the calibration examples, int64 [examples]; with them the loss is in
-            accuracy; without (None, the default) it is the share of answers that differ from the
-            model's.
+            "route". The most aggressive value (the one that leaves out most work) of `knobs` that
+            `guarantee` accepts is used, and the result has the `Guarantee` as `guarantee`; where no
+            value passes, a copy of the model is returned. Channels are chosen for a batch together,
+            so pass batches as large as those of later calls. Default None: no calibration.
+        labels: classes of the calibration examples, int64 [examples]; with labels the loss is the
+            accuracy lost; without (None, the default) the loss is the share of answers that differ
+            from the model's.
         loss: greatest loss on new examples, a share of examples, 0 to 1; default 0.002.
         level: probability with which the loss is not exceeded, between 0 and 1; default 0.95.
         knobs: values of the condition's parameter to test, the most careful first; default 0.95,
@@ -112,8 +112,8 @@ def condition(
         weights.
 
     Raises:
-        BadInput: the condition is unknown, the pilot does not fit the condition or the model, the
-            condition applies to no layer, or the calibration has too few examples.
+        BadInput: the condition is unknown, the pilot does not fit the condition or the model, a
+            condition on channels applies to no layer, or the calibration has too few examples.
         NotExportable: torch.export cannot capture the model.
 
     Example:

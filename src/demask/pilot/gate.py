@@ -45,11 +45,12 @@ class Gated:
 class Gate(TorchFunctionMode):
     """A context in which training updates only the most important units of each layer.
 
-    Layers are nn.Linear, nn.Conv1d and nn.Conv2d whose weight requires gradients; a unit is a row
-    of the weight (an output unit or a filter). Within `with gate:` weight gradients are computed
-    for the chosen units alone. Then `gate.step(optimizer)` updates only these units and their state
-    in the optimizer. (Grouped convolutions and calls under autocast compute all gradients, and
-    `step` updates the chosen units.)
+    Priorities (numbers that rate the importance of units) come from `priorities`, from the weights
+    or at random. Layers are nn.Linear, nn.Conv1d and nn.Conv2d whose weight requires gradients; a
+    unit is a row of the weight (an output unit or a filter). Within `with gate:` weight gradients
+    are computed for the chosen units alone. Then `gate.step(optimizer)` updates only these units
+    and their state in the optimizer. (Grouped convolutions and calls under autocast compute all
+    gradients, and `step` updates the chosen units.)
 
     Args:
         model: the network to train.

@@ -48,7 +48,7 @@ def splits(n: int, seed: int = 0, parts: Sequence[float] = (1, 1, 1)) -> Splits:
     it on the third.
 
     Args:
-        n: number of examples.
+        n: number of examples, at least 3.
         seed: seed of the random order; default 0.
         parts: proportions of the three sets, each above 0; default (1, 1, 1).
 
@@ -304,7 +304,8 @@ def observed(
 def by_mean(outcomes: Outcomes, loss: float = LOSS) -> float | None:
     """The most aggressive value of a parameter whose measured loss is small, without a bound.
 
-    On new examples the loss may be larger; `guarantee` returns a value that was tested.
+    The most aggressive value is the one that leaves out most work. On new examples the loss may be
+    larger; `guarantee` returns a value that was tested.
 
     Args:
         outcomes: for each value of the parameter (the most careful first) and each example, whether
@@ -340,8 +341,9 @@ def guarantee(
 ) -> Guarantee:
     """A `Guarantee`: the most aggressive value of a parameter whose loss on new data is bounded.
 
-    The loss of the value on new examples is at most `loss`, with probability `level`. The loss is
-    the share of examples that only the full network gets right, less the share that only the
+    Values are ordered from careful (close to the full network) to aggressive (least work). The loss
+    of the chosen value on new examples is at most `loss`, with probability `level`. The loss is the
+    share of examples that only the full network gets right, less the share that only the
     conditioned network gets right; without labels it is the share of answers that differ. Examples
     must be independent draws from the distribution of later inputs.
 

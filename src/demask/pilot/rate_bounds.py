@@ -114,7 +114,7 @@ def paired_bound(lost: int, won: int, n: int, level: float = 0.95) -> float:
 
     A change makes some right answers wrong and some wrong answers right. The loss is the rate of
     the first less the rate of the second. With probability `level` or more, the loss is at most the
-    returned rate. The bound inverts McNemar's test (1947) with a margin, exactly.
+    returned rate. The bound inverts an exact McNemar test (1947) with a margin.
 
     Args:
         lost: number of examples that were right before the change and are wrong after it, 0 or
@@ -127,7 +127,7 @@ def paired_bound(lost: int, won: int, n: int, level: float = 0.95) -> float:
         A float from 0 to 1; 1 where the counts exclude no loss.
 
     Raises:
-        BadInput: `lost + won` is above `n`, or another value is out of range.
+        BadInput: `lost + won` is above `n`, `n` is below 1, or `level` is out of range.
 
     Example:
         >>> from demask.pilot import paired_bound

@@ -69,7 +69,8 @@ class Chained(Demasked):
 class Columns:
     """A condition that skips products with zero inputs of linear layers; outputs do not change.
 
-    Text: "columns". The condition has no parameters. In chains of linear layers and ReLU, a column
+    A condition selects the work that a network does. Pass `Columns()`, or its text "columns", to
+    the function `condition`. There are no parameters. In chains of linear layers and ReLU, a column
     of the weight is not read where the input that multiplies the column is 0. No pilot is needed:
     zeros are detected as the network runs. Layers for which skipping is predicted not to be faster
     stay dense, and other layers stay as they are. Outputs equal those of `unconditioned` bit for
@@ -111,11 +112,12 @@ class Columns:
 class Certified:
     """A condition that skips rows which are proved to be zero after a ReLU; outputs do not change.
 
-    Text: "certified" or "certified:levels=2". In chains of linear layers and ReLU, the upper bits
-    of the weights give an upper bound on each output. Where the bound is below zero, the ReLU
-    returns 0, and the row of float32 weights is not read. Columns of zero inputs are skipped, too,
-    where that is predicted to be faster (`Columns`). Outputs equal those of `unconditioned` bit for
-    bit, and those of the model up to the rounding of sums in another order.
+    A condition selects the work that a network does. Pass `Certified()`, or its text "certified" or
+    "certified:levels=2", to the function `condition`. In chains of linear layers and ReLU, the
+    upper bits of the weights give an upper bound on each output. Where the bound is below zero, the
+    ReLU returns 0, and the row of float32 weights is not read. Columns of zero inputs are skipped,
+    too, where that is predicted to be faster (`Columns`). Outputs equal those of `unconditioned`
+    bit for bit, and those of the model up to the rounding of sums in another order.
 
     Args:
         bits: bits of the weights from which the bound follows; 8, the default, is the only value.
@@ -164,15 +166,16 @@ class Certified:
 def unconditioned(model: nn.Module, args: tuple[Any, ...],
                   kwargs: Mapping[str, Any] | None = None, *,
                   table: Table = TABLE) -> Chained:  # fmt: skip
-    """The network with nothing skipped, which sums in the same order as conditioned networks.
+    """A reference network for `Columns` and `Certified`: the same order of sums, nothing skipped.
 
-    Networks with the conditions `Columns` and `Certified` return the outputs of this network bit
-    for bit. The model itself sums in another order, so the model's outputs may differ from both by
-    rounding.
+    Networks to which `condition` applied `Columns` or `Certified` return the outputs of this
+    network bit for bit. The model itself sums in another order, so the model's outputs may differ
+    from both by rounding.
 
     Args:
-        model: the network, an nn.Module or ExportedProgram, which is not changed. Chains of linear
-            layers in float32 run in the kernels of conditioned networks, all other layers in torch.
+        model: the network, an nn.Module or ExportedProgram, which is not changed. Chains of float32
+            linear layers and ReLU run in the kernels of these conditions, all other layers in
+            torch.
         args: example inputs by position, a tuple.
         kwargs: example inputs by name; default None: none.
         table: facts about each ATen op; default: the library's table.

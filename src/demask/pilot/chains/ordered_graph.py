@@ -58,12 +58,13 @@ class OrderedNetwork(Demasked):
 class Order:
     """A condition that computes the most important units of linear layers first, until a limit.
 
-    Text: "order:S" with S seconds, as in "order:0.001", or "order:bytes=20MiB". In chains of linear
-    layers and ReLU, a pilot (the same layers with weights of few bits) runs first and rates all
-    units. Units are then computed with full weights until the limit, those first that can add the
-    most to the next layer: |the pilot's activation| times the norm of the next layer's weights for
-    the unit. The other units have the pilot's values. The pilot always runs, whatever the limit,
-    and after the deadline at most one block of units (1 MiB of weights) is finished.
+    A condition selects the work that a network does. Pass `Order(0.001)`, or its text "order:0.001"
+    (seconds) or "order:bytes=20MiB", to the function `condition`. In chains of linear layers and
+    ReLU, a pilot (the same layers with weights of few bits) runs first and rates all units. Units
+    are then computed with full weights until the limit, those first that can add the most to the
+    next layer: |the pilot's activation| times the norm of the next layer's weights for the unit.
+    The other units have the pilot's values. The pilot always runs, whatever the limit, and after
+    the deadline at most one block of units (1 MiB of weights) is finished.
 
     The pilot argument is a `Bits` or its text "bits:N:G"; None is "bits:4:64". The conditioned
     module has `last`, which maps the name of each chain's first layer to a record of the last call:

@@ -71,9 +71,10 @@ class _Selective:
 class Skip(_Selective):
     """A condition that computes only the channels that a cheap first run, the pilot, rates high.
 
-    Text: "skip:F", as in "skip:0.5", or "skip:threshold=T". A channel is a unit of a linear layer
-    or a filter of a convolution; channels that are not computed are 0. The pilot is a simplifier,
-    its text or a network, which runs first on every input, or an ExecutionData of earlier inputs. A
+    A condition selects the work that a network does. Pass `Skip(0.5)`, or its text "skip:0.5" or
+    "skip:threshold=0.1", to the function `condition`. A channel is a unit of a linear layer or a
+    filter of a convolution; channels that are not computed are 0. The pilot is a simplifier, its
+    text or a network, which runs first on every input, or an ExecutionData of earlier inputs. A
     channel's magnitude is the mean |value| in the pilot, and for a batch the largest of its inputs:
     all inputs of a batch share one choice.
 
@@ -122,9 +123,10 @@ class Skip(_Selective):
 class ConstantChannels(_Selective):
     """A condition like `Skip` in which channels that are not computed have a constant value, not 0.
 
-    Text: "constant:F", as in "constant:0.5", or "constant:F:value=V". The class is
-    `demask.pilot.Constant`. The pilot (the cheap first run that rates channels) and the attributes
-    of the conditioned module are those of `Skip`.
+    A condition selects the work that a network does. Pass `Constant(0.5)`, or its text
+    "constant:0.5" or "constant:0.5:value=1", to the function `condition`. `Constant` is the public
+    name of this class. The pilot (the cheap first run that rates channels) and the attributes of
+    the conditioned module are those of `Skip`.
 
     Args:
         keep: share of each layer's channels that is computed, the largest magnitudes first, above
@@ -178,8 +180,9 @@ class ConstantChannels(_Selective):
 class Value(_Selective):
     """A condition like `Skip` in which channels that are not computed have the pilot's own values.
 
-    Text: "value:F", as in "value:0.5", or "value:threshold=T". The pilot is a simplifier, its text
-    or a network, which runs first on every input. The pilot's values must have the shapes of the
+    A condition selects the work that a network does. Pass `Value(0.5)`, or its text "value:0.5" or
+    "value:threshold=0.1", to the function `condition`. The pilot is a simplifier, its text or a
+    network, which runs first on every input. The pilot's values must have the shapes of the
     network's values, so "downsample:N" cannot be the pilot.
 
     Args:
@@ -222,7 +225,8 @@ class Value(_Selective):
 class Precision(_Selective):
     """A condition that computes channels of low importance with weights of few bits.
 
-    Text: "precision:F" or "precision:F:bits=N", as in "precision:0.5:bits=4". The condition is for
+    A condition selects the work that a network does. Pass `Precision(0.5)`, or its text
+    "precision:0.5" or "precision:0.5:bits=4", to the function `condition`. Precision is for
     measuring how lower precision changes the outputs. No time is saved: each layer runs twice, once
     per group of channels, and rounded weights keep their dtype. The pilot (the cheap first run that
     rates channels) and the attributes of the conditioned module are those of `Skip`.

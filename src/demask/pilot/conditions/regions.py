@@ -81,11 +81,12 @@ class Missed:
 class Regions:
     """A condition that runs the network only in the parts of an image where a pilot sees activity.
 
-    Text: "regions:T", as in "regions:0.1:tile=32". Tiles of the output whose activity is above the
-    threshold are covered by a few rectangles. In these the network is run, with the halo (the
-    positions around a rectangle that its layers read). Values there are those of the full run up to
-    rounding: float64 differs by at most 1e-12 of the largest value, float32 in the last digits.
-    Where the rectangles would cost more than the image, the whole image is run.
+    A condition selects the work that a network does. Pass `Regions(0.1)`, or its text "regions:0.1"
+    or "regions:0.1:tile=32", to the function `condition`. Tiles of the output whose activity is
+    above the threshold are covered by a few rectangles. In these the network is run, with the halo
+    (the positions around a rectangle that its layers read). Values there are those of the full run
+    up to rounding: float64 differs by at most 1e-12 of the largest value, float32 in the last
+    digits. Where the rectangles would cost more than the image, the whole image is run.
 
     The pilot (the cheap first run) is one of these:
 

@@ -24,11 +24,12 @@ from demask.pilot.routing.router import Router, ThresholdRoute, call_copy, pilot
 class Route(ThresholdRoute):
     """A condition that runs the full network only where a cheap pilot is not confident.
 
-    Text: "route:T", as in "route:0.8". The pilot, a cheaper network with the same inputs, runs for
-    all rows (examples of a batch). The rows whose confidence is not above the threshold are
-    gathered, the full network runs for these alone, and its outputs replace the pilot's, as in IDK
-    cascades (Wang et al. 2017). Outputs are class scores [rows, classes], before softmax.
-    `Route.calibrated` chooses a threshold with a guarantee.
+    A condition selects the work that a network does. Pass `Route(0.8)`, or its text "route:0.8", to
+    the function `condition`. The pilot, a cheaper network with the same inputs, runs for all rows
+    (examples of a batch). The rows whose confidence is not above the threshold are gathered, the
+    full network runs for these alone, and its outputs replace the pilot's, as in IDK cascades (Wang
+    et al. 2017). Outputs are class scores [rows, classes], before softmax. `Route.calibrated`
+    chooses a threshold with a guarantee.
 
     Args:
         threshold: confidence, 0 to 1, above which the pilot's answer is used; inf: the full network

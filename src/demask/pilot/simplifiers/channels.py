@@ -34,11 +34,12 @@ CellAxes = tuple[tuple[int, ...], ...]
 class Channels:
     """A simplifier that removes the channels, units and features with the smallest weights.
 
-    Channels that must have the same size (those of a residual stream, or the two sides of a hidden
-    layer) form one group. In each group the share `fraction` of the channels with the largest L2
-    norm of weights remains (Li et al. 2017, "Pruning filters for efficient ConvNets", there with
-    L1). The number and size of attention heads and the sizes of inputs and outputs do not change.
-    Pass `Channels(0.5)`, or its text "channels:0.5", as `by` of `simplify` and `compare`.
+    A simplifier derives a cheaper network from a network. Channels that must have the same size
+    (those of a residual stream, or the two sides of a hidden layer) form one group. In each group
+    the share `fraction` of the channels with the largest L2 norm of weights remains (Li et al.
+    2017, "Pruning filters for efficient ConvNets", there with L1). The number and size of attention
+    heads and the sizes of inputs and outputs do not change. Pass `Channels(0.5)`, or its text
+    "channels:0.5", as `by` of `simplify` and `compare`.
 
     Args:
         fraction: share of each group that remains, above 0, at most 1; at least one channel per

@@ -60,12 +60,12 @@ _AREA = {3: aten.adaptive_avg_pool1d.default, 4: aten.adaptive_avg_pool2d.defaul
 class Downsample:
     """A simplifier that runs the network on smaller images, and resizes the outputs to full size.
 
-    Inputs and outputs of the network keep their sizes; resizing is a part of the new network. Every
-    spatial axis of the inputs is divided by `factor`. Spatial axes are axes 2 and higher of
-    floating-point inputs with four or five axes (images, volumes), and axis 2 of inputs with three
-    axes that a convolution or pool reads (signals). Weights along a spatial axis are resampled.
-    Pass `Downsample(2)`, or its text "downsample:2" or "downsample:2:area", as `by` of `simplify`
-    and `compare`.
+    A simplifier derives a cheaper network from a network. Inputs and outputs of the network keep
+    their sizes; resizing is a part of the new network. Every spatial axis of the inputs is divided
+    by `factor`. Spatial axes are axes 2 and higher of floating-point inputs with four or five axes
+    (images, volumes), and axis 2 of inputs with three axes that a convolution or pool reads
+    (signals). Weights along a spatial axis are resampled. Pass `Downsample(2)`, or its text
+    "downsample:2" or "downsample:2:area", as `by` of `simplify` and `compare`.
 
     Args:
         factor: full size divided by new size, above 1; new sizes are rounded and at least 1.

@@ -31,11 +31,12 @@ aten = torch.ops.aten
 class LowRank:
     """A simplifier that replaces each weight matrix by the nearest matrix of a lower rank.
 
-    The factors are those of the truncated singular value decomposition, the best of their rank in
-    the Frobenius norm (Eckart and Young 1936). A linear layer or convolution becomes two smaller
-    layers where these need fewer multiply-adds; elsewhere the layer remains, with the product of
-    the factors as its weight. Grouped and recurrent layers do not change. Pass `LowRank(0.25)`, or
-    its text "rank:0.25", as `by` of `simplify` and `compare`.
+    A simplifier derives a cheaper network from a network. The factors are those of the truncated
+    singular value decomposition, the best of their rank in the Frobenius norm (Eckart and Young
+    1936). A linear layer or convolution becomes two smaller layers where these need fewer
+    multiply-adds; elsewhere the layer remains, with the product of the factors as its weight.
+    Grouped and recurrent layers do not change. Pass `LowRank(0.25)`, or its text "rank:0.25", as
+    `by` of `simplify` and `compare`.
 
     Args:
         fraction: the new rank divided by the full rank (the smaller side of the matrix), above 0,

@@ -96,11 +96,11 @@ class Bits:
 class Exponents:
     """A simplifier that rounds each weight to the nearest power of two, with its sign.
 
-    A weight halfway between two powers becomes the one of larger magnitude; 0 stays 0. Pass
-    `Exponents()`, or its text "exponents", as `by` of `simplify` and `compare`. The weights of
-    linear, convolution and recurrent layers are rounded and keep their dtype, so the network is not
-    faster; `weight_bytes` returns the bytes that signs and exponents would take. There are no
-    parameters.
+    A simplifier derives a cheaper network from a network. A weight halfway between two powers
+    becomes the one of larger magnitude; 0 stays 0. Pass `Exponents()`, or its text "exponents", as
+    `by` of `simplify` and `compare`. The weights of linear, convolution and recurrent layers are
+    rounded and keep their dtype, so the network is not faster; `weight_bytes` returns the bytes
+    that signs and exponents would take. There are no parameters.
 
     Raises:
         BadInput: when the simplifier is applied: a weight contains Inf or NaN.
