@@ -77,9 +77,10 @@ class Comparison:
         rows: one per simplifier, in the order of the call: `by` (its text), `agreement` (share of
             outputs with the same largest entry as the full network's), `error` (relative, Euclidean
             norm), `correlation` (of channel magnitudes), `precision` and `recall` of zeros after
-            ReLU, `weight_bytes`, `macs`, `speed` (times as fast as the full network), `timing`, and
-            `refused` (why there are no numbers, or ""). Shares are from 0 to 1; a number that does
-            not apply is None.
+            ReLU, `weight_bytes` (of floating-point constants, as the simplifier would store them),
+            `macs` (multiply-adds of the first call), `speed` (times as fast as the full network),
+            `timing`, and `refused` (why there are no numbers, or ""). Shares are from 0 to 1; a
+            number that does not apply is None.
         inputs: number of inputs (sizes of the first axis, summed over the calls).
         weight_bytes: bytes of all tensors of the full network.
         macs: multiply-adds of the first call of the full network.

@@ -73,14 +73,14 @@ class Skip(_Selective):
 
     A condition selects the work that a network does. Pass `Skip(0.5)`, or its text "skip:0.5" or
     "skip:threshold=0.1", to the function `condition`. A channel is a unit of a linear layer or a
-    filter of a convolution; channels that are not computed are 0. The pilot is a simplifier, its
-    text or a network, which runs first on every input, or an ExecutionData of earlier inputs. A
-    channel's magnitude is the mean |value| in the pilot, and for a batch the largest of its inputs:
-    all inputs of a batch share one choice.
+    filter of a convolution; channels that are not computed are 0. The pilot is a simplifier
+    (derives a cheaper network), its text or a network, which runs first on every input, or an
+    ExecutionData of earlier inputs. A channel's magnitude is the mean |value| of the channel in the
+    pilot. All inputs of a batch share one choice, by the largest magnitude over the batch.
 
     The conditioned module has `last`, a tuple with the numbers of the computed channels of each
-    conditioned layer in the last call (ascending, int64). With an ExecutionData as pilot, its
-    method `update(data)` replaces these magnitudes.
+    conditioned layer in the last call (ascending, int64). With an ExecutionData as pilot, the
+    module has a method `update(data)`, which sets the magnitudes for later calls.
 
     Args:
         keep: share of each layer's channels that is computed, the largest magnitudes first, above
@@ -181,9 +181,9 @@ class Value(_Selective):
     """A condition like `Skip` in which channels that are not computed have the pilot's own values.
 
     A condition selects the work that a network does. Pass `Value(0.5)`, or its text "value:0.5" or
-    "value:threshold=0.1", to the function `condition`. The pilot is a simplifier, its text or a
-    network, which runs first on every input. The pilot's values must have the shapes of the
-    network's values, so "downsample:N" cannot be the pilot.
+    "value:threshold=0.1", to the function `condition`. The pilot is a simplifier (derives a cheaper
+    network), its text or a network, which runs first on every input. The pilot's values must have
+    the shapes of the network's values, so "downsample:N" cannot be the pilot.
 
     Args:
         keep: share of each layer's channels that is computed in full, the largest magnitudes first,

@@ -89,7 +89,7 @@ class Router(nn.Module):
     Rows are the examples of a batch. `condition` with the text "route:0.8" builds a router, and
     checks that rows do not depend on each other and that routing is faster; a router that is built
     directly checks nothing. Outputs are a tensor of class scores [rows, classes], or a structure of
-    tensors [rows, ...], of which the first has the scores.
+    tensors with rows as their first axis, of which the first has the scores.
 
     Args:
         full: the full network.
