@@ -91,10 +91,9 @@ class Regions:
     The pilot (the cheap first run) is one of these:
 
     - a simplifier (derives a cheaper network), its text, such as "downsample:8:bilinear", or a
-    network with the same inputs and
-      output shapes. With fill="pilot" the activity is the contrast (largest less smallest value) of
-      the pilot's output in blocks of 8 x 8 positions; with another fill, the activity is the
-      difference of that output from the fill;
+      network with the same inputs and output shapes. With fill="pilot" the activity is the contrast
+      (largest less smallest value) of the pilot's output in blocks of 8 x 8 positions; with another
+      fill, the activity is the difference of that output from the fill;
     - a function of the network's arguments that returns a map of activity, float [images, rows,
       columns], with any number of rows and columns;
     - None: the activity is the contrast of the first input with four axes, in the same blocks.
