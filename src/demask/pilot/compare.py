@@ -71,20 +71,25 @@ class ComparisonRow:
 class Comparison:
     """The result of `compare`: for each simplifier, how far outputs differ and what a call costs.
 
-    `print` shows it as a table.
+    A simplifier derives a cheaper network from the full one. `print` shows a comparison as a table.
 
     Attributes:
         rows: one per simplifier, in the order of the call: `by` (its text), `agreement` (share of
-            outputs with the same largest entry), `error` (relative, Euclidean norm), `correlation`,
-            `precision` and `recall` of zeros after ReLU, `weight_bytes`, `macs`, `speed` (times as
-            fast as the full network), `timing`, and `refused` (why there are no numbers, or "").
+            outputs with the same largest entry as the full network's), `error` (relative, Euclidean
+            norm), `correlation` (of channel magnitudes), `precision` and `recall` of zeros after
+            ReLU, `weight_bytes` (of floating-point constants, as the simplifier would store them),
+            `macs` (multiply-adds of the first call), `speed` (times as fast as the full network),
+            `timing`, and `refused` (why there are no numbers, or ""). Shares are from 0 to 1; a
+            number that does not apply is None.
         inputs: number of inputs (sizes of the first axis, summed over the calls).
         weight_bytes: bytes of all tensors of the full network.
-        macs: multiply-adds of one call of the full network.
-        zeros: share of elements after ReLU that are zero in the full network; None without a ReLU.
-        timing: of one call of the full network, in seconds; None without timing.
-        same: by simplifier's text, whether each output has the same largest entry as the full
-            network's, one bool per output; () where outputs are no class scores.
+        macs: multiply-adds of the first call of the full network.
+        zeros: share of elements after ReLU that are zero in the full network, 0 to 1; None without
+            a ReLU.
+        timing: of the first call of the full network, in seconds: `median`, `low` and `high` (10 %
+            and 90 % quantiles), `count`; None without timing.
+        same: by simplifier's text, a tuple with one bool per output: whether its largest entry has
+            the same index as in the full network; () where outputs are no class scores.
 
     Example:
         >>> import torch
@@ -105,7 +110,7 @@ class Comparison:
     same: Mapping[str, tuple[bool, ...]]
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers as plain dictionaries, ready for JSON; times in seconds."""
+        """The numbers as nested dictionaries, ready for JSON; times in seconds, `same` left out."""
         numbers = asdict(self)
         del numbers["same"]
         return numbers
@@ -139,25 +144,27 @@ def compare(
     progress: Callable[[str], None] | None = None,
     table: Table = TABLE,
 ) -> Comparison:
-    """How far each simplified network's outputs differ from the full network's, and what it costs.
+    """A `Comparison`: how far the outputs of simplified networks differ, and what a call costs.
 
-    The full network and each simplified one run on the same inputs, and are timed in turns.
+    The full network and each simplified network run on the same inputs, and are timed in turns.
 
     Args:
-        model: the network, an nn.Module or an ExportedProgram; it is not changed.
+        model: the network, an nn.Module (run in eval mode) or an ExportedProgram, which is not
+            changed.
         inputs: the arguments of one call, a tuple, or an iterable of such tuples.
         by: simplifiers or their texts ("bits:N", "bits:N:G", "exponents", "rank:F", "channels:F",
-            "downsample:N", "downsample:N:mode"; `simplify` explains them). Default: bits:8, bits:4,
-            exponents, rank:0.5, channels:0.5 and downsample:2. One that does not fit the network
-            has a row that says why.
+            "downsample:N", "downsample:N:mode"; `simplify` explains each). Default: bits:8, bits:4,
+            exponents, rank:0.5, channels:0.5 and downsample:2. A simplifier that does not fit the
+            network has a row that says why.
         pairs: how often each simplified network and the full one are timed in turns, on the first
-            input; default 15, 0 for no timing.
-        seconds: longest time for the timing of one simplifier, default 10.
-        progress: called with a line of text before each step; default None.
-        table: the op table, as `demask.demask` takes it.
+            input, 0 or more; default 15, 0 for no timing.
+        seconds: longest time for the timing of one simplifier, in seconds; default 10.
+        progress: function that is called with a line of text before each step; default None.
+        table: facts about each ATen op; default: the library's table.
 
     Raises:
-        BadInput: there are no inputs, or an entry of `by` is no simplifier.
+        BadInput: there are no inputs, an input is no tuple or does not fit the first, an entry of
+            `by` is no simplifier, or `pairs` is negative.
         NotExportable: torch.export cannot capture the model.
 
     Example:

@@ -72,17 +72,18 @@ def condition(
     clock: Callable[[], float] = perf_counter,
     table: Table = TABLE,
 ) -> nn.Module:
-    """A network of the same call that does only the work which a condition selects.
+    """A network with the same inputs that does only the work which a condition selects.
 
     The model is not changed. The result has an attribute `conditioned` (a `Conditioned`), which
-    says what is done in each layer and why.
+    says how each layer is run and why.
 
     Args:
-        model: the network; it is run in eval mode.
-        args, kwargs: example inputs, positional and by name; the result is also timed on them.
-        pilot: the cheap run that selects the work: a simplifier or its text ("bits:4"), a network
-            of the same call, an ExecutionData of earlier inputs, or None (the default) for
-            conditions that need none.
+        model: the network, which is run in eval mode.
+        args: example inputs by position, a tuple; the result is also timed on the example.
+        kwargs: example inputs by name; default None: none.
+        pilot: the cheap run that selects the work: a simplifier (derives a cheaper network) or its
+            text, such as "bits:4", a network with the same inputs, an ExecutionData (magnitudes of
+            channels) of earlier inputs, or None (the default) for conditions that need none.
         condition: a condition or its text: "columns" (the default), "certified", "skip:0.5",
             "constant:0.5", "value:0.5", "precision:0.5:bits=4", "order:0.001", "route:0.8",
             "regions:0.1". Parameters follow as "name=value", as in "skip:threshold=0.1".
@@ -90,24 +91,29 @@ def condition(
             the result may be slower (the lower 95 % bound of the ratio of medians is below 0.97), a
             copy of the model is returned, and `conditioned.decisions` says so. `Order` is not
             timed.
-        calibration: batches of examples (a tensor or a tuple of arguments each), for a condition
+        calibration: batches of examples (each a tensor or a tuple of arguments), for a condition
             that is named without its parameter: "skip", "constant", "value", "precision" or
-            "route". The most aggressive value of `knobs` that `guarantee` accepts is used, and the
-            result has the `Guarantee` as `guarantee`; where no value passes, a copy of the model is
-            returned. Channels are chosen for a batch together, so pass batches as large as those of
-            later calls.
-        labels: classes of the calibration examples, int64 [examples]; with them the loss is in
-            accuracy; without (None, the default) it is the share of answers that differ from the
-            model's.
-        loss: greatest loss on new examples, a share of examples; default 0.002.
-        level: probability with which the loss is not exceeded; default 0.95.
+            "route". The most aggressive value (the one that leaves out most work) of `knobs` that
+            `guarantee` accepts is used, and the result has the `Guarantee` as `guarantee`; where no
+            value passes, a copy of the model is returned. Channels are chosen for a batch together,
+            so pass batches as large as those of later calls. Default None: no calibration.
+        labels: classes of the calibration examples, int64 [examples]; with labels the loss is the
+            accuracy lost; without (None, the default) the loss is the share of answers that differ
+            from the model's.
+        loss: greatest loss on new examples, a share of examples, 0 to 1; default 0.002.
+        level: probability with which the loss is not exceeded, between 0 and 1; default 0.95.
         knobs: values of the condition's parameter to test, the most careful first; default 0.95,
-            0.9, 0.8, ... 0.2.
-        clock: returns seconds, for `check`; default time.perf_counter.
-        table: the op table, as `demask.demask` takes it.
+            0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2.
+        clock: function that returns seconds, for `check`; default time.perf_counter.
+        table: facts about each ATen op; default: the library's table.
+
+    Returns:
+        An nn.Module; where the condition does not help, a copy of the model that shares its
+        weights.
 
     Raises:
-        BadInput: the condition, the pilot, the inputs or the calibration do not fit the model.
+        BadInput: the condition is unknown, the pilot does not fit the condition or the model, a
+            condition on channels applies to no layer, or the calibration has too few examples.
         NotExportable: torch.export cannot capture the model.
 
     Example:
@@ -116,8 +122,6 @@ def condition(
         >>> from demask.pilot import condition
         >>> net, x = Sequential(Linear(8, 64), ReLU(), Linear(64, 4)).eval(), torch.randn(2, 8)
         >>> half = condition(net, (x,), pilot="bits:8", condition="skip:0.5", check=False)
-        >>> half(x).shape
-        torch.Size([2, 4])
         >>> print(half.conditioned)
         skip:0.5 by bits:8, outputs may differ
         0: skip (0.5 of 64 positions)

@@ -69,11 +69,18 @@ CALLS, WARMUP = 24, 4
 
 @dataclass(frozen=True, slots=True)
 class ExplainedPair:
-    """One pair of pilot and condition.
+    """One line of an `Explanation`: a pilot and a condition, with a predicted time and a verdict.
 
-    seconds: predicted, of a call. gain: the network's seconds over these. loss: share of inputs
-    whose answer (the largest entry of the output) differs: 0 for exact ones, measured on the inputs
-    for others, None where it could not be applied. use: whether it should be used; why: in words.
+    Attributes:
+        pilot: text of the pilot, "" for none.
+        condition: text of the condition.
+        seconds: predicted seconds of a call; None where the pair cannot be applied.
+        gain: the network's seconds divided by `seconds`; None likewise.
+        loss: share of inputs whose answer (index of the largest output) differs, 0 for exact
+            conditions; None likewise.
+        exact: whether the condition changes no output.
+        use: whether to use the pair.
+        why: the reason of the verdict, in words.
     """
 
     pilot: str
@@ -90,18 +97,19 @@ class ExplainedPair:
 class Explanation:
     """The result of `explain`: for each pilot and condition a predicted time and a verdict.
 
-    `print` shows it as a table.
+    A pilot is a cheap first run that selects the work; a condition is the policy by which the full
+    run does only that work. `print` shows an explanation as a table.
 
     Attributes:
-        lines: one per pair: `pilot` and `condition` (texts), `seconds` of a call, `gain` (times as
-            fast as the network), `loss` (share of inputs with another answer, 0 for exact
-            conditions; None where the pair cannot be applied), `exact`, `use` (whether to use it)
-            and `why`.
-        seconds: of a call of the network as it is, the median over the inputs.
-        inputs: how many inputs were used.
-        threads: of torch.
-        machine: a description of the machine.
-        summary: what to do, in one line.
+        lines: one per pair, in the order of the call: `pilot` and `condition` (texts), `seconds` of
+            a call, `gain` (times as fast as the network), `loss` (share of inputs with another
+            answer, 0 for exact conditions), `exact`, `use` (whether to use the pair) and `why`.
+            `seconds`, `gain` and `loss` are None where the pair cannot be applied.
+        seconds: seconds of a call of the unchanged network, the median over the inputs.
+        inputs: number of inputs that were used.
+        threads: number of torch's threads.
+        machine: description of the machine.
+        summary: which pair to use, in one line.
 
     Example:
         >>> import torch
@@ -113,8 +121,6 @@ class Explanation:
         >>> result = explain(net, [torch.randn(1, 8)], candidates=pairs, machine=NOMINAL)
         >>> [(line.pilot, line.condition, line.use) for line in result.lines]
         [('', 'columns', False), ('bits:4', 'columns', False)]
-        >>> result.summary
-        'use none: nothing pays here'
     """
 
     lines: tuple[ExplainedPair, ...]
@@ -125,7 +131,7 @@ class Explanation:
     summary: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers in JSON types; times in seconds."""
+        """The numbers as nested dictionaries, ready for JSON; times in seconds."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -156,29 +162,31 @@ def explain(
     clock: Callable[[], float] = perf_counter,
     table: Table = TABLE,
 ) -> Explanation:
-    """Predicts for pilots and conditions the time of a call and how many answers would differ.
+    """An `Explanation`: for each pilot and condition a predicted time and a verdict.
 
-    Returns an `Explanation`, for this machine. For conditions that change no output the time is
-    computed from the bytes of weights that are read; the others are applied, and timed on the
-    inputs. The model is not changed.
+    Times are those of this machine. A pilot is a cheap first run that selects the work; a condition
+    is the policy by which the full run does only that work. For conditions that change no output,
+    the time is computed from the bytes of weights that a call reads. Other conditions are applied
+    and timed on the inputs, and their changed answers are counted. The model is not changed.
 
     Args:
-        model: the network.
+        model: the network, an nn.Module.
         inputs: tensors, or tuples of arguments, like those of later calls; the first 64 are used.
-        threads: of torch, 1 or more; default None: as many as it has.
+        threads: number of torch's threads, 1 or more; default None: torch's setting.
         loss: greatest share of answers that may differ, 0 to 1; default 0.01. Pairs that exceed it
             get the verdict not to use them.
         candidates: pairs of texts (pilot, condition), "" for no pilot, as in ("bits:8",
             "skip:0.5"); `simplify` and `condition` list the texts. Default: six common pairs.
-        costs: measured bandwidths of this machine; default None: those in the user's cache folder,
-            which the first call measures and stores.
-        machine: bandwidths to use in place of `costs`; default None.
-        clock: returns seconds; default time.perf_counter.
-        table: the op table, as `demask.demask` takes it.
+        costs: measured bandwidths of this machine, a `demask.machine.cost.Costs`; default None:
+            those in the user's cache folder, which the first call measures and stores.
+        machine: rates that replace `costs`, a `demask.pilot.chains.chain_cost.ChainRates`; default
+            None.
+        clock: function that returns seconds; default time.perf_counter.
+        table: facts about each ATen op; default: the library's table.
 
     Raises:
-        BadInput: there are no inputs, or `threads` is out of range. (A pair that cannot be applied
-            has a line with the reason.)
+        BadInput: there are no inputs, `threads` is out of range, or `model` is no nn.Module. (A
+            pair that cannot be applied has a line with the reason.)
         NotExportable: torch.export cannot capture the model.
 
     Example:

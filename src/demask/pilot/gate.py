@@ -45,39 +45,42 @@ class Gated:
 class Gate(TorchFunctionMode):
     """A context in which training updates only the most important units of each layer.
 
-    Layers are nn.Linear, nn.Conv1d and nn.Conv2d whose weight has gradients; a unit is a row of the
-    weight (an output unit or a filter). Within `with gate:` weight gradients are computed for the
-    chosen units alone; `gate.step(optimizer)` then updates only these, and only their state in the
-    optimizer. (Grouped convolutions and calls under autocast compute all gradients, and update the
-    chosen units.)
+    Priorities (numbers that rate the importance of units) come from `priorities`, from the weights
+    or at random. Layers are nn.Linear, nn.Conv1d and nn.Conv2d whose weight requires gradients; a
+    unit is a row of the weight (an output unit or a filter). Within `with gate:` weight gradients
+    are computed for the chosen units alone. Then `gate.step(optimizer)` updates only these units
+    and their state in the optimizer. (Grouped convolutions and calls under autocast compute all
+    gradients, and `step` updates the chosen units.)
 
     Args:
         model: the network to train.
         priorities: for by="pilot": an ExecutionData, a mapping from layer names to one number per
-            unit, or a function without arguments that returns one of them; else None, the default.
-        fraction: share of each layer's units that is updated, above 0, at most 1; rounded up.
+            unit, or a function without arguments that returns one of these; default None, for other
+            values of `by`.
+        fraction: share of each layer's units that is updated, above 0, at most 1; the number of
+            units is rounded up.
         by: how units are chosen: "pilot" (the default) by `priorities`, "magnitude" by the L2 norm
             of a unit's weights, or "random".
-        every: number of steps after which units are chosen again; default None: never.
+        every: number of steps after which units are chosen again, 1 or more; default None: never.
         rest: whether parameters of other layers (norms, embeddings) are updated; default True.
-        seed: for "random"; default 0.
+        seed: seed for by="random"; default 0.
 
     Attributes:
-        rows: by layer, the numbers of the chosen units, rising, int64.
-        updated: how many numbers were updated so far, over all steps.
-        steps: how many steps there were.
+        layers: the layers, a tuple of records with `name`, `weight`, `bias` and `units`.
+        rows: by layer name, the numbers of the chosen units, ascending, int64 [chosen units].
+        updated: number of tensor elements that were updated so far, summed over all steps.
+        steps: number of calls of `step` so far.
 
     Raises:
-        BadInput: a value is out of range, priorities do not fit, or no layer of the model trains.
-            `step` raises it for optimizers that do not update each number by itself, such as LBFGS.
+        BadInput: a value is out of range, priorities are missing or do not fit, or no layer of the
+            model requires gradients.
 
     Example:
         >>> import torch
         >>> from demask.pilot import Gate
-        >>> layer = torch.nn.Linear(3, 4)
-        >>> gate = Gate(layer, {"": torch.tensor([0.0, 2.0, 1.0, 3.0])}, fraction=0.5)
-        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        >>> before = layer.weight.detach().clone()
+        >>> layer = torch.nn.Linear(3, 4, bias=False)
+        >>> gate = Gate(layer, {"": torch.tensor([0.0, 2.0, 1.0, 3.0])}, fraction=0.5)  # "": itself
+        >>> optimizer, before = torch.optim.SGD(layer.parameters(), lr=0.1), layer.weight.clone()
         >>> with gate:
         ...     layer(torch.ones(2, 3)).sum().backward()
         >>> gate.step(optimizer)
@@ -120,7 +123,11 @@ class Gate(TorchFunctionMode):
         self.choose()
 
     def choose(self) -> None:
-        """Choose units again, by the current priorities."""
+        """Chooses units again, by the current priorities, and stores their numbers in `rows`.
+
+        Raises:
+            BadInput: priorities are missing or do not fit.
+        """
         current = self._read_priorities() if self.by == "pilot" else None
         for layer in self.layers:
             priorities = self._priorities(layer, current)
@@ -171,10 +178,17 @@ class Gate(TorchFunctionMode):
     # ---------------------------------------------------------------------------------- the update
 
     def step(self, optimizer: optim.Optimizer) -> None:
-        """One step of the optimizer for the chosen rows (and for other layers, if `rest`).
+        """Runs one step of the optimizer for the chosen units (and for other layers, if `rest`).
 
-        BadInput: an optimizer that does not update each number by itself (LBFGS, Muon, ...). The
-        count of steps that Adam and its like correct by is that of the parameter, not of the row.
+        Optimizers such as Adam correct their moments by a count of steps, which belongs to the
+        whole parameter, not to a unit.
+
+        Args:
+            optimizer: one that updates each element by itself: SGD, Adam, AdamW, Adamax, NAdam,
+                RAdam, RMSprop, Adagrad, Adadelta, ASGD or Rprop.
+
+        Raises:
+            BadInput: the optimizer is another one, such as LBFGS.
         """
         if not isinstance(optimizer, BY_ELEMENT):
             known = ", ".join(kind.__name__ for kind in BY_ELEMENT)

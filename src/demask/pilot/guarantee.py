@@ -31,7 +31,9 @@ class Splits(NamedTuple):
     """Three disjoint sets of examples: to choose a parameter, to test it, to report its loss.
 
     Attributes:
-        choose, bound, report: indices of examples, int64 each.
+        choose: numbers of the examples that choose the first value to test, int64 [examples].
+        bound: numbers of the examples on which values are tested, int64 [examples].
+        report: numbers of the examples on which the result is measured, int64 [examples].
     """
 
     choose: Tensor
@@ -40,21 +42,21 @@ class Splits(NamedTuple):
 
 
 def splits(n: int, seed: int = 0, parts: Sequence[float] = (1, 1, 1)) -> Splits:
-    """Divides `n` examples into three sets at random: to choose, to test (bound), to report.
+    """Three random disjoint sets of the numbers 0 to n - 1: to choose, to test and to report.
 
-    `guarantee` chooses a parameter on the first, tests it on the second, and measures it on the
-    third.
+    `guarantee` chooses a parameter on the first set, tests it on the second (`bound`), and measures
+    it on the third.
 
     Args:
-        n: number of examples.
-        seed: of the random order; default 0.
-        parts: proportions of the three sets, above 0; default (1, 1, 1).
+        n: number of examples, at least 3.
+        seed: seed of the random order; default 0.
+        parts: proportions of the three sets, each above 0; default (1, 1, 1).
 
     Returns:
         A named tuple (choose, bound, report) of int64 tensors, which contain 0 to n - 1 once each.
 
     Raises:
-        BadInput: there are not three positive parts, or a set would be empty.
+        BadInput: `parts` are not three positive numbers, or a set would be empty.
 
     Example:
         >>> from demask.pilot import splits
@@ -73,13 +75,20 @@ def splits(n: int, seed: int = 0, parts: Sequence[float] = (1, 1, 1)) -> Splits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcomes:
-    """What happened to each example under each value of a parameter, compared with the full
-    network.
+    """Changed answers of a conditioned network, for each value of its parameter and each example.
 
-    knobs: values of the parameter, the most careful first. lost: the full network was right and the
-    conditioned one is wrong. won: the reverse. differs: their answers differ. bool [knobs,
-    examples] each. labelled: whether there were labels; without them an answer that differs counts
-    as lost.
+    `compared` builds it from predicted classes.
+
+    Attributes:
+        knobs: values of the parameter, the most careful first.
+        lost: bool [values, examples]: the full network is right, the conditioned one wrong.
+        won: bool [values, examples]: the full network is wrong, the conditioned one right.
+        differs: bool [values, examples]: the two answers differ.
+        labelled: whether right and wrong are known; without labels `lost` equals `differs`. Default
+            True.
+
+    Raises:
+        BadInput: the three tensors do not have the shape [values, examples].
     """
 
     knobs: tuple[float, ...]
@@ -109,7 +118,15 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """How many of some examples changed: for the worse, for the better, and at all."""
+    """Numbers of examples whose answer changed: for the worse, for the better, and at all.
+
+    Attributes:
+        examples: number of examples.
+        lost: examples that only the full network gets right.
+        won: examples that only the conditioned network gets right.
+        differs: examples on which the answers differ.
+        labelled: whether right and wrong are known; without labels `lost` equals `differs`.
+    """
 
     examples: int
     lost: int
@@ -148,36 +165,41 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Guarantee:
-    """The result of `guarantee`: a value of a parameter, and the loss that it does not exceed.
+    """The result of `guarantee`: a value of a parameter, and a bound on the loss that it causes.
 
-    The loss is accuracy lost or, without labels, the share of answers that differ. On new examples
-    of the same kind it is at most `loss`, with probability `level` over the draw of the second set.
-    `print` shows it as a table.
+    The loss is the accuracy lost or, without labels, the share of answers that differ from the full
+    network's. On new examples from the same distribution the loss of `threshold` is at most `loss`,
+    with probability `level`. The examples were split at random: the first set chose the value to
+    test first, the second tested values, the third (with no part in the choice) measured the
+    result. `print` shows a guarantee as a table.
 
     Attributes:
-        threshold: the value; None where no value passed: then run the full network.
-        loss: greatest loss, as a share of examples.
-        level: probability with which it is not exceeded.
-        p_value: of the last test that passed; where none did, of the first.
-        passed, tested: how many values passed, and how many were tested.
-        sizes: numbers of examples to choose, to test and to report.
-        reported: counts on the third set, which had no part in the choice: examples, lost, won,
-            differs.
-        enough: where `threshold` is None, about how many examples would be enough for the first
-            value tested, at its measured rates; None where no number is, or a value passed.
-        loss_bound: the loss that is not exceeded with probability `level`, from the third set
-            alone.
-        disagreement_bound: the same for the share of answers that differ.
+        threshold: the chosen value of the parameter; None where no value passed its test, which
+            means: run the full network.
+        loss: greatest loss, a share of examples, 0 to 1.
+        level: probability with which the loss is not exceeded, between 0 and 1.
+        p_value: p-value of the last test that passed; where none did, of the first test.
+        passed: number of values that passed.
+        tested: number of values that were tested.
+        sizes: numbers of examples in the first, second and third set.
+        reported: counts on the third set: `examples`, `lost` (only the full network is right),
+            `won` (the reverse), `differs`, and the shares `loss` and `disagreement`; counts of 0
+            where `threshold` is None.
+        enough: where `threshold` is None, about how many examples in all would be enough for the
+            first value tested, at its measured rates; None where a value passed or where no number
+            is enough.
+        loss_bound: upper bound of the loss at `level`, from the third set alone.
+        disagreement_bound: upper bound of the share of answers that differ, likewise.
 
     Example:
         >>> import torch
         >>> from demask.pilot import guarantee
-        >>> from demask.pilot.guarantee import Outcomes
-        >>> differs = torch.zeros(1, 3000, dtype=torch.bool)  # 0.5 changes no answer
-        >>> outcomes = Outcomes((0.5,), differs, differs, differs, labelled=False)
+        >>> from demask.pilot.guarantee import compared
+        >>> full = torch.zeros(3000, dtype=torch.int64)  # classes of the full network
+        >>> outcomes = compared([0.5], full, full[None])  # 0.5 changes no answer
         >>> never = guarantee(outcomes, loss=0.01)
-        >>> never.threshold, never.loss_bound < 0.01
-        (0.5, True)
+        >>> never.threshold, never.sizes, never.loss_bound < 0.01
+        (0.5, (1000, 1000, 1000), True)
     """
 
     threshold: float | None
@@ -192,12 +214,12 @@ class Guarantee:
 
     @property
     def loss_bound(self) -> float:
-        """Of the loss, from the third split alone."""
+        """Upper bound of the loss at `level`, from the third set alone."""
         return self.reported.loss_bound(self.level)
 
     @property
     def disagreement_bound(self) -> float:
-        """Of the disagreement with the full network, from the third split alone."""
+        """Upper bound of the share of answers that differ, at `level`, from the third set alone."""
         return self.reported.disagreement_bound(self.level)
 
     def __str__(self) -> str:
@@ -280,17 +302,20 @@ def observed(
 
 
 def by_mean(outcomes: Outcomes, loss: float = LOSS) -> float | None:
-    """The most aggressive value of a parameter whose measured loss is small; no guarantee.
+    """The most aggressive value of a parameter whose measured loss is small, without a bound.
 
-    On new examples the loss may be larger: `guarantee` returns a value that was tested.
+    The most aggressive value is the one that leaves out most work. On new examples the loss may be
+    larger; `guarantee` returns a value that was tested.
 
     Args:
-        outcomes: for each value and example, whether the answer became wrong, right or different
-            (`demask.pilot.guarantee.Outcomes`).
-        loss: greatest loss on these examples, a share; default 0.002.
+        outcomes: for each value of the parameter (the most careful first) and each example, whether
+            the answer became wrong, right or different: a `demask.pilot.guarantee.Outcomes`.
+        loss: greatest loss on these examples, a share; default 0.002. The loss is the share of
+            answers that became wrong less the share that became right.
 
     Returns:
-        The value, or None if no value's loss is at most `loss`.
+        The last value of `outcomes.knobs` whose loss is at most `loss`, a float; None if no value's
+        is.
 
     Example:
         >>> import torch
@@ -314,41 +339,42 @@ def guarantee(
     split: Splits | None = None,
     seed: int = 0,
 ) -> Guarantee:
-    """The most aggressive value of a parameter within a bound on its loss, and the loss measured
-    on examples not used to choose it.
+    """A `Guarantee`: the most aggressive value of a parameter whose loss on new data is bounded.
 
-    The loss of the value on new examples is at most `loss`, with probability `level`.
+    Values are ordered from careful (close to the full network) to aggressive (least work). The loss
+    of the chosen value on new examples is at most `loss`, with probability `level`. The loss is the
+    share of examples that only the full network gets right, less the share that only the
+    conditioned network gets right; without labels it is the share of answers that differ. Examples
+    must be independent draws from the distribution of later inputs.
 
-    The first set of examples chooses the value to begin with, the one that is most certain to pass.
-    On the second set values are tested from there, each more aggressive than the one before, until
-    one fails; the last that passed is the result. If the first one fails, the threshold is None:
-    run the full network. The loss is the share of examples that only the full network gets right,
-    less the share that only the conditioned one does; without labels it is the share of answers
-    that differ. Examples must be independent draws of the inputs of later calls.
+    The examples are split in three. The first set chooses the value that is most certain to pass.
+    From that value on, values are tested on the second set, each more aggressive than the one
+    before, until one fails; the last that passed is the result, measured on the third set. If the
+    first one fails, no value passes. The method is fixed-sequence testing (Bauer 1991; Angelopoulos
+    et al. 2021, "Learn then Test").
 
     Args:
-        outcomes: for each value of the parameter (most careful first) and example, whether the
-            answer became wrong, right or different: a `demask.pilot.guarantee.Outcomes` of bool
-            tensors [values, examples].
-        loss: greatest loss, a share of examples, 0 to 1; default 0.002.
+        outcomes: for each value of the parameter (the most careful first) and each example, whether
+            the answer became wrong, right or different: a `demask.pilot.guarantee.Outcomes`, which
+            `demask.pilot.guarantee.compared` builds from predicted classes.
+        loss: greatest loss, a share of examples, at least 0 and below 1; default 0.002.
         level: probability, between 0 and 1; default 0.95.
         split: the three sets, as `splits` returns them; default None: thirds, by `seed`.
-        seed: of that division; default 0.
+        seed: seed of the default split; default 0.
 
     Returns:
-        A `Guarantee`; its `threshold` is None if no value passes.
+        A `Guarantee`, whose `threshold` is None if no value passes: then run the full network.
 
     Raises:
-        BadInput: `loss` or `level` is out of range, or there are too few examples.
+        BadInput: `loss` or `level` is out of range, or there are too few examples to split.
 
     Example:
         >>> import torch
         >>> from demask.pilot import guarantee
-        >>> from demask.pilot.guarantee import Outcomes
-        >>> noise = torch.rand(3000, generator=torch.Generator().manual_seed(0))
-        >>> differs = torch.stack([noise < 0.0002, noise < 0.05])  # answers that 0.9 and 0.5 change
-        >>> won = torch.zeros_like(differs)
-        >>> outcomes = Outcomes((0.9, 0.5), differs, won, differs, labelled=False)
+        >>> from demask.pilot.guarantee import compared
+        >>> full = torch.zeros(3000, dtype=torch.int64)  # classes of the full network
+        >>> other = full + (torch.arange(3000) % 20 == 0)  # 5 % of the classes changed
+        >>> outcomes = compared([0.9, 0.5], full, torch.stack([full, other]))  # of 0.9 and of 0.5
         >>> guarantee(outcomes, loss=0.01).threshold
         0.9
         >>> print(guarantee(outcomes, loss=0.0).threshold)  # no value passes

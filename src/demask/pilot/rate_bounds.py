@@ -25,16 +25,17 @@ SPAN = 12  # standard deviations beyond which a sum is cut off; what is left the
 def clopper_pearson(k: int, n: int, level: float = 0.95) -> tuple[float, float]:
     """An exact interval for the rate of an event that occurred `k` times in `n` independent draws.
 
-    The interval contains the true rate with probability `level` at least; of the rest, half is on
-    either side (Clopper and Pearson 1934). It holds for rare events, too.
+    The interval contains the true rate with probability `level` or more; the error is at most (1 -
+    level) / 2 on either side (Clopper and Pearson 1934). The interval is valid for rare events,
+    too.
 
     Args:
-        k: how often the event occurred, 0 to n.
+        k: number of draws in which the event occurred, 0 to n.
         n: number of draws, 1 or more.
-        level: between 0 and 1; default 0.95.
+        level: probability, between 0 and 1; default 0.95.
 
     Returns:
-        (low, high), both from 0 to 1.
+        (low, high), two floats from 0 to 1.
 
     Raises:
         BadInput: `k`, `n` or `level` is out of range.
@@ -109,28 +110,30 @@ def paired_p_value(lost: int, won: int, n: int, loss: float, level: float = 0.95
 
 
 def paired_bound(lost: int, won: int, n: int, level: float = 0.95) -> float:
-    """The greatest loss of accuracy that a change may have on new examples, from counts.
+    """An upper bound of the accuracy that a change to a network loses on new examples, from counts.
 
-    Through the change some answers became wrong and others right; the loss is the rate of the first
-    less that of the second. It is at most the returned rate, with probability `level` at least.
+    A change makes some right answers wrong and some wrong answers right. The loss is the rate of
+    the first less the rate of the second. With probability `level` or more, the loss is at most the
+    returned rate. The bound inverts an exact McNemar test (1947) with a margin.
 
     Args:
-        lost: examples that were right before the change and are wrong after it.
-        won: examples that were wrong before and are right after.
-        n: number of examples, all others included, 1 or more.
-        level: between 0 and 1; default 0.95.
+        lost: number of examples that were right before the change and are wrong after it, 0 or
+            more.
+        won: number of examples that were wrong before and are right after, 0 or more.
+        n: number of all examples, changed or not, 1 or more.
+        level: probability, between 0 and 1; default 0.95.
 
     Returns:
-        A rate from 0 to 1, never below 0; 1 where nothing is excluded.
+        A float from 0 to 1; 1 where the counts exclude no loss.
 
     Raises:
-        BadInput: `lost + won` is above `n`, or another value is out of range.
+        BadInput: `lost + won` is above `n`, `n` is below 1, or `level` is out of range.
 
     Example:
         >>> from demask.pilot import paired_bound
         >>> round(paired_bound(lost=45, won=45, n=4000), 4)  # as many lost as won: 0 measured
         0.0047
-        >>> paired_bound(lost=20, won=60, n=4000)  # it is an improvement
+        >>> paired_bound(lost=20, won=60, n=4000)  # the change is an improvement
         0.0
     """
     _checked(lost + won, n, level)

@@ -69,13 +69,15 @@ class Chained(Demasked):
 class Columns:
     """A condition that skips products with zero inputs of linear layers; outputs do not change.
 
-    Text: "columns". In chains of linear layers and ReLU, a column of the weight is not read where
-    the input that it is multiplied with is 0. It needs no pilot: zeros are detected as the network
-    runs. Layers for which that is not predicted to be faster stay dense. Outputs are those of
-    `unconditioned`, bit for bit. It has no parameters.
+    A condition selects the work that a network does. Pass `Columns()`, or its text "columns", to
+    the function `condition`. There are no parameters. In chains of linear layers and ReLU, a column
+    of the weight is not read where the input that multiplies the column is 0. No pilot is needed:
+    zeros are detected as the network runs. Layers for which skipping is predicted not to be faster
+    stay dense, and other layers stay as they are. Outputs equal those of `unconditioned` bit for
+    bit, and those of the model up to the rounding of sums in another order.
 
     Raises:
-        BadInput: when it is applied with a pilot other than None.
+        BadInput: when the condition is applied: the pilot is not None.
 
     Example:
         >>> import torch
@@ -94,8 +96,10 @@ class Columns:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
         table: Table = TABLE,
     ) -> Chained:  # fmt: skip
-        """The module with its chains. Raises BadInput for a pilot other than None, which would not
-        be used."""
+        """The module in which zero inputs are skipped; raises BadInput for a pilot other than None.
+
+        Arguments are those of `Condition.applied`.
+        """
         if pilot is not None:
             raise BadInput(
                 "columns needs no pilot: zeros of the live input are detected as it runs; "
@@ -108,18 +112,21 @@ class Columns:
 class Certified:
     """A condition that skips rows which are proved to be zero after a ReLU; outputs do not change.
 
-    Text: "certified" or "certified:levels=2". In chains of linear layers and ReLU, the upper bits
-    of the weights give a bound on each output; where the bound is below zero, the ReLU yields 0,
-    and the row of float32 weights is not read. Columns of zero inputs are skipped, too, where that
-    is predicted to be faster. Outputs are those of `unconditioned`, bit for bit.
+    A condition selects the work that a network does. Pass `Certified()`, or its text "certified" or
+    "certified:levels=2", to the function `condition`. In chains of linear layers and ReLU, the
+    upper bits of the weights give an upper bound on each output. Where the bound is below zero, the
+    ReLU returns 0, and the row of float32 weights is not read. Columns of zero inputs are skipped,
+    too, where that is predicted to be faster (`Columns`). Outputs equal those of `unconditioned`
+    bit for bit, and those of the model up to the rounding of sums in another order.
 
     Args:
-        bits: of the weights that prove it; 8 is the only value.
-        levels: 1 (the default), or 2 to read 4 of the bits first and the others only for rows that
-            are not decided by them.
+        bits: bits of the weights from which the bound follows; 8, the default, is the only value.
+        levels: 1 (the default): all 8 bits are read at once; 2: 4 bits are read first, and the
+            other 4 only for rows that the first do not decide.
 
     Raises:
-        BadInput: another value of `bits` or `levels`; when it is applied: a pilot other than None.
+        BadInput: `bits` or `levels` has another value; when the condition is applied: the pilot is
+            not None.
 
     Example:
         >>> import torch
@@ -145,8 +152,10 @@ class Certified:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
         table: Table = TABLE,
     ) -> Chained:  # fmt: skip
-        """The module with its chains. pilot: None, since the weights' own upper bits are the pilot;
-        raises BadInput for another."""
+        """The module in which proved rows are skipped; raises BadInput for a pilot other than None.
+
+        Arguments are those of `Condition.applied`; the weights' own upper bits are the pilot.
+        """
         if pilot is not None:
             raise BadInput("certified derives its pilot from the weights, with a bound; leave "
                            f"pilot out; got {pilot!r:.80}")  # fmt: skip
@@ -157,17 +166,26 @@ class Certified:
 def unconditioned(model: nn.Module, args: tuple[Any, ...],
                   kwargs: Mapping[str, Any] | None = None, *,
                   table: Table = TABLE) -> Chained:  # fmt: skip
-    """The network with nothing skipped, summed in the same order as conditioned networks.
+    """A reference network for `Columns` and `Certified`: the same order of sums, nothing skipped.
 
-    Networks with the conditions `Columns` and `Certified` return its outputs bit for bit. (The
-    model itself sums in another order, so that its outputs may differ from both by rounding.)
+    Networks to which `condition` applied `Columns` or `Certified` return the outputs of this
+    network bit for bit. The model itself sums in another order, so the model's outputs may differ
+    from both by rounding.
 
     Args:
-        model: the network, with chains of linear layers in float32; it is not changed.
-        args, kwargs: example inputs, positional and by name.
-        table: the op table, as `demask.demask` takes it.
+        model: the network, an nn.Module or ExportedProgram, which is not changed. Chains of float32
+            linear layers and ReLU run in the kernels of these conditions, all other layers in
+            torch.
+        args: example inputs by position, a tuple.
+        kwargs: example inputs by name; default None: none.
+        table: facts about each ATen op; default: the library's table.
+
+    Returns:
+        A torch.fx module with the same inputs and outputs, and an attribute `conditioned` (a
+        `Conditioned`) that says for each layer whether it is in a chain.
 
     Raises:
+        BadInput: `model`, `args` or `kwargs` has another type or does not fit the model.
         NotExportable: torch.export cannot capture the model.
 
     Example:

@@ -58,22 +58,29 @@ class OrderedNetwork(Demasked):
 class Order:
     """A condition that computes the most important units of linear layers first, until a limit.
 
-    Text: "order:S" with S seconds, as in "order:0.001", or "order:bytes=20MiB". In chains of linear
-    layers and ReLU, a pilot with weights of few bits rates all units; these are then computed with
-    full weights, those first that can add the most to the next layer;
-    the others have the pilot's values. The pilot always runs,
-    whatever the limit, and after the deadline at most one block of units (1 MiB of weights) is
-    finished. The pilot is "bits:4:64" (also for None) or another text "bits:N:G". The returned
-    module has `last`: for each chain its seconds, units computed, and bytes read in the last call.
+    A condition selects the work that a network does. Pass `Order(0.001)`, or its text "order:0.001"
+    (seconds) or "order:bytes=20MiB", to the function `condition`. In chains of linear layers and
+    ReLU, a pilot (the same layers with weights of few bits) runs first and rates all units. Units
+    are then computed with full weights until the limit, those first that can add the most to the
+    next layer: |the pilot's activation| times the norm of the next layer's weights for the unit.
+    The other units have the pilot's values. The pilot always runs, whatever the limit, and after
+    the deadline at most one block of units (1 MiB of weights) is finished.
+
+    The pilot argument is a `Bits` or its text "bits:N:G"; None is "bits:4:64". The conditioned
+    module has `last`, which maps the name of each chain's first layer to a record of the last call:
+    `seconds`, `pilot` (seconds), `units` (computed per layer), `of` (units per layer) and `bytes`
+    (of weights that were read).
 
     Args:
-        deadline: seconds for all chains of a call, divided among them by their bytes of weights;
-            each chain's share begins when it starts; 0 or more, default None: no limit.
-        bytes: of weights that a call may read, the pilot's included: "20MiB" or a number; default
-            None: no limit. At least one of `deadline` and `bytes` must be set.
+        deadline: seconds for all chains of a call, 0 or more, divided among the chains in
+            proportion to their bytes of weights; a chain's share begins when the chain starts.
+            Default None: no limit.
+        bytes: limit of the bytes of weights that a call reads, the pilot's included: a number, or a
+            text such as "20MiB"; default None: no limit. One of `deadline` and `bytes` must be set.
 
     Raises:
-        BadInput: neither limit is set, or one is not valid.
+        BadInput: neither limit is set, or one is not valid; when the condition is applied: the
+            pilot is no `Bits`.
 
     Example:
         >>> import torch
@@ -103,7 +110,10 @@ class Order:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
         table: Table = TABLE,
     ) -> nn.Module:  # fmt: skip
-        """The conditioned module. pilot: weights of few bits, "bits:4:64" (as None is)."""
+        """The module whose chains stop at the limit; raises BadInput for a pilot that is no `Bits`.
+
+        Arguments are those of `Condition.applied`; None as `pilot` is "bits:4:64".
+        """
         seconds = math.inf if self.deadline is None else float(self.deadline)
         most = math.inf if self.bytes is None else float(parse_memory(self.bytes))
         return ordered(model, args, kwargs, self, Limit(seconds, most), pilot, table)

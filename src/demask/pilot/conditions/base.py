@@ -21,16 +21,17 @@ from demask.ops import Table
 
 @runtime_checkable
 class Condition(Protocol):
-    """What all conditions can do: derive a network that does only a part of a network's work.
+    """The interface of conditions: a policy that derives a network which does a part of the work.
 
     `Columns`, `Certified`, `Skip`, `Constant`, `Value`, `Precision`, `Order`, `Route` and `Regions`
-    are the conditions of the library; `condition` applies them. Implementations are frozen
-    dataclasses. `applied` never changes the model: it returns a module that takes the same call and
-    has an attribute `conditioned` (a `Conditioned`). Layers that cannot be conditioned stay as they
-    are, and `conditioned.decisions` says why.
+    are the conditions of the library; `condition` applies them. A condition of your own is a frozen
+    dataclass with `name` and `applied`, whose fields are its parameters. `applied` does not change
+    the model: the method returns a module that takes the same inputs and has an attribute
+    `conditioned` (a `Conditioned`). Layers to which the condition does not apply stay as they are,
+    and `conditioned.decisions` says why.
 
     Attributes:
-        name: of the condition in its text, such as "skip".
+        name: first word of the condition's text, such as "skip" in "skip:0.5".
 
     Example:
         >>> import torch
@@ -53,17 +54,30 @@ class Condition(Protocol):
         pilot: Any,
         table: Table,
     ) -> nn.Module:
-        """The conditioned module. pilot: a simplifier, an nn.Module, an ExecutionData, or None.
-        table: the op table."""
+        """The conditioned module: same inputs, outputs of the same shapes, less work.
+
+        Args:
+            model: the network, which is not changed.
+            args: example inputs by position.
+            kwargs: example inputs by name, or None.
+            pilot: the cheap first run that selects the work: a simplifier or its text, an
+                nn.Module, an ExecutionData, or None.
+            table: facts about each ATen op; default: the library's table.
+
+        Raises:
+            BadInput: the condition does not fit the network or the pilot.
+            NotExportable: torch.export cannot capture the model.
+        """
         ...
 
 
 class Decision(NamedTuple):
-    """What was decided for one layer of a conditioned network, and why; prints as one line.
+    """A named tuple: the decision about one layer of a conditioned network; prints as one line.
 
     Attributes:
-        layer: name of the layer.
-        what: what is done there: "skip", "columns", "dense" (nothing is left out), "as it was", ...
+        layer: name of the layer, as in `model.named_modules()`.
+        what: how the layer is run: "skip", "columns", "dense" (in full), "as it was" (not changed)
+            or another word for the mode.
         why: the reason, in words.
 
     Example:
@@ -87,15 +101,17 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Conditioned:
-    """The record of the condition that was applied to a network: its attribute `conditioned`.
+    """The record of a condition that was applied to a network, as its attribute `conditioned`.
+
+    Printing a record lists the decisions, one per line.
 
     Attributes:
-        condition: the condition that was applied, such as `Skip(0.5)`.
-        pilot: text of the pilot, the cheap run that selects the work, such as "bits:8"; "" for
-            none.
-        exact: whether the outputs are those of the network without the condition, bit for bit
-            (`unconditioned` for chains of linear layers).
-        decisions: a `Decision` per layer: what is done there, and why.
+        condition: the condition, such as `Skip(0.5)`.
+        pilot: text of the pilot (the cheap first run that selects the work), such as "bits:8"; ""
+            for none.
+        exact: whether the outputs are those of the network with nothing left out, bit for bit; for
+            `Columns` and `Certified` that network is the result of `unconditioned`.
+        decisions: a tuple with a `Decision` per layer; default ().
 
     Example:
         >>> import torch

@@ -71,21 +71,29 @@ class _Selective:
 class Skip(_Selective):
     """A condition that computes only the channels that a cheap first run, the pilot, rates high.
 
-    Text: "skip:F", as in "skip:0.5", or "skip:threshold=T". Channels (units of linear layers,
-    filters of convolutions) that are not computed are 0. All inputs of a batch share one choice: a
-    channel is computed where it is important for one of them. The pilot is a simplifier, its text
-    or a network, which runs first on every input, or an ExecutionData of earlier inputs.
+    A condition selects the work that a network does. Pass `Skip(0.5)`, or its text "skip:0.5" or
+    "skip:threshold=0.1", to the function `condition`. A channel is a unit of a linear layer or a
+    filter of a convolution; channels that are not computed are 0. The pilot is a simplifier
+    (derives a cheaper network), its text or a network, which runs first on every input, or an
+    ExecutionData of earlier inputs. A channel's magnitude is the mean |value| of the channel in the
+    pilot. All inputs of a batch share one choice, by the largest magnitude over the batch.
+
+    The conditioned module has `last`, a tuple with the numbers of the computed channels of each
+    conditioned layer in the last call (ascending, int64). With an ExecutionData as pilot, the
+    module has a method `update(data)`, which sets the magnitudes for later calls.
 
     Args:
         keep: share of each layer's channels that is computed, the largest magnitudes first, above
-            0, at most 1; default None.
-        threshold: in place of `keep`: channels are computed whose magnitude is above `threshold`
-            times the mean of their layer, 0 or more, at least one channel per layer; default None.
-        layers: which layers, a pattern of names such as "layer3.*"; default "*": all.
+            0, at most 1, at least one channel; default None.
+        threshold: an alternative to `keep`, 0 or more: channels are computed whose magnitude is
+            above `threshold` times the mean of their layer, at least one channel; default None.
+        layers: pattern of names of the layers that are conditioned, such as "layer3.*"; default
+            "*": all.
 
     Raises:
         BadInput: not exactly one of `keep` and `threshold` is set, or a value is out of range; when
-            it is applied: no layer can be conditioned, or there is no pilot.
+            the condition is applied: there is no pilot, no layer can be conditioned, or the pilot
+            lacks one of the layers.
 
     Example:
         >>> import torch
@@ -104,35 +112,45 @@ class Skip(_Selective):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
         table: Table = TABLE,
     ) -> Supported:  # fmt: skip
-        """The network in which positions that are not computed are 0."""
+        """The module in which channels that are not computed are 0.
+
+        Arguments are those of `Condition.applied`.
+        """
         return _Draft(self, model, args, kwargs, pilot, table).with_constants([0.0])
 
 
 @dataclass(frozen=True, slots=True)
 class ConstantChannels(_Selective):
-    """A condition like `Skip` in which channels that are not computed are a constant, not 0.
+    """A condition like `Skip` in which channels that are not computed have a constant value, not 0.
 
-    Text: "constant:F", as in "constant:0.5". The class is `demask.pilot.Constant`.
+    A condition selects the work that a network does. Pass `Constant(0.5)`, or its text
+    "constant:0.5" or "constant:0.5:value=1", to the function `condition`. `Constant` is the public
+    name of this class. The pilot (the cheap first run that rates channels) and the attributes of
+    the conditioned module are those of `Skip`.
 
     Args:
-        keep, threshold, layers: as of `Skip`: which channels are computed.
-        value: the constant, a number, or "mean" (the default) for each channel's mean over the
-            example inputs, which should then be representative.
+        keep: share of each layer's channels that is computed, the largest magnitudes first, above
+            0, at most 1; default None.
+        threshold: an alternative to `keep`, 0 or more: channels are computed whose magnitude is
+            above `threshold` times the mean of their layer; default None.
+        layers: pattern of names of the layers that are conditioned, such as "layer3.*"; default
+            "*": all.
+        value: the constant: a number for all channels, or "mean" (the default) for each channel's
+            mean over the example inputs, which should then be a representative batch.
 
     Raises:
-        BadInput: as of `Skip`, or `value` is another text.
+        BadInput: not exactly one of `keep` and `threshold` is set, a value is out of range, or
+            `value` is a text other than "mean"; when the condition is applied: as for `Skip`.
 
     Example:
         >>> import torch
         >>> from torch.nn import Linear, ReLU, Sequential
-        >>> from demask.pilot import Constant, Skip, condition
-        >>> _ = torch.manual_seed(0)
+        >>> from demask.pilot import Constant, condition
         >>> net, x = Sequential(Linear(8, 64), ReLU(), Linear(64, 4)).eval(), torch.randn(50, 8)
-        >>> def error(kind):
-        ...     half = condition(net, (x,), pilot="bits:4", condition=kind, check=False)
-        ...     return (half(x) - net(x)).norm().item()
-        >>> error(Constant(0.5)) < error(Skip(0.5))  # the mean is closer than 0
-        True
+        >>> half = condition(net, (x,), pilot="bits:8", condition=Constant(0.5), check=False)
+        >>> y = half(x)  # 32 of 64 hidden units are computed, the others are their mean over x
+        >>> len(half.last[0]), half.conditioned.condition.value
+        (32, 'mean')
     """
 
     name: ClassVar[str] = "constant"
@@ -147,7 +165,10 @@ class ConstantChannels(_Selective):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
         table: Table = TABLE,
     ) -> Supported:  # fmt: skip
-        """The network in which what is not computed is constant."""
+        """The module with constants in the other channels.
+
+        Arguments are those of `Condition.applied`.
+        """
         draft = _Draft(self, model, args, kwargs, pilot, table)
         if isinstance(self.value, str):
             leaves = flat(draft.program, args, dict(kwargs or {}))
@@ -159,15 +180,23 @@ class ConstantChannels(_Selective):
 class Value(_Selective):
     """A condition like `Skip` in which channels that are not computed have the pilot's own values.
 
-    Text: "value:F", as in "value:0.5". The pilot is a simplifier, its text or a network, which runs
-    first on every input; its values must have the shapes of the network's (those of "downsample:N"
-    do not).
+    A condition selects the work that a network does. Pass `Value(0.5)`, or its text "value:0.5" or
+    "value:threshold=0.1", to the function `condition`. The pilot is a simplifier (derives a cheaper
+    network), its text or a network, which runs first on every input. The pilot's values must have
+    the shapes of the network's values, so "downsample:N" cannot be the pilot.
 
     Args:
-        keep, threshold, layers: as of `Skip`: which channels are computed in full.
+        keep: share of each layer's channels that is computed in full, the largest magnitudes first,
+            above 0, at most 1; default None.
+        threshold: an alternative to `keep`, 0 or more: channels are computed in full whose
+            magnitude is above `threshold` times the mean of their layer; default None.
+        layers: pattern of names of the layers that are conditioned, such as "layer3.*"; default
+            "*": all.
 
     Raises:
-        BadInput: as of `Skip`, or the pilot is an ExecutionData or has values of other shapes.
+        BadInput: not exactly one of `keep` and `threshold` is set, or a value is out of range; when
+            the condition is applied: as for `Skip`, or the pilot is an ExecutionData or has values
+            of other shapes.
 
     Example:
         >>> import torch
@@ -185,31 +214,43 @@ class Value(_Selective):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
         table: Table = TABLE,
     ) -> Supported:  # fmt: skip
-        """The network in which what is not computed is the pilot's."""
+        """The module with the pilot's values in the other channels.
+
+        Arguments are those of `Condition.applied`.
+        """
         return _Draft(self, model, args, kwargs, pilot, table).with_values()
 
 
 @dataclass(frozen=True, slots=True)
 class Precision(_Selective):
-    """A condition that computes channels which the pilot rates low with weights of few bits.
+    """A condition that computes channels of low importance with weights of few bits.
 
-    Text: "precision:F" or "precision:F:bits=N", as in "precision:0.5:bits=4". It measures what
-    lower precision does to the outputs, and saves no time: the layer runs twice, once for each
-    part, and rounded weights keep their dtype.
+    A condition selects the work that a network does. Pass `Precision(0.5)`, or its text
+    "precision:0.5" or "precision:0.5:bits=4", to the function `condition`. Precision is for
+    measuring how lower precision changes the outputs. No time is saved: each layer runs twice, once
+    per group of channels, and rounded weights keep their dtype. The pilot (the cheap first run that
+    rates channels) and the attributes of the conditioned module are those of `Skip`.
 
     Args:
-        keep, threshold, layers: as of `Skip`: which channels have full precision.
-        bits: bits of the other channels' weights, 1 to 16, rounded as by `Bits`; default 8.
+        keep: share of each layer's channels that has full precision, the largest magnitudes first,
+            above 0, at most 1; default None.
+        threshold: an alternative to `keep`, 0 or more: channels have full precision whose magnitude
+            is above `threshold` times the mean of their layer; default None.
+        layers: pattern of names of the layers that are conditioned, such as "layer3.*"; default
+            "*": all.
+        bits: bits of the other channels' weights, an integer from 1 to 16, rounded as by `Bits`;
+            default 8.
 
     Raises:
-        BadInput: as of `Skip`, or `bits` is out of range.
+        BadInput: not exactly one of `keep` and `threshold` is set, or a value is out of range; when
+            the condition is applied: as for `Skip`.
 
     Example:
         >>> import torch
         >>> from torch.nn import Linear, ReLU, Sequential
-        >>> from demask.pilot import condition
+        >>> from demask.pilot import Precision, condition
         >>> net, x = Sequential(Linear(8, 64), ReLU(), Linear(64, 4)).eval(), torch.randn(2, 8)
-        >>> half = condition(net, (x,), pilot="bits:4", condition="precision:0.5", check=False)
+        >>> half = condition(net, (x,), pilot="bits:4", condition=Precision(0.5), check=False)
         >>> torch.allclose(half(x), net(x), atol=0.1), torch.equal(half(x), net(x))
         (True, False)
     """
@@ -226,7 +267,10 @@ class Precision(_Selective):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
         table: Table = TABLE,
     ) -> Supported:  # fmt: skip
-        """The network of which a part is computed with fewer bits."""
+        """The module with rounded weights in the other channels.
+
+        Arguments are those of `Condition.applied`.
+        """
         return _Draft(self, model, args, kwargs, pilot, table).with_bits(self.bits)
 
 

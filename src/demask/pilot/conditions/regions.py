@@ -46,13 +46,16 @@ PILOT = "pilot"
 
 @dataclass(frozen=True)
 class Missed:
-    """How much of an output a choice of regions left out; the result of `Regions.missed`.
+    """The share of an output that a choice of regions left out; the result of `Regions.missed`.
+
+    A position matters where the full run and the fill (the output where nothing is run) differ by
+    more than a tolerance.
 
     Attributes:
-        matters: share of all positions where the full run and the fill differ by more than the
-            tolerance, 0 to 1.
+        matters: share of all positions that matter, 0 to 1.
         missed: share of all positions that matter and were not run, 0 to 1.
-        worst: largest difference of the full run and the fill at a position that was not run.
+        worst: largest |full run - fill| at a position that was not run, in units of the output.
+        recall: share of the positions that matter which were run, 0 to 1; 1 where none matters.
 
     Example:
         >>> import torch
@@ -70,7 +73,7 @@ class Missed:
 
     @property
     def recall(self) -> float:
-        """The share of what matters that was run."""
+        """The share of the positions that matter which were run, 0 to 1; 1 where none matters."""
         return 1 - self.missed / self.matters if self.matters else 1.0
 
 
@@ -78,35 +81,40 @@ class Missed:
 class Regions:
     """A condition that runs the network only in the parts of an image where a pilot sees activity.
 
-    Text: "regions:T", as in "regions:0.1:tile=32". Tiles above the threshold become a few
-    rectangles, in which the network runs exactly, with as many positions around them as its layers
-    read. Where these rectangles would cost more than the image, the whole image is run.
+    A condition selects the work that a network does. Pass `Regions(0.1)`, or its text "regions:0.1"
+    or "regions:0.1:tile=32", to the function `condition`. Tiles of the output whose activity is
+    above the threshold are covered by a few rectangles. In these the network is run, with the halo
+    (the positions around a rectangle that its layers read). Values there are those of the full run
+    up to rounding: float64 differs by at most 1e-12 of the largest value, float32 in the last
+    digits. Where the rectangles would cost more than the image, the whole image is run.
 
-    The pilot is one of these:
+    The pilot (the cheap first run) is one of these:
 
-    - a simplifier, its text, such as "downsample:8:bilinear", or a network with the same call and
-      output shapes. Activity is the contrast of its answer or, with another fill, the distance of
-      its answer from the fill;
-    - a function of the network's arguments that returns a map of activity [images, rows, columns]
-    of
-      any size;
-    - None: activity is the contrast of the first input.
+    - a simplifier (derives a cheaper network), its text, such as "downsample:8:bilinear", or a
+      network with the same inputs and output shapes. With fill="pilot" the activity is the contrast
+      (largest less smallest value) of the pilot's output in blocks of 8 x 8 positions; with another
+      fill, the activity is the difference of that output from the fill;
+    - a function of the network's arguments that returns a map of activity, float [images, rows,
+      columns], with any number of rows and columns;
+    - None: the activity is the contrast of the first input with four axes, in the same blocks.
+
+    The conditioned module takes images of the example's size, and any number of images if the
+    example has two or more. The attribute `last` prints how the last call ran, and `last.where` is
+    a bool tensor [images, rows, columns] that is True where the network was run.
 
     Args:
-        threshold: activity above which a tile is run; default 0.1.
-        tile: side of a tile in positions of the output; default 64.
-        grow: how many positions around a tile count as its own when its activity is measured;
-            default 0.
-        fill: the output elsewhere: "pilot" (the default) for the pilot's answer, a number, or a
-            function of the network's arguments whose results broadcast to the outputs.
+        threshold: activity above which a tile is run, in units of the values that are compared;
+            default 0.1.
+        tile: side of a tile in positions of the output, 1 or more; default 64.
+        grow: number of positions around a tile that count as its own when its activity is measured,
+            0 or more; default 0.
+        fill: output where nothing is run: "pilot" (the default) for the pilot's output, a number,
+            or a function of the network's arguments whose results broadcast to the outputs.
 
     Raises:
-        BadInput: `tile` is below 1, `grow` below 0, or `fill` another text; when it is applied: the
-            pilot does not fit, fill="pilot" has no pilot that answers as the network does, or a
+        BadInput: `tile` is below 1, `grow` below 0, or `fill` another text; when the condition is
+            applied: the pilot does not fit, fill="pilot" without a pilot that is a network, or a
             layer reads the whole image (a norm over the image, a global pool, attention).
-
-    In rectangles the values are those of the full run up to rounding: sums of whole numbers are
-    equal, float64 differs by at most 1e-12 of the largest value, float32 in the last digits.
 
     Example:
         >>> import torch
@@ -115,13 +123,10 @@ class Regions:
         >>> net = Sequential(Conv2d(1, 4, 3, padding=1), ReLU(), Conv2d(4, 1, 3, padding=1)).eval()
         >>> x = torch.zeros(1, 1, 256, 256)
         >>> x[..., 70:100, 140:180] = 1.0
-        >>> parts = Regions(0.5, tile=32, grow=2, fill=0.0)
-        >>> some = condition(net, (x,), condition=parts, check=False)
-        >>> y = some(x)
-        >>> print(some.last)
-        image 0: 9.4 % of positions selected; rectangles: 1 with 9.4 %; 0.096 of the multiply-adds
-        >>> torch.allclose(y[..., 70:100, 140:180], net(x)[..., 70:100, 140:180], atol=1e-6)
-        True
+        >>> part = condition(net, (x,), condition=Regions(0.5, tile=32, fill=0.0), check=False)
+        >>> _ = part(x)
+        >>> print(part.last)
+        image 0: 6.2 % of positions selected; rectangles: 1 with 6.2 %; 0.064 of the multiply-adds
     """
 
     threshold: float = 0.1
@@ -143,9 +148,16 @@ class Regions:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,
         table: Table = TABLE,
     ) -> InRegions:  # fmt: skip
-        """The model, run in regions: for images of the example's size, any number of them if the
-        example has two or more, for inference on the CPU. It shares the model's weights. Raises
-        BadInput where the network reads all positions somewhere, or the pilot is not suitable."""
+        """The module that runs the model in regions, for inference on the CPU.
+
+        The module shares the model's weights.
+
+        Arguments are those of `Condition.applied`; `pilot` may also be a function.
+
+        Raises:
+            BadInput: a layer reads the whole image, or the pilot does not fit.
+            NotExportable: torch.export cannot capture the model.
+        """
         runs, text = _pilot(model, args, kwargs, pilot, table)
         if self.fill == PILOT and not isinstance(runs, nn.Module):
             raise BadInput("fill='pilot' needs a pilot that answers as the network does, as does "
@@ -158,10 +170,16 @@ class Regions:
 
     @staticmethod
     def missed(full: Tensor, fill: Tensor, where: Tensor, tolerance: float) -> Missed:
-        """What was left out of one output.
+        """The share of one output that a choice of regions left out.
 
-        full: the output of the whole run; fill: the output where nothing is run, both [n, c, rows,
-        columns]; where: what was run, bool [n, rows, columns].
+        Args:
+            full: output of the whole run, float [images, channels, rows, columns].
+            fill: output where nothing is run; a tensor that broadcasts to the shape of `full`.
+            where: bool [images, rows, columns], True where the network was run.
+            tolerance: difference above which a position matters, the largest over the channels.
+
+        Raises:
+            RuntimeError: the shapes do not fit.
 
         >>> full = torch.tensor([[[[0.0, 1.0], [1.0, 0.0]]]])
         >>> where = torch.tensor([[[True, True], [False, False]]])

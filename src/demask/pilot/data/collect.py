@@ -45,28 +45,34 @@ def collect(
 ) -> ExecutionData:
     """An `ExecutionData`: how large the values of each channel of each layer are in a run.
 
-    A magnitude is the mean of |value| after the layer's norm and activation, or the maximum with
-    measure="max", for each input.
+    A magnitude is the mean of |value| over a channel after the layer's norm and activation (with
+    measure="max", the largest), for each input. For a network that demask cut, channels are those
+    of the original network, and removed ones have magnitude 0.
 
     Args:
-        model: a module, an ExportedProgram, or the path of a .demask or .pt2 file.
+        model: an nn.Module, an ExportedProgram, or the path of a .demask or .pt2 file.
         inputs: the arguments of one call, a tuple, or an iterable of such tuples (a calibration
             set, earlier frames).
-        per: what is measured: "channel" (the default: outputs of convolutions and linear layers),
-            "unit" (of linear layers), "head" (of attention), "token" (positions of a sequence) or
-            "tile:T" (T x T positions of an image).
-        memory: greatest number of bytes of weights in memory at a time, as in "64MiB", or None (the
-            default): no limit. With a limit the network runs in slices, all inputs through one
-            before the next; values between slices that exceed the limit are written to disk.
+        per: the part that is measured: "channel" (the default: outputs of convolutions and linear
+            layers), "unit" (of linear layers), "head" (of attention), "token" (positions of a
+            sequence) or "tile:T" (T x T positions of an image).
+        memory: limit of the bytes of weights in memory at a time, a number or a text such as
+            "64MiB"; default None: no limit. With a limit the network runs in slices, all inputs
+            through one slice before the next; values between slices that exceed the limit are
+            written to disk.
         weights: path of a .safetensors file with the module's names, for a module that may be on
             the meta device; default None: the module's own weights, or those of the .demask file.
         measure: "mean" (the default) or "max".
-        source: a description of the inputs; default None: "live input" or "calibration set".
-        progress: called with a line of text after each step; default None.
-        table: the op table, as `demask.demask` takes it.
+        source: a description of the inputs; default None: "live input" for one call, "calibration
+            set" for several.
+        progress: function that is called with a line of text after each step; default None.
+        table: facts about each ATen op; default: the library's table.
 
     Raises:
-        BadInput: there are no inputs, an argument does not fit, or the network has no such parts.
+        BadInput: there are no inputs, an input does not fit, `per` or `measure` is unknown, the
+            network has no such parts, a file cannot be read, or `memory` is less than the weights
+            of the largest layer.
+        RefusedFile: a file is not safe to read.
         NotExportable: torch.export cannot capture the model.
 
     Example:

@@ -32,24 +32,27 @@ MEASURES = ("mean", "max")
 
 @dataclass(frozen=True, slots=True)
 class ExecutionData:
-    """How large the values of each channel (unit, head, ...) of each layer are, from runs.
+    """Mean magnitudes of the values of each channel of each layer, from one or several runs.
 
-    `collect` returns it; it is passed as a pilot to `condition` and as priorities to
-    `write_packets` and `Gate`. `save` and `load` store it as safetensors, `plot` draws it, and
-    `print` shows a table.
+    `per` says whether channels, units, heads, tokens or tiles are measured. `collect` returns
+    execution data; `condition` takes them as a pilot (the cheap run that selects the work),
+    `write_packets` and `Gate` as priorities. `save` and `load` use the safetensors format, `plot`
+    draws a picture, and `print` shows a table.
 
     Args:
-        per: what is measured: "channel", "unit", "head", "token" or "tile:T" (T x T positions).
-        magnitudes: by layer, float32 [inputs, positions], or [positions] for all inputs together.
+        per: the part that is measured: "channel", "unit", "head", "token" or "tile:T" (T x T
+            positions).
+        magnitudes: by layer name, float32 [inputs, positions], or [positions] for all inputs
+            together.
         source: a description of the inputs.
-        measure: "mean" (the default) or "max": of |value| over a channel (unit, head, ...).
-        grids: by layer, the numbers of rows and columns of tiles (positions are row by row);
-            default empty.
-        slices: in how many slices the network ran; default 1.
-        peak_weight_bytes: the most bytes of weights in memory at a time; default 0.
+        measure: "mean" (the default) or "max": of |value| over each part.
+        grids: by layer name, (rows, columns) of tiles; positions are in row-major order. Default
+            empty.
+        slices: number of slices in which the network ran; default 1.
+        peak_weight_bytes: most bytes of weights in memory at a time; default 0.
 
     Raises:
-        BadInput: magnitudes are not float32, or have not one or two axes.
+        BadInput: magnitudes are not float32 with one or two axes.
 
     Example:
         >>> import torch
@@ -82,19 +85,33 @@ class ExecutionData:
         return self.peak_weight_bytes
 
     def mean(self) -> ExecutionData:
-        """One magnitude per position, the mean over all inputs."""
+        """An ExecutionData with the mean over all inputs: float32 [positions] per layer."""
         means = {n: m.mean(0) if m.ndim == 2 else m for n, m in self.magnitudes.items()}
         return replace(self, magnitudes=means)
 
     def priorities(self, name: str) -> Tensor:
-        """The mean magnitude of each position of a layer, float32 [positions]. Raises BadInput."""
+        """The mean magnitude of each position of a layer over all inputs, float32 [positions].
+
+        Args:
+            name: name of the layer.
+
+        Raises:
+            BadInput: there are no magnitudes of this layer.
+        """
         if name not in self.magnitudes:
             known = ", ".join(list(self.magnitudes)[:5])
             raise BadInput(f"there are no magnitudes of {name!r}; there are of {known}")
         return self.mean().magnitudes[name]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as safetensors, completely or not at all."""
+        """Writes the data to a safetensors file, completely or not at all.
+
+        Args:
+            path: of the file; an existing one is replaced.
+
+        Raises:
+            BadInput: the path cannot be written.
+        """
         about = {
             "format": FORMAT, "per": self.per, "source": self.source, "measure": self.measure,
             "grids": {name: list(grid) for name, grid in self.grids.items()},
@@ -107,7 +124,14 @@ class ExecutionData:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ExecutionData:
-        """The execution data that `save` wrote; raises BadInput for any other file."""
+        """The execution data of a file that `save` wrote.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            BadInput: the file cannot be read or was not written by `save`.
+        """
         try:
             with safe_open(path, framework="pt") as file:
                 text = (file.metadata() or {}).get("demask", "")
@@ -121,8 +145,15 @@ class ExecutionData:
                    about["slices"], about["held"])  # fmt: skip
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw a heat map per layer, bars where there is one input. Needs matplotlib (the extra
-        "plot")."""
+        """Draws a heat map per layer, or bars where there is one input; needs matplotlib.
+
+        Args:
+            path: of the picture; the suffix, .svg, .png or .pdf, is the format.
+
+        Raises:
+            BadInput: the suffix is another one, there is no layer, matplotlib (the extra "plot") is
+                not installed, or the path cannot be written.
+        """
         title = f"{self.measure} |value| per {self.per}, {self.source}"
         draw(self.magnitudes, self.grids, title, Path(path))
 

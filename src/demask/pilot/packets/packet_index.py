@@ -101,13 +101,20 @@ class Blocked:
 
 @dataclass(frozen=True, slots=True)
 class PacketIndex:
-    """The contents of a packet file and their addresses.
+    """The contents of a packet file (weights, most important rows first) and their addresses.
 
-    packets: a structured array (`COLUMNS`), one entry per packet in order of priority, pages
-    counted from the start of the data of its file. sections: tensors in one piece, offsets counted
-    from the start of the data of the first file. shards: the names of further files, number 1 and
-    on. rest: bytes and CRC of all sections together. aliases: further names of tensors (tied
-    weights).
+    Attributes:
+        tensors: tensors in packets, a tuple of records with `name`, `dtype`, `shape`, `order` (row
+            numbers, most important first) and `plane` (address of the 8-bit form, or None).
+        sections: tensors outside of packets, with offsets in bytes from the start of the data of
+            the first file.
+        rest: bytes and CRC-32 of all sections together.
+        packets: a structured array with one entry per packet, highest priority first: `tensor`,
+            `first`, `count`, `file`, `page` (in pages of 4,096 bytes from the start of the data of
+            its file), `priority` and `crc`.
+        shards: names of further files, number 1 and on; default ().
+        aliases: pairs (further name, name) of tied weights; default ().
+        plane_bytes: bytes of the 8-bit form of all tensors; 0 for a file without it.
     """
 
     tensors: tuple[Blocked, ...]
@@ -118,17 +125,17 @@ class PacketIndex:
     aliases: tuple[tuple[str, str], ...] = ()
 
     def sizes(self) -> Array:
-        """Bytes of each packet, header and weights."""
+        """Bytes of each packet, header and weights, int64 [packets]."""
         row_bytes = np.array([t.row_bytes for t in self.tensors], dtype=np.int64)
         return HEADER_BYTES + self.packets["count"] * row_bytes[self.packets["tensor"]]
 
     def pages(self) -> Array:
-        """Pages of each packet."""
+        """Number of pages of each packet (4,096 bytes each), int64 [packets]."""
         return -(-self.sizes() // PAGE)
 
     @property
     def plane_bytes(self) -> int:
-        """Bytes of the 8-bit weights of all tensors; 0 for a file without them."""
+        """Bytes of the 8-bit form of all tensors; 0 for a file without it."""
         return sum(t.plane_bytes for t in self.tensors if t.plane is not None)
 
     def __str__(self) -> str:

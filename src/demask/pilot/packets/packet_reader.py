@@ -34,12 +34,16 @@ RUN_BYTES = 4 * 2**20  # read at once at most, where packets are adjacent
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The part of a network that was read so far.
+    """The part of a network that a `PacketReader` has read so far.
 
-    values: tensors by name, in the reader's memory, which later reads change; `filled` returns
-    copies. read: for tensors in packets, which rows were read. pilot: for tensors in packets, their
-    8-bit form as float32 scales (rows,) and int8 values of the tensor's shape; empty where it was
-    not read. aliases: further names of tensors.
+    Attributes:
+        values: tensors by name, in the reader's memory, which later reads change; `filled` returns
+            copies.
+        read: for each tensor in packets a bool tensor [rows], True for rows that were read.
+        pilot: for each tensor in packets its 8-bit form: float32 scales [rows] and int8 values of
+            the tensor's shape; empty where it was not read.
+        aliases: pairs (further name, name) of tied weights; default ().
+        complete: whether every row was read.
     """
 
     values: Mapping[str, Tensor]
@@ -53,7 +57,14 @@ class Partial:
         return all(bool(rows.all()) for rows in self.read.values())
 
     def filled(self, fill: Literal["zeros", "pilot"] = "zeros") -> dict[str, Tensor]:
-        """Tensors by name; rows that were not read are 0, or the pilot's (scale · int8)."""
+        """Copies of the tensors by name, with values for rows that were not read.
+
+        Args:
+            fill: "zeros" (the default), or "pilot" for the 8-bit form (scale times int8).
+
+        Raises:
+            BadInput: `fill` is another text, or the 8-bit form was not read.
+        """
         if fill not in ("zeros", "pilot"):
             raise BadInput(f"expected fill='zeros' or 'pilot', got {fill!r}")
         if fill == "pilot" and not self.complete and not self.pilot:
@@ -73,9 +84,14 @@ class Partial:
         return tensors
 
     def load(self, model: nn.Module, fill: Literal["zeros", "pilot"] = "zeros") -> nn.Module:
-        """A copy of `model` (which may be on the meta device) with these weights.
+        """A copy of `model` with these weights.
 
-        Raises BadInput for a model with other names or shapes.
+        Args:
+            model: an nn.Module, which may be on the meta device and is not changed.
+            fill: values of rows that were not read, as of `filled`.
+
+        Raises:
+            BadInput: the model has other names or shapes, or as of `filled`.
         """
         values = self.filled(fill)
         copied = structural_copy(model, share=True)
@@ -123,33 +139,33 @@ def _is_replaced(path: Path, descriptor: int) -> bool:
 
 
 class PacketReader:
-    """Reads a file of `write_packets` in parts: the most important rows, or rows by number.
+    """A reader of files of `write_packets` in parts: the most important rows, or rows by number.
 
-    A context manager. `read` fetches the next packets up to a budget of bytes, `read_above` all
-    packets of at least a priority, `read_rows` the packets of some rows of a tensor. Each packet is
-    read once; each result contains all that was read before. Checksums (CRC-32) of all data are
-    compared.
+    A packet is a block of rows of one tensor after a header with their priority. `read` reads the
+    next packets up to a budget of bytes, `read_above` all packets of at least a priority, and
+    `read_rows` the packets of some rows of a tensor. Each packet is read once, and each result
+    contains all that was read before. Checksums (CRC-32) are compared for all data. A reader is a
+    context manager, and `close` closes its files.
 
     Args:
         path: of the file, or of the first of several.
 
     Attributes:
-        index: the tensors in the file and the addresses of their packets.
-        bytes_read: how many bytes were read so far, the index included.
-        reads: in how many read calls.
+        index: the `PacketIndex`: tensors in the file and addresses of their packets.
+        bytes_read: number of bytes that were read so far, the index included.
+        reads: number of read calls so far.
 
     Raises:
-        BadInput: there is no such file, it is no packet file, or it is truncated.
-        RefusedFile: the index is damaged or names data that the files do not have, or data differ
-            from their checksum.
+        BadInput: the file does not exist or cannot be read, is no packet file, or ends early.
+        RefusedFile: the path is no plain file, or the index is damaged or names data that the files
+            do not have; when data are read: the data differ from their checksum.
 
     Example:
         >>> import os, tempfile, torch
         >>> from demask.pilot import PacketReader, write_packets
         >>> layer = torch.nn.Linear(4000, 256)  # 16 kB per row, 4 MB in all
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = os.path.join(folder, "layer.packets")
-        ...     _ = write_packets(path, layer)
+        ...     _ = write_packets(path := os.path.join(folder, "layer.packets"), layer)
         ...     with PacketReader(path) as reader:
         ...         row = reader.read_rows("weight", [200])
         ...         part = reader.read("100KiB")  # and the six rows of largest norm
@@ -212,7 +228,7 @@ class PacketReader:
         self.close()
 
     def close(self) -> None:
-        """Close the files. What was read stays."""
+        """Closes the files; tensors that were read remain valid."""
         for file in self._files:
             os.close(file.descriptor)
         self._files = []
@@ -220,11 +236,21 @@ class PacketReader:
     # ------------------------------------------------------------------------------------- reading
 
     def read(self, budget: str | int | None = None, *, pilot: bool = False) -> Partial:
-        """All that was read so far and the next packets, highest priority first.
+        """A `Partial` with all that was read so far and the next packets, highest priority first.
 
-        budget: bytes to read at most ("8MiB"); None: all packets. pilot: also read the 8-bit form,
-        first. The first call reads the tensors outside of packets, too. Raises BadInput where the
-        budget is not enough for what comes first.
+        The first call also reads the tensors outside of packets (small ones, such as biases).
+        Reading stops at the first packet that exceeds the budget.
+
+        Args:
+            budget: most bytes that this call reads: a number, or a text such as "8MiB"; default
+                None: all packets.
+            pilot: whether to read the 8-bit form of all weights first; default False.
+
+        Raises:
+            BadInput: the budget is no amount of memory or is less than the bytes of the tensors
+                outside of packets and of the 8-bit form, the file has no 8-bit form, or the reader
+                is closed.
+            RefusedFile: data differ from their checksum.
         """
         left = None if budget is None else parse_memory(budget)
         left = self._front(left, pilot)
@@ -240,17 +266,33 @@ class PacketReader:
         return self._partial()
 
     def read_above(self, priority: float, *, pilot: bool = False) -> Partial:
-        """All that was read so far and every packet of at least this priority."""
+        """A `Partial` with all that was read so far and every packet of at least this priority.
+
+        Args:
+            priority: a number, compared with the highest priority of a packet's rows.
+            pilot: whether to read the 8-bit form of all weights first; default False.
+
+        Raises:
+            BadInput: the file has no 8-bit form, or the reader is closed.
+            RefusedFile: data differ from their checksum.
+        """
         self._front(None, pilot)
         high = self._pending & (self.index.packets["priority"] >= np.float32(priority))
         self._fetch(np.flatnonzero(high).tolist())
         return self._partial()
 
     def read_rows(self, name: str, rows: Sequence[int] | Tensor) -> Tensor:
-        """These rows of a tensor, (rows, ...) in the order of `rows`, exactly as written.
+        """Rows of one tensor, [rows, ...] in the order of `rows` and the tensor's dtype.
 
-        Reads the packets of these rows, and stores them as the other reads do. Raises BadInput for
-        a tensor that is not in packets, or a row that it does not have.
+        The packets of these rows are read, if they were not before.
+
+        Args:
+            name: name of a tensor in packets.
+            rows: row numbers, a sequence of int or an int64 tensor [rows].
+
+        Raises:
+            BadInput: the tensor is not in packets, a row does not exist, or the reader is closed.
+            RefusedFile: data differ from their checksum.
         """
         number = self._number(name)
         wanted = torch.as_tensor(rows, dtype=torch.int64)
@@ -271,7 +313,14 @@ class PacketReader:
         return number
 
     def holders(self, name: str) -> Array:
-        """For each row of a tensor in packets the number of its packet in the index, (rows,)."""
+        """The number of the packet in the index that has each row of a tensor, int64 array [rows].
+
+        Args:
+            name: name of a tensor in packets.
+
+        Raises:
+            BadInput: the tensor is not in packets.
+        """
         number = self._number(name)
         tensor = self.index.tensors[number]
         if tensor.name not in self._lookup:
@@ -396,7 +445,15 @@ class PacketReader:
             self._state.read[tensor.name] = torch.zeros(tensor.rows, dtype=torch.bool)
 
     def marker(self, k: int) -> Marker:
-        """The header of packet `k` of the index, read alone."""
+        """The header of one packet: priority, norm, exponent, scale, tensor, first, count.
+
+        Args:
+            k: number of the packet in the index, 0 or more.
+
+        Raises:
+            IndexError: there is no such packet.
+            BadInput: the reader is closed.
+        """
         packet = self.index.packets[k]
         data = self._data(int(packet["file"]), int(packet["page"]) * PAGE, HEADER_BYTES)
         return Marker(*HEADER.unpack_from(data))

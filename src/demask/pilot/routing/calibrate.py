@@ -25,18 +25,25 @@ PAIRS, SECONDS = 15, 10.0  # calls of each network that are timed, and how long 
 class Calibrated:
     """The result of `Route.calibrated`: a route, its guarantee, and whether it is faster here.
 
-    `print` shows it as a table.
+    A route runs a cheap network, the pilot, for all examples of a batch (rows), and the full
+    network only for rows on which the pilot is not confident. Times are medians on this machine,
+    for a batch of the size that was passed to `Route.calibrated`. `print` shows the result as a
+    table.
 
     Attributes:
-        route: the route; its threshold is inf where nothing can be guaranteed or routing is never
-            faster.
-        router: the network to call; it runs the full network alone where single calls are not
-            faster.
+        route: the `Route`, with a threshold of inf where no threshold is guaranteed or routing is
+            never faster.
+        router: the `Router` to call; the router runs the full network alone where single calls are
+            not faster.
         guarantee: the `Guarantee` of the threshold.
         share: share of rows that the full network runs, 0 to 1.
-        pilot, full: seconds of the pilot and of the full network for a batch.
+        pilot: seconds of the pilot for a batch.
+        full: seconds of the full network for a batch.
         rest: seconds of the full network for `share` of a batch.
-        reason: why routing is refused; "" where it is not.
+        reason: why routing is refused, in words; "" where it is not.
+        pays: whether single calls are expected to be faster than those of the full network.
+        gain: expected speed of a single call, as a multiple of the full network's.
+        stream_gain: the same for `Router.stream`, which fills whole batches for the full network.
 
     Example:
         >>> import torch
@@ -64,12 +71,15 @@ class Calibrated:
 
     @property
     def gain(self) -> float:
-        """How many times as fast a single call is expected to be."""
+        """Expected speed of a single call, as a multiple of the full network's."""
         return self.full / (self.pilot + self.rest)
 
     @property
     def stream_gain(self) -> float:
-        """The same of a stream, whose rows for the full network fill whole batches."""
+        """Expected speed of `Router.stream`, as a multiple of the full network's.
+
+        In a stream, the rows for the full network fill whole batches.
+        """
         return self.full / (self.pilot + self.share * self.full)
 
     def __str__(self) -> str:

@@ -24,22 +24,26 @@ from demask.pilot.routing.router import Router, ThresholdRoute, call_copy, pilot
 class Route(ThresholdRoute):
     """A condition that runs the full network only where a cheap pilot is not confident.
 
-    Text: "route:T", as in "route:0.8". The pilot, a cheaper network of the same call, runs for all
-    rows (examples of a batch). The rows whose confidence is not above the threshold are gathered,
-    the full network runs for these alone, and its answers replace the pilot's. Outputs are class
-    scores [rows, classes]. `Route.calibrated` chooses a threshold with a guarantee.
+    A condition selects the work that a network does. Pass `Route(0.8)`, or its text "route:0.8", to
+    the function `condition`. The pilot, a cheaper network with the same inputs, runs for all rows
+    (examples of a batch). The rows whose confidence is not above the threshold are gathered, the
+    full network runs for these alone, and its outputs replace the pilot's, as in IDK cascades (Wang
+    et al. 2017). Outputs are class scores [rows, classes], before softmax. `Route.calibrated`
+    chooses a threshold with a guarantee.
 
     Args:
-        threshold: confidence, 0 to 1; inf for the full network alone.
+        threshold: confidence, 0 to 1, above which the pilot's answer is used; inf: the full network
+            alone.
         confidence: "margin" (the default: difference of the two largest probabilities), "softmax"
             (the largest probability) or "entropy" (1 - entropy / log classes).
-        answer: for the rows that the full network runs: "full" (the default), its answer, or
-            "both", the logarithm of the mean of both networks' probabilities, which costs nothing
-            more and is often right more often than either.
+        answer: for the rows that the full network runs: "full" (the default), its scores, or
+            "both", the logarithm of the mean of both networks' probabilities, which costs no
+            further call.
 
     Raises:
-        BadInput: `threshold` is NaN, or `confidence` or `answer` is unknown; when it is applied:
-            the outputs of the two networks do not match or are no class scores.
+        BadInput: `threshold` is NaN, or `confidence` or `answer` is unknown; when the condition is
+            applied: there is no pilot, or the outputs of the two networks do not match or are no
+            class scores.
 
     Example:
         >>> import torch
@@ -47,7 +51,7 @@ class Route(ThresholdRoute):
         >>> scores = torch.tensor([[4.0, 0.0], [0.1, 0.0]])  # margins 0.96 and 0.05
         >>> routed = Router(full=torch.nn.Identity(), pilot=torch.nn.Identity(), route=Route(0.5))
         >>> _ = routed(scores)
-        >>> routed.last.rows, routed.last.escalated  # of two rows the full network ran one
+        >>> routed.last.rows, routed.last.escalated  # the full network ran one of two rows
         (2, 1)
     """
 
@@ -69,26 +73,32 @@ class Route(ThresholdRoute):
     ) -> Calibrated:
         """The route that runs the full network for as few rows as a guarantee allows.
 
-        The result, a `Calibrated`, has the guarantee, and whether routing is faster on this
+        The result, a `Calibrated`, has the guarantee, and says whether routing is faster on this
         machine. If no threshold passes the test, the threshold is inf: the full network runs for
         all rows.
 
         Args:
             model: the full network.
-            pilot: a network of the same call, a simplifier or its text, such as "bits:4".
+            pilot: a network with the same inputs, a simplifier or its text, such as "bits:4".
             inputs: a tensor or a tuple of tensors, one example per row.
-            labels: classes, int64 [rows]; default None.
+            labels: classes, int64 [rows]; default None: the full network's answers are the
+                reference.
             loss: greatest loss of accuracy, a share of examples; without labels, greatest share of
                 answers that differ from the full network's; default 0.002.
             level: probability with which the loss is not exceeded; default 0.95.
-            confidence, answer: as of `Route`.
-            batch: rows per call, default 64.
-            seed, parts: how examples are divided, to choose, bound and report (`splits`); default 0
-                and (1, 4, 5).
-            table: the op table, as `demask.demask` takes it.
+            confidence: measure of confidence, as of `Route`; default "margin".
+            answer: answer for the rows that the full network runs, as of `Route`; default "full".
+            batch: rows per call, 1 or more; default 64.
+            seed: seed of the random division of examples; default 0.
+            parts: proportions of examples to choose, to test and to report (`splits`); default (1,
+                4, 5).
+            table: facts about each ATen op; default: the library's table.
 
         Raises:
-            BadInput: too few examples, a value out of range, or outputs that are no class scores.
+            BadInput: too few examples, a value out of range, a pilot of another type, or outputs
+                that are no class scores.
+            NotExportable: torch.export cannot capture the model, from which a simplifier derives
+                the pilot.
         """
         args = inputs if isinstance(inputs, tuple) else (inputs,)
         few = tuple(leaf[:batch] if isinstance(leaf, Tensor) else leaf for leaf in args)

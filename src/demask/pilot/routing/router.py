@@ -54,14 +54,25 @@ class ThresholdRoute:
         pilot: Any,
         table: Table = TABLE,
     ) -> Router:
-        """A network of the same call that runs `model` only where `pilot` is not confident.
+        """A network with the same inputs that runs `model` only where `pilot` is not confident.
 
-        pilot: an nn.Module of the same call, or a simplifier or its text. The full network alone is
-        run where routing is not sound (rows depend on each other, or on how many there are) or not
-        faster on this machine; `conditioned.decisions` says why. Pilot and full network are timed
-        with the example; with 16 rows or more, those that need the full network count. Raises
-        BadInput where the two networks' outputs do not match or are no class scores [rows,
-        classes].
+        The full network alone is run where routing is not sound (rows depend on each other, or on
+        the number of rows) or not faster on this machine; `conditioned.decisions` says why. Pilot
+        and full network are timed with the example; with 16 rows or more, the time of the rows that
+        need the full network counts, too.
+
+        Args:
+            model: the full network, which is not changed.
+            args: example inputs by position, one example per row.
+            kwargs: example inputs by name, or None.
+            pilot: an nn.Module with the same inputs, or a simplifier or its text.
+            table: facts about each ATen op; default: the library's table.
+
+        Raises:
+            BadInput: `pilot` has another type, the example has no rows, or the two networks'
+                outputs do not match or are no class scores [rows, classes].
+            NotExportable: torch.export cannot capture the model, from which a simplifier derives
+                the pilot.
         """
         named = dict(kwargs or {})
         full = call_copy(model)
@@ -75,21 +86,27 @@ class ThresholdRoute:
 class Router(nn.Module):
     """A network of two: a cheap pilot, and a full network for rows where the pilot is not sure.
 
-    `condition(..., condition="route:0.8")` builds one, and checks that rows do not depend on each
-    other and that it is faster; built directly, nothing is checked. Outputs are a tensor of class
-    scores [rows, classes], or a structure of tensors with rows first, of which the first has the
-    scores.
+    Rows are the examples of a batch. `condition` with the text "route:0.8" builds a router, and
+    checks that rows do not depend on each other and that routing is faster; a router that is built
+    directly checks nothing. Outputs are a tensor of class scores [rows, classes], or a structure of
+    tensors with rows as their first axis, of which the first has the scores.
 
     Args:
         full: the full network.
-        pilot: a cheaper network of the same call.
+        pilot: a cheaper network with the same inputs and output shapes.
         route: the `Route`: threshold, measure of confidence, and which answer is returned.
-        words: name of the pilot in `conditioned`; default "": its class.
+        words: name of the pilot in `conditioned`; default "": the name of the pilot's class.
 
     Attributes:
-        last: what the last call did: `rows`, `escalated` (rows that the full network ran), `calls`
-            of the full network, and `latency` of a stream.
-        conditioned: the `Conditioned`.
+        last: record of the last call: `rows`, `escalated` (rows that the full network ran), `calls`
+            of the full network, `share` (escalated / rows), and after a stream `latency` (seconds
+            from a batch's arrival to its answers: median, 10 % and 90 % quantiles).
+        conditioned: the `Conditioned`, with the decision about the network.
+        whole: whether the full network runs alone, as with a threshold of inf.
+
+    Raises:
+        BadInput: when the router is called: the first output is no class scores, float [rows,
+            classes].
 
     Example:
         >>> import torch
@@ -113,7 +130,11 @@ class Router(nn.Module):
         self.conditioned = Conditioned(route, name, self.whole, (decision,))
 
     def alone(self, reason: str) -> Router:
-        """The same router, which runs the full network alone; reason: why."""
+        """A router of the same networks that runs the full network alone.
+
+        Args:
+            reason: why, for `conditioned.decisions`.
+        """
         refused = Router(self.full, self.pilot, self.route)
         refused.whole = True
         decision = Decision("network", "the full network alone", reason)
@@ -121,6 +142,10 @@ class Router(nn.Module):
         return refused
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs of the pilot, in which the rows of low confidence are the full network's.
+
+        Arguments are those of the two networks.
+        """
         if self.whole:
             outputs = self.full(*args, **kwargs)
             rows = len(scores(outputs))
@@ -135,13 +160,22 @@ class Router(nn.Module):
         return self.merged(outputs, self.full(*some[0], **some[1]), unsure)
 
     def unsure(self, outputs: Any) -> Tensor:
-        """The rows of a pilot's outputs that need the full network, int64 [rows of them], NaN
-        scores included."""
+        """The numbers of the rows that need the full network, ascending, int64 [unsure rows].
+
+        Args:
+            outputs: outputs of the pilot; rows with NaN scores count as not sure.
+        """
         sure = CONFIDENCES[self.route.confidence](scores(outputs)) > self.route.threshold
         return (~sure).nonzero().flatten()
 
     def merged(self, outputs: Any, better: Any, rows: Tensor) -> Any:
-        """A pilot's outputs with those of the full network in some rows."""
+        """The pilot's outputs, in which some rows are replaced by those of the full network.
+
+        Args:
+            outputs: outputs of the pilot for all rows.
+            better: outputs of the full network for the rows `rows`.
+            rows: numbers of these rows, int64 [rows to replace].
+        """
         if self.route.answer == "both":
             better = _averaged(pytree.tree_map(lambda leaf: leaf[rows], outputs), better)
         return pytree.tree_map(lambda old, new: old.to(new.dtype).index_copy(0, rows, new),
@@ -156,15 +190,24 @@ class Router(nn.Module):
         fixed: bool = False,
         tagged: bool = False,
     ) -> Iterator[Any]:
-        """The answers to a stream of batches; rows for the full network wait until `batch` of them
-        fill a call of it.
+        """An iterator over the outputs of a stream of batches, in order.
 
-        Many networks take nearly as long for five rows as for twenty. inputs: a tensor or an args
-        tuple of tensors per batch, of any number of rows. Answers come in order; tagged: as (number
-        of the batch, answer), each as soon as it is complete. wait: how many batches may be taken
-        in after one before it is answered. fixed: every call of the full network has exactly
-        `batch` rows, the last of them repeated where fewer are left, for networks that take no
-        other number. Afterwards `last` has the latency.
+        Rows for the full network wait until `batch` of them fill a call, since many networks take
+        nearly as long for five rows as for twenty. After the stream `last` has the latency.
+
+        Args:
+            inputs: batches, each a tensor or a tuple of tensors with the same number of rows.
+            batch: rows per call of the full network, 1 or more; default 64.
+            wait: number of batches that may be read after a batch before its outputs are returned,
+                0 or more; default None: any number.
+            fixed: whether every call of the full network has exactly `batch` rows, for networks
+                that take no other number (the last row is repeated); default False.
+            tagged: whether to return pairs (number of the batch, outputs), each as soon as it is
+                complete; default False.
+
+        Raises:
+            BadInput: `batch` or `wait` is out of range, or an input has not as many rows as the
+                pilot's outputs.
         """
         if batch < 1 or (wait is not None and wait < 0):
             raise BadInput(f"expected batch >= 1 and wait >= 0, got {batch} and {wait}")

@@ -34,14 +34,16 @@ CellAxes = tuple[tuple[int, ...], ...]
 class Channels:
     """A simplifier that removes the channels, units and features with the smallest weights.
 
-    Channels that must have the same size (those of a residual stream, or the two sides of a hidden
-    layer) form one group. Of each group, the share `fraction` with the largest L2 norm of weights
-    remains. Attention heads do not change in number or size; neither do inputs and outputs. Pass
-    it, or its text "channels:F", as in "channels:0.5", as `by` of `simplify` and `compare`.
+    A simplifier derives a cheaper network from a network. Channels that must have the same size
+    (those of a residual stream, or the two sides of a hidden layer) form one group. In each group
+    the share `fraction` of the channels with the largest L2 norm of weights remains (Li et al.
+    2017, "Pruning filters for efficient ConvNets", there with L1). The number and size of attention
+    heads and the sizes of inputs and outputs do not change. Pass `Channels(0.5)`, or its text
+    "channels:0.5", as `by` of `simplify` and `compare`.
 
     Args:
-        fraction: share of each group that remains, above 0, at most 1; at least one channel
-            remains.
+        fraction: share of each group that remains, above 0, at most 1; at least one channel per
+            group remains.
 
     Raises:
         BadInput: `fraction` is out of range.
@@ -63,17 +65,27 @@ class Channels:
                            f"{self.fraction!r}; such as 'channels:0.5'")  # fmt: skip
 
     def text(self) -> str:
+        """The simplifier's text, such as "channels:0.5"."""
         return f"channels:{self.fraction:g}"
 
     def applied(self, analysis: Analysis) -> Demasked:
-        """The smaller network; its `demasked.cuts` says which positions of each weight remain."""
+        """The smaller network, whose `demasked.cuts` lists the remaining positions per weight.
+
+        Args:
+            analysis: facts about the captured network, which is not changed.
+        """
         program, groups = analysis.program, ChannelGroups.of(analysis)
         note = f"{self.text()}: {len(groups.members)} groups of channels cut"
         masked = replace(_masked(program, groups, self.fraction), notes=(*program.notes, note))
         return build_shrunk(masked, analysis.table)
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
-        """Bytes of one weight as it is."""
+        """Bytes of one weight in its own dtype.
+
+        Args:
+            weight: a tensor of any shape.
+            rows: not used.
+        """
         return weight.numel() * weight.element_size()
 
 

@@ -58,21 +58,23 @@ _AREA = {3: aten.adaptive_avg_pool1d.default, 4: aten.adaptive_avg_pool2d.defaul
 
 @dataclass(frozen=True, slots=True)
 class Downsample:
-    """A simplifier that runs the network on a smaller image, and enlarges its outputs again.
+    """A simplifier that runs the network on smaller images, and resizes the outputs to full size.
 
-    Every spatial axis of the inputs is divided by `factor`. Spatial axes are axes 2 and on of
-    floating-point inputs with four or five axes (images, volumes), and of those with three that a
-    convolution or pool reads (signals). Weights along a spatial axis are resampled, outputs resized
-    to their full size. Pass it, or its text "downsample:N" or "downsample:N:mode", as in
+    A simplifier derives a cheaper network from a network. Inputs and outputs of the network keep
+    their sizes; resizing is a part of the new network. Every spatial axis of the inputs is divided
+    by `factor`. Spatial axes are axes 2 and higher of floating-point inputs with four or five axes
+    (images, volumes), and axis 2 of inputs with three axes that a convolution or pool reads
+    (signals). Weights along a spatial axis are resampled. Pass `Downsample(2)`, or its text
     "downsample:2" or "downsample:2:area", as `by` of `simplify` and `compare`.
 
     Args:
-        factor: by which sizes shrink, above 1; sizes are rounded, at least 1.
-        mode: of interpolation: "nearest", "bilinear" (linear along one axis, trilinear along
-            three; the default), "bicubic" (images only) or "area" (the mean).
+        factor: full size divided by new size, above 1; new sizes are rounded and at least 1.
+        mode: interpolation: "nearest", "bilinear" (linear for one axis, trilinear for three; the
+            default), "bicubic" (images only) or "area" (the mean).
 
     Raises:
-        BadInput: `factor` is not above 1, or `mode` is none of these.
+        BadInput: `factor` is not above 1, or `mode` is unknown; when the simplifier is applied: no
+            input has spatial axes, their sizes are dynamic, or a call cannot run on smaller images.
 
     Example:
         >>> import torch
@@ -92,17 +94,30 @@ class Downsample:
             raise BadInput(f"expected a factor above 1, got {self.factor!r}; such as 2")
 
     def text(self) -> str:
+        """The simplifier's text, such as "downsample:2:bilinear"."""
         return f"downsample:{self.factor:g}:{self.mode}"
 
     def applied(self, analysis: Analysis) -> Demasked:
-        """The network on smaller images, which takes and returns full ones."""
+        """The network that takes and returns full images and computes on smaller ones.
+
+        Args:
+            analysis: facts about the captured network, which is not changed.
+
+        Raises:
+            BadInput: the network cannot run on smaller images; the message names the call.
+        """
         smaller = _Smaller(analysis, self.factor, self.mode)
         program = smaller.build()
         note = f"{self.text()}: {smaller.resampled} constants resampled"
         return build_uncut(analysis, program, [note])
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
-        """Bytes of one weight as it is."""
+        """Bytes of one weight in its own dtype.
+
+        Args:
+            weight: a tensor of any shape.
+            rows: not used.
+        """
         return weight.numel() * weight.element_size()
 
 

@@ -29,19 +29,22 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A simplifier that replaces each weight matrix by the nearest one of a lower rank.
+    """A simplifier that replaces each weight matrix by the nearest matrix of a lower rank.
 
-    A linear layer or convolution becomes two thin ones (the factors of the singular value
-    decomposition, cut to the rank) where these take fewer multiplications; elsewhere it stays one
-    layer with the product as its weight. Grouped and recurrent layers do not change. Pass it, or
-    its text "rank:F", as in "rank:0.25", as `by` of `simplify` and `compare`.
+    A simplifier derives a cheaper network from a network. The factors are those of the truncated
+    singular value decomposition, the best of their rank in the Frobenius norm (Eckart and Young
+    1936). A linear layer or convolution becomes two smaller layers where these need fewer
+    multiply-adds; elsewhere the layer remains, with the product of the factors as its weight.
+    Grouped and recurrent layers do not change. Pass `LowRank(0.25)`, or its text "rank:0.25", as
+    `by` of `simplify` and `compare`.
 
     Args:
-        fraction: the new rank as a share of the full one (the smaller side of the matrix), above 0,
-            at most 1; the rank is at least 1.
+        fraction: the new rank divided by the full rank (the smaller side of the matrix), above 0,
+            at most 1; the rank is rounded and at least 1.
 
     Raises:
-        BadInput: `fraction` is out of range.
+        BadInput: `fraction` is out of range; when the simplifier is applied: a weight contains Inf
+            or NaN.
 
     Example:
         >>> import torch
@@ -60,17 +63,30 @@ class LowRank:
                            f"{self.fraction!r}; such as 'rank:0.25'")  # fmt: skip
 
     def text(self) -> str:
+        """The simplifier's text, such as "rank:0.25"."""
         return f"rank:{self.fraction:g}"
 
     def applied(self, analysis: Analysis) -> Demasked:
-        """The network with thin layers; layers that stay as they are have a note."""
+        """The network with factored layers; `demasked.notes` has a line per layer.
+
+        Args:
+            analysis: facts about the captured network, which is not changed.
+
+        Raises:
+            BadInput: a weight contains Inf or NaN.
+        """
         editor = GraphEditor(analysis.program)
         layers = layers_of(analysis.again(editor.finish()))
         notes = [note for layer in layers for note in self._layer(editor, layer)]
         return build_uncut(analysis, editor.finish(), notes)
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
-        """Bytes of one weight as it is."""
+        """Bytes of one weight in its own dtype.
+
+        Args:
+            weight: a tensor of any shape.
+            rows: not used.
+        """
         return weight.numel() * weight.element_size()
 
     def _layer(self, editor: GraphEditor, layer: WeightLayer) -> Iterator[str]:

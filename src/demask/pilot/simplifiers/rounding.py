@@ -27,21 +27,24 @@ MOST_BITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """A simplifier that rounds weights to few bits: each becomes a whole number times a scale.
+    """A simplifier that rounds weights to few bits: each becomes an integer times a scale.
 
-    A simplifier derives a cheaper network from a network: pass it, or its text, as `by` of
-    `simplify` and `compare`. The texts are "bits:N", as in "bits:8", and "bits:N:G" with groups, as
-    in "bits:4:64". Each output row (or group of columns of a row) has a scale of its own: the
-    largest magnitude divided by 2^(bits - 1) - 1. Rounded weights keep their dtype, so the network
-    is not faster; `weight_bytes` returns how many bytes they would take if stored with few bits.
+    A simplifier derives a cheaper network from a network. Pass a simplifier, or its text, as `by`
+    of `simplify` and `compare`: "bits:8" is `Bits(8)`, "bits:4:64" is `Bits(4, 64)`. The method is
+    symmetric round-to-nearest quantization of linear, convolution and recurrent weights. Each
+    output row (a unit or a filter), or each group of columns of a row, has a scale: the largest
+    magnitude divided by 2^(bits - 1) - 1. Rounded weights keep their dtype, so the network is not
+    faster; `weight_bytes` returns the bytes of the packed form.
 
     Args:
-        bits: bits per weight, 1 to 16. With 1, a weight becomes its sign times the row's mean
-            magnitude.
-        group: how many columns share a scale, 1 or more; default None: the whole row.
+        bits: bits per weight, an integer from 1 to 16. With 1 bit, a weight becomes its sign times
+            the mean magnitude of its row or group.
+        group: number of columns that share a scale, an integer of 1 or more; default None: the
+            whole row.
 
     Raises:
-        BadInput: `bits` or `group` is out of range.
+        BadInput: `bits` or `group` is out of range or no integer; when the simplifier is applied: a
+            weight contains Inf or NaN.
 
     Example:
         >>> import torch
@@ -62,15 +65,28 @@ class Bits:
             raise BadInput(f"expected groups of one column or more, got {self.group!r}")
 
     def text(self) -> str:
+        """The simplifier's text, such as "bits:4:64"."""
         return f"bits:{self.bits}" + (f":{self.group}" if self.group else "")
 
     def applied(self, analysis: Analysis) -> Demasked:
-        """The network with rounded weights."""
+        """The network with rounded weights, a `Demasked` module.
+
+        Args:
+            analysis: facts about the captured network, which is not changed.
+
+        Raises:
+            BadInput: a weight contains Inf or NaN.
+        """
         change = partial(quantized, bits=self.bits, group=self.group)
         return _rounded(analysis, change, self.text())
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
-        """Bytes of one weight as it would be stored: its bits and its scales."""
+        """Bytes of one weight in packed form: `bits` per element, a float32 scale per row or group.
+
+        Args:
+            weight: a tensor of any shape.
+            rows: number of output units or filters of the weight.
+        """
         columns = weight.numel() // max(rows, 1)
         groups = 1 if self.group is None else math.ceil(columns / self.group)
         return weight.numel() * self.bits / 8 + rows * groups * SCALE_BYTES
@@ -78,11 +94,16 @@ class Bits:
 
 @dataclass(frozen=True, slots=True)
 class Exponents:
-    """A simplifier that rounds each weight to the nearest power of two, with its sign; 0 stays 0.
+    """A simplifier that rounds each weight to the nearest power of two, with its sign.
 
-    A weight halfway between two powers gets the one of larger magnitude. Pass it, or its text
-    "exponents", as `by` of `simplify` and `compare`. Rounded weights keep their dtype;
-    `weight_bytes` returns how many bytes signs and exponents would take.
+    A simplifier derives a cheaper network from a network. A weight halfway between two powers
+    becomes the one of larger magnitude; 0 stays 0. Pass `Exponents()`, or its text "exponents", as
+    `by` of `simplify` and `compare`. The weights of linear, convolution and recurrent layers are
+    rounded and keep their dtype, so the network is not faster; `weight_bytes` returns the bytes
+    that signs and exponents would take. There are no parameters.
+
+    Raises:
+        BadInput: when the simplifier is applied: a weight contains Inf or NaN.
 
     Example:
         >>> import torch
@@ -94,14 +115,29 @@ class Exponents:
     """
 
     def text(self) -> str:
+        """The simplifier's text, "exponents"."""
         return "exponents"
 
     def applied(self, analysis: Analysis) -> Demasked:
-        """The network with powers of two for weights."""
+        """The network with powers of two as weights, a `Demasked` module.
+
+        Args:
+            analysis: facts about the captured network, which is not changed.
+
+        Raises:
+            BadInput: a weight contains Inf or NaN.
+        """
         return _rounded(analysis, powers, self.text())
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
-        """Bytes of one weight: a sign, and an exponent of as many bits as its range needs."""
+        """Bytes of one weight in packed form: per element a sign bit and an exponent.
+
+        The exponent has as many bits as the range of exponents in `weight` and a code for 0 need.
+
+        Args:
+            weight: a tensor of any shape.
+            rows: not used.
+        """
         exponents = torch.frexp(weight[weight != 0].float()).exponent
         span = int(exponents.max() - exponents.min()) + 1 if exponents.numel() else 1
         return weight.numel() * (1 + math.ceil(math.log2(span + 1))) / 8

@@ -28,15 +28,17 @@ from demask.shrink.pipeline import capture_program
 
 @runtime_checkable
 class Simplifier(Protocol):
-    """What all simplifiers can do: derive a cheaper network of the same call from a network.
+    """The interface of simplifiers: an object that derives a cheaper network from a network.
 
     `Bits`, `Exponents`, `LowRank`, `Channels` and `Downsample` are the simplifiers of the library.
-    Any class with these three methods can be passed where a simplifier is expected.
+    Any class with these three methods can be passed where a simplifier is expected; `isinstance`
+    checks that the methods exist. The cheaper network takes the same inputs and returns outputs of
+    the same shapes.
 
     Example:
         >>> import torch
         >>> from demask.pilot import Exponents, Simplifier, compare
-        >>> class Powers(Exponents):  # one of your own
+        >>> class Powers(Exponents):  # a simplifier of your own
         ...     def text(self):
         ...         return "powers of two"
         >>> isinstance(Powers(), Simplifier)
@@ -46,15 +48,25 @@ class Simplifier(Protocol):
     """
 
     def text(self) -> str:
-        """Its text: "bits:8"."""
+        """The simplifier's text in tables and messages, such as "bits:8"."""
         ...
 
     def applied(self, analysis: Analysis) -> Demasked:
-        """The cheaper network; the program that was analyzed is not changed."""
+        """The cheaper network, a `Demasked` module.
+
+        Args:
+            analysis: the captured network (`analysis.program`, a torch.fx graph with constants) and
+                facts about its calls, which the method does not change.
+        """
         ...
 
     def weight_bytes(self, weight: Tensor, rows: int) -> float:
-        """Bytes of one of the cheaper network's weights, as it would be stored. rows: its rows."""
+        """Bytes that one weight of the cheaper network would take in a file, a float.
+
+        Args:
+            weight: a tensor of any shape.
+            rows: number of output units or filters of the weight.
+        """
         ...
 
 
@@ -68,24 +80,31 @@ def simplify(
     dynamic_shapes: Any = None,
     table: Table = TABLE,
 ) -> Demasked:
-    """A cheaper network that takes the same call and returns outputs of the same shapes.
+    """A cheaper network that takes the same inputs and returns outputs of the same shapes.
 
-    Its outputs approximate those of the model; `compare` measures how well. Layers keep their
+    The outputs approximate those of the model; `compare` measures the error. Layers keep their
     names. The model is not changed.
 
     Args:
-        model: the network, an nn.Module (read in eval mode) or an ExportedProgram.
-        args, kwargs: example inputs, positional and by name; only shapes and dtypes matter.
+        model: the network, an nn.Module (captured in eval mode) or an ExportedProgram.
+        args: example inputs by position, a tuple; only shapes and dtypes matter. Default ().
+        kwargs: example inputs by name; default None: none.
         by: a simplifier or its text: "bits:N" (N bits per weight), "bits:N:G" (a scale per G
             columns), "exponents" (powers of two), "rank:F" (a share F of the rank), "channels:F" (a
             share F of the channels), "downsample:N" or "downsample:N:mode" (images N times smaller;
             mode "nearest", "bilinear", "bicubic" or "area"). Default "bits:8".
-        dynamic_shapes: sizes that may vary, as torch.export takes them; default None.
-        table: the op table, as `demask.demask` takes it.
+        dynamic_shapes: sizes that may vary, as torch.export takes them; default None: the batch
+            axis, where torch.export can capture that; "all": all sizes that it can.
+        table: facts about each ATen op; default: the library's table.
+
+    Returns:
+        A `Demasked`, a torch.fx module on the device of the model, whose `demasked.notes` say what
+        changed.
 
     Raises:
-        BadInput: `by` is no simplifier, or the network cannot be simplified in this way; the
-            message has the reason.
+        BadInput: `by` is no simplifier, `model` or `args` has another type, tensors are on several
+            devices, or the simplifier does not fit the network: a weight contains Inf or NaN, or a
+            call cannot run on smaller images.
         NotExportable: torch.export cannot capture the model.
 
     Example:
@@ -105,15 +124,15 @@ def simplify(
 
 
 def simplifier(text: str | Simplifier) -> Simplifier:
-    """The simplifier that a text such as "bits:8" names: a `Bits`, `LowRank`, `Channels`, ...
+    """The simplifier of a text such as "bits:8": a `Bits`, `LowRank`, `Channels` or another one.
 
     Args:
         text: "bits:N", "bits:N:G", "exponents", "rank:F", "channels:F", "downsample:N" or
-            "downsample:N:mode" (`simplify` explains them); a simplifier is returned as it is.
+            "downsample:N:mode" (`simplify` explains each); a simplifier is returned unchanged.
 
     Raises:
-        BadInput: any other text, which the message answers with the accepted ones, a value out of
-            range, or another type.
+        BadInput: `text` is another text (the message lists valid ones), a value is out of range, or
+            `text` is neither a str nor a simplifier.
 
     Example:
         >>> from demask.pilot import simplifier
