@@ -340,7 +340,7 @@ def test_weights_of_the_segments() -> None:
     assert values.numel() == stored and values.dtype is torch.float64
     assert index.dtype is torch.int32 and index.numel() == stored - 5 + (5 + 1) + (4 + 1)
     assert [step.name for step in inner.steps] == ["0", "2"]
-    first, _ = layers_of(found.graph)
+    first, _ = layers_of(found)
     assert first.weights == 30 and first.products == 10 * first.stored == 10 * int(
         constant(program, "0.weight").count_nonzero()
     )

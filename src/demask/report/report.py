@@ -22,7 +22,7 @@ class Report(ReportValues):
 
     Attributes:
         before, after: parameters (elements of floating tensors; masks are none), MACs of one call
-            on the captured example (a dynamic batch of one is captured as two), bytes of all
+            on the example inputs (of their batch size, even where it is dynamic), bytes of all
             tensors.
         removed: parameters removed per module, most first.
         scatters: number of ops that only restore shapes, by effect; every effect is present.
