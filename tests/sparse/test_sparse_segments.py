@@ -346,6 +346,13 @@ def test_weights_of_the_segments() -> None:
     )
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_products_are_those_of_the_example(batch: int) -> None:
+    program, _ = made(images(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)), TOKENS[:batch])
+    for layer in layers_of(all_sparse(program)):
+        assert layer.products == 5 * batch * layer.stored
+
+
 def test_a_layer_called_twice_is_stored_once() -> None:
     program, _ = made(twice(), TOKENS)
     ((_, inner),) = segments_of(all_sparse(program).graph)
