@@ -21,7 +21,6 @@ from demask.graph.example_inputs import draw_examples, draw_like
 from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import GIVEN, WHOLE, Provenance, Speed, TuneDecision
-from demask.graph.queries import ExampleSizes
 from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import Demasked, build
 from demask.machine.benchmark import ALLOWED
@@ -329,7 +328,7 @@ def optimized_provenance(program: Program, provenance: Provenance, table: Table)
     """The provenance of an optimized program: its sizes, cuts, and ops that only adapt shapes."""
     whole = unfuse(program)
     sizes = measure_program(whole, Analysis(whole, table).relations)
-    sparse = layers_of(whole.graph)
+    sparse = layers_of(whole)
     sizes = replace(sizes, macs=sizes.macs + sum(layer.products for layer in sparse))
     densities = {layer.name: layer.stored / layer.weights for layer in sparse if layer.weights}
     cuts = {
@@ -367,8 +366,7 @@ def _enter_candidates(
 ) -> Iterator[str]:  # fmt: skip
     """Add sparse candidates to the race, then dense ones; yield which fail, and why."""
     costs = Costs.open(wanted.cache, threads=race.threads, measure=race.device == CPU)
-    leaves = pytree.tree_leaves((race.args, race.kwargs))
-    asker = LayerCosts(costs, ExampleSizes.of(smaller.graph, leaves))
+    asker = LayerCosts(costs, smaller.example)
     sparse = SparseCandidates(asker, wanted.table, wanted.precision)
     if wanted.sparse and race.device == CPU:
         yield from _enter_all(race, sparse.forms(smaller, program, progress), provenance, progress)

@@ -340,10 +340,17 @@ def test_weights_of_the_segments() -> None:
     assert values.numel() == stored and values.dtype is torch.float64
     assert index.dtype is torch.int32 and index.numel() == stored - 5 + (5 + 1) + (4 + 1)
     assert [step.name for step in inner.steps] == ["0", "2"]
-    first, _ = layers_of(found.graph)
+    first, _ = layers_of(found)
     assert first.weights == 30 and first.products == 10 * first.stored == 10 * int(
         constant(program, "0.weight").count_nonzero()
     )
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_products_are_those_of_the_example(batch: int) -> None:
+    program, _ = made(images(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)), TOKENS[:batch])
+    for layer in layers_of(all_sparse(program)):
+        assert layer.products == 5 * batch * layer.stored
 
 
 def test_a_layer_called_twice_is_stored_once() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx
 
 from demask.graph.provenance import Interface
+from demask.graph.queries import ExampleSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class Program:
     output is a flat tuple; every node with a tensor value has meta["val"]. in_spec, out_spec: the
     pytrees of arguments and outputs. names: the argument names of forward. notes: remarks on the
     capture for the user. training: the model's flag. guards: conditions on dynamic sizes, as
-    Python. interface: of the ONNX file that the network was read from.
+    Python. interface: of the ONNX file that the network was read from. example: the dynamic sizes
+    of the example inputs.
     """
 
     graph: fx.Graph
@@ -55,6 +57,7 @@ class Program:
     training: bool = False
     guards: tuple[str, ...] = ()
     interface: Interface | None = None
+    example: ExampleSizes = field(default_factory=ExampleSizes)
 
     @property
     def trained(self) -> dict[str, Tensor | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,16 +72,17 @@ def per_channel(tensor: Tensor, rank: int, axis: int, count: int) -> Tensor | No
 @dataclass(frozen=True, slots=True)
 class ExampleSizes:
     """The dynamic sizes of the example inputs, by symbol. torch.export may have used other sizes: a
-    batch of one is captured as two."""
+    batch of one is captured as two. Symbols that are absent have their captured sizes."""
 
-    sizes: Mapping[Any, int]
+    sizes: Mapping[Any, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: fx.Graph, inputs: Sequence[Any]) -> ExampleSizes:
-        """The sizes of inputs, the values of the graph's placeholders."""
+        """The sizes of inputs, the values of the graph's placeholders; the captured sizes for
+        another number of inputs, as of an exported program that is passed without any."""
         nodes = [node for node in graph.nodes if node.op == "placeholder"]
         sizes = {}
-        for node, value in zip(nodes, inputs, strict=True):
+        for node, value in zip(nodes, inputs, strict=True) if len(nodes) == len(inputs) else ():
             expected = getattr(node.meta.get("val"), "shape", ())
             for size, real in zip(expected, getattr(value, "shape", ()), strict=False):
                 if not isinstance(size, int) and size.node.expr.is_Symbol:

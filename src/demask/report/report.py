@@ -24,8 +24,8 @@ class Report(ReportValues):
 
     Attributes:
         before, after: sizes of the original and of the result, each with `parameters` (elements of
-            floating-point tensors, without masks), `macs` (multiply-adds of one call on the example
-            inputs; a dynamic batch of 1 counts as 2) and `bytes` (of all tensors).
+            floating-point tensors, without masks), `macs` (multiply-adds of one call on inputs of
+            the example's sizes) and `bytes` (of all tensors).
         removed: removed parameters by module name, largest first.
         scatters: number of ops in the result that only restore shapes, by kind: "scatter",
             "scatter-add", "gather", "slice", "pad", "border map" (constants near padded borders).

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from demask.errors import DemaskError, NotExportable
 from demask.facts.analysis import Analysis
@@ -28,13 +29,19 @@ from demask.graph.normalize.separate_heads import separate_heads
 from demask.graph.normalize.split_recurrent import split_recurrent
 from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
+from demask.graph.queries import ExampleSizes
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import Table, schema
 from demask.ops.entries.padded import add_padded_entries
 from demask.shrink.emit.rewrite import Rewritten, rewrite
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.layout.placement import Placement, place
-from demask.shrink.program_size import count_elements_written, count_removed, measure_program
+from demask.shrink.program_size import (
+    count_elements_written,
+    count_removed,
+    measure_program,
+    sum_macs,
+)
 from demask.shrink.rewrites.absorb_pads import absorb_pads, restore_pads
 from demask.shrink.rewrites.group_heads import group_heads
 from demask.shrink.rewrites.partial_norms import condense_axes
@@ -66,6 +73,7 @@ def programs_of(
     """
     failure: Exception | None = None
     has_program = False
+    leaves = pytree.tree_leaves((args, dict(kwargs or {})))
     for captured in shared_captures(model, args, kwargs, dynamic_shapes):
         try:
             program = _functional(declare_masks(captured, masks))
@@ -83,7 +91,7 @@ def programs_of(
         if failure is not None:
             program = smaller_sizes(program, f"it could not be captured: {described(failure)}")
         has_program = True
-        yield program
+        yield replace(program, example=ExampleSizes.of(program.graph, leaves))
     if failure is not None and not has_program:
         if isinstance(failure, DemaskError):
             raise failure
@@ -192,17 +200,17 @@ def shrink_program(
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredProgram:
-    """A program, its sizes, and the cuts of its tensors from those of the first program."""
+    """A program, its sizes, and the cuts of its tensors from those of the first program.
+
+    weight: parameters, MACs and elements written, which have to shrink. They are counted on the
+    captured sizes: with a batch of two, what is computed once for all images counts less.
+    """
 
     program: Program
     sizes: Sizes
+    weight: tuple[int, int, int]
     cuts: Mapping[str, Cut]
     reasons: tuple[Reason, ...] = ()
-
-    @property
-    def weight(self) -> tuple[int, int, int]:
-        """Parameters, MACs, elements written: what has to shrink."""
-        return (self.sizes.parameters, self.sizes.macs, count_elements_written(self.program))
 
 
 _Pass = tuple[_MeasuredProgram | None, tuple[Reason, ...]]
@@ -210,8 +218,10 @@ _Pass = tuple[_MeasuredProgram | None, tuple[Reason, ...]]
 
 def _measure(program: Program, table: Table) -> _MeasuredProgram:
     whole = Log().attempt("the split of recurrent calls", lambda: split_recurrent(program), program)
-    sizes = measure_program(program, Analysis(whole, table).relations)
-    return _MeasuredProgram(program, sizes, _whole_cuts(program))
+    relations = Analysis(whole, table).relations
+    sizes, captured_macs = measure_program(program, relations), sum_macs(relations, ExampleSizes())
+    weight = (sizes.parameters, captured_macs, count_elements_written(program))
+    return _MeasuredProgram(program, sizes, weight, _whole_cuts(program))
 
 
 def _shrink_repeatedly(

@@ -11,13 +11,19 @@ from torch import Tensor, fx, nn
 from demask.failures import CallFailed, attributed
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Sizes
+from demask.graph.queries import ExampleSizes
 from demask.ops import Declined, Relation, schema
 
 
 def measure_program(program: Program, relations: Mapping[fx.Node, Relation | Declined]) -> Sizes:
-    """Parameters, MACs of one call on the example sizes, bytes; tied tensors count once."""
+    """Parameters, MACs of one call on the example inputs, bytes; tied tensors count once."""
     tensors = [constant.tensor for constant in _distinct(program).values()]
-    return _sizes(tensors, sum(map(_macs, relations.values())))
+    return _sizes(tensors, sum_macs(relations, program.example))
+
+
+def sum_macs(relations: Mapping[fx.Node, Relation | Declined], example: ExampleSizes) -> int:
+    """MACs of all calls; those without a relation count as 0."""
+    return sum(_macs(relation, example) for relation in relations.values())
 
 
 def _sizes(tensors: Iterable[Tensor], macs: int) -> Sizes:
@@ -30,24 +36,26 @@ def _sizes(tensors: Iterable[Tensor], macs: int) -> Sizes:
     )
 
 
-def _macs(relation: Relation | Declined) -> int:
+def _macs(relation: Relation | Declined, example: ExampleSizes) -> int:
     """MACs of a call; 0 for one without a relation."""
     if not isinstance(relation, Relation):
         return 0
     try:
         with attributed(relation.node):
-            return count_macs(relation)
+            return count_macs(relation, example)
     except CallFailed:
         return 0
 
 
-def count_macs(relation: Relation) -> int:
-    """Multiplications that are summed, from the letters of the table line."""
+def count_macs(relation: Relation, example: ExampleSizes | None = None) -> int:
+    """Multiplications that are summed, from the letters of the table line. example: the dynamic
+    sizes; None: the captured ones."""
+    example = ExampleSizes() if example is None else example
     if relation.back:
-        return _recurrent_macs(relation)
+        return _recurrent_macs(relation, example)
     if relation.entry.fill not in ("sum", "mix"):
         return 0
-    sizes = _letter_sizes(relation)
+    sizes = _letter_sizes(relation, example)
     first, second = relation.factors
     kernel = relation.window & relation.letters(relation.ins[second])
     if relation.entry.fill == "sum":
@@ -62,16 +70,16 @@ def count_macs(relation: Relation) -> int:
     return math.prod(sizes[a] for a in weights) + values
 
 
-def _recurrent_macs(relation: Relation) -> int:
+def _recurrent_macs(relation: Relation, example: ExampleSizes) -> int:
     """Every entry of every matrix once per step."""
-    sizes = _letter_sizes(relation)
+    sizes = _letter_sizes(relation, example)
     weights = [relation.letters(axes) for axes in relation.ins if len(axes) == 2]
     steps = relation.letters(relation.ins[0]) - frozenset().union(*weights)
     return math.prod(sizes[a] for a in steps) * sum(math.prod(sizes[a] for a in w) for w in weights)
 
 
-def _letter_sizes(relation: Relation) -> dict[str, int]:
-    """The size of every letter on the example."""
+def _letter_sizes(relation: Relation, example: ExampleSizes) -> dict[str, int]:
+    """The size of every letter on the example inputs."""
     sizes = {letter: size for letter, size in relation.size.items() if size is not None}
     shapes = [
         o.value.meta["val"].shape if isinstance(o.value, fx.Node) else () for o in relation.operands
@@ -82,7 +90,7 @@ def _letter_sizes(relation: Relation) -> dict[str, int]:
             rest = [a for a in axis if a not in sizes]
             if len(rest) == 1:
                 known = math.prod(sizes[a] for a in axis if a in sizes)
-                sizes[rest[0]] = schema.example_size(size) // max(known, 1)
+                sizes[rest[0]] = example.size(size) // max(known, 1)
     return sizes
 
 
@@ -107,7 +115,7 @@ def _distinct(program: Program) -> dict[str, Constant]:
 
 
 def count_elements_written(program: Program) -> int:
-    """Elements that the calls of a program write, on the example sizes."""
+    """Elements that the calls of a program write, on the captured sizes."""
     total = 0
     for node in program.graph.nodes:
         for value in schema.outputs(node) if node.op == "call_function" else ():

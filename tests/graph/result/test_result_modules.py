@@ -16,6 +16,7 @@ from demask.files.archive import archive
 from demask.graph.module_copy import structural_copy
 from demask.graph.result.demasked_module import Demasked, build
 from demask.graph.result.module_calls import KINDS, ROWS, graph_of_calls, kind_of
+from demask.graph.result.resize import FROM_CALLS
 from demask.graph.result.uncalled_modules import Uncalled
 from demask.ops import TABLE
 from demask.shrink.pipeline import capture_program, shrink_program
@@ -153,6 +154,13 @@ def drawn(layer: nn.Module, shape: tuple[int, ...]) -> Tensor:
 
 def test_every_kind_is_tried() -> None:
     assert {type(layer) for layer, _ in MADE} == set(ROWS)
+
+
+@pytest.mark.parametrize("kind", FROM_CALLS)
+def test_attributes_that_are_updated_from_calls_are_arguments_of_their_rows(kind) -> None:
+    rows = [row for other in ROWS if issubclass(other, kind) for row in ROWS[other]]
+    name = FROM_CALLS[kind]
+    assert rows and {row.numbers.get(name) for row in rows} == {name}
 
 
 @pytest.mark.parametrize("layer, shape", MADE, ids=lambda v: str(v)[:40])

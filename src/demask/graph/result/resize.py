@@ -137,12 +137,14 @@ NUMBERS: dict[type[nn.Module], Callable[[Any], dict[str, Any]]] = {
     nn.RNNCellBase: _cell,
     nn.PReLU: _prelu,
 }
-# Attributes that tensors do not determine, and the argument of the call that does.
-FROM_CALLS: dict[type[nn.Module], tuple[str, str]] = {
-    ConvNd: ("groups", "groups"),
-    nn.GroupNorm: ("num_groups", "num_groups"),
-    nn.LayerNorm: ("normalized_shape", "normalized_shape"),
-    nn.RMSNorm: ("normalized_shape", "normalized_shape"),
+# Attributes that a cut changes and that tensors do not determine: those of the same name among the
+# arguments of the call. `module_calls.ROWS` does not say which of a call's arguments a cut changes,
+# and has no rows for subclasses whose forward differs.
+FROM_CALLS: dict[type[nn.Module], str] = {
+    ConvNd: "groups",
+    nn.GroupNorm: "num_groups",
+    nn.LayerNorm: "normalized_shape",
+    nn.RMSNorm: "normalized_shape",
 }
 
 
@@ -171,10 +173,10 @@ def update_attributes(module: nn.Module, calls: Iterable[fx.Node] = ()) -> None:
     """Set a layer's attributes (`in_features`, `groups`, ...) from its tensors, in place. calls: of
     the layer, for attributes that tensors do not determine."""
     arguments = [schema.arguments(c) for c in calls if isinstance(c.meta.get("val"), Tensor)]
-    for kind, (name, argument) in FROM_CALLS.items():
-        call = next((a for a in arguments if argument in a), None)
+    for kind, name in FROM_CALLS.items():
+        call = next((a for a in arguments if name in a), None)
         if isinstance(module, kind) and call is not None:
-            value = call[argument]
+            value = call[name]
             if isinstance(value, int):
                 setattr(module, name, value)
             elif isinstance(value, (list, tuple)):

@@ -199,17 +199,23 @@ class EmitContext:
             plain |= relation.entry.args(node, output_sizes)
         return schema.bind_arguments(node.target, plain | dict(more))
 
+    def removed(self, source: fx.Node) -> tuple[int, int] | None:
+        """The first axis of a value of which positions were removed, and their number; None if
+        there is none."""
+        layout, sizes = self.adapter.have(key_of(source)) or (), schema.sizes(value_of(source))
+        for axis, (positions, size) in enumerate(zip(layout, sizes, strict=False)):
+            if positions is not None and size is not None and len(positions) < size:
+                return axis, size - len(positions)
+        return None
+
     def _output(self, node: fx.Node) -> None:
         """Append the outputs, whose shapes do not change."""
         values = []
         for value in node.args[0]:  # type: ignore[union-attr]
             values.append(self.argument(value) if isinstance(value, fx.Node) else value)
-            layout = self.adapter.have(key_of(value)) or () if isinstance(value, fx.Node) else ()
-            if any(p is not None for p in layout):
-                axis = next((k for k, p in enumerate(layout) if p is not None), 0)
-                self.reason(
-                    value, axis, value_of(value).shape[axis], "the model's output keeps its shape"
-                )
+            removed = self.removed(value) if isinstance(value, fx.Node) else None
+            if removed is not None:
+                self.reason(value, *removed, "the model's output keeps its shape")
         self.editor.graph.output(tuple(values))
 
 

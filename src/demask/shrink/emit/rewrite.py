@@ -102,16 +102,10 @@ class Rewriter(EmitContext):
 
     def _emit_barrier(self, node: fx.Node, why: Declined, live: list[int]) -> None:
         """Emit an op without a rule: its operands and outputs are whole."""
-        count = 0
-        for source in node.all_input_nodes:
-            layout = self.adapter.have(key_of(source))
-            if layout is not None and any(p is not None for p in layout):
-                axis = next(k for k, p in enumerate(layout) if p is not None)
-                self.reason(node, axis, value_of(source).shape[axis], why.text, barrier=True)
-                count += 1
-        axis, unread = (0, 0) if count else self._count_unread(node, live)
-        if not count:
-            self.reason(node, axis, unread, why.text, barrier=True)
+        restored = [self.removed(source) for source in node.all_input_nodes]
+        counts = [count for count in restored if count is not None]
+        for axis, count in counts or [self._count_unread(node, live)]:
+            self.reason(node, axis, count, why.text, barrier=True)
         args, kwargs = self.argument(node.args), self.argument(node.kwargs)
         self.finish(node, node.target, args, kwargs, None, same=sizes_depend_on_values(node))
 

@@ -107,14 +107,12 @@ def layers(program: SegmentProgram, shapes: Sequence[Sequence[int]]) -> list[Seg
     return segment_layers
 
 
-def layers_of(graph: fx.Graph) -> list[SegmentLayer]:
-    """The layers of all segments of a graph, for the captured sizes."""
+def layers_of(whole: Whole) -> list[SegmentLayer]:
+    """The layers of all segments of a program, for the sizes of the example inputs."""
     segment_layers = []
-    for node, program in segments_of(graph):
+    for node, program in segments_of(whole.graph):
         inputs = schema.arguments(node)["inputs"]
-        segment_layers += layers(
-            program, [list(map(schema.example_size, x.meta["val"].shape)) for x in inputs]
-        )
+        segment_layers += layers(program, [list(whole.example.shape(x)) for x in inputs])
     return segment_layers
 
 
