@@ -88,8 +88,8 @@ class Compiled:
     engine: Any
 
     def __call__(self, *words: int) -> None:
-        held = np.array(words, np.int64)
-        self.call(held.ctypes.data)
+        arguments = np.array(words, np.int64)
+        self.call(arguments.ctypes.data)
 
 
 def compiled(text: str) -> Compiled:
@@ -110,9 +110,9 @@ def compiled(text: str) -> Compiled:
 
 def aligned(size: int) -> np.ndarray:
     """Zeroed bytes that start on a page."""
-    held = np.zeros(size + 4096, np.uint8)
-    start = -held.ctypes.data % 4096
-    return held[start : start + size]
+    values = np.zeros(size + 4096, np.uint8)
+    start = -values.ctypes.data % 4096
+    return values[start : start + size]
 
 
 def together(tasks: Sequence[Callable[[], None]]) -> None:
@@ -163,7 +163,7 @@ def state(seconds: float) -> str:
 @dataclass(frozen=True, slots=True)
 class Peak:
     """Multiply-adds on so many threads, in 1e9 floating-point operations a second: with operands in
-    registers, in the first cache, and there but four bytes beside the start of a line."""
+    registers, in the first cache, and there but four bytes after the start of a line."""
 
     threads: int
     registers: float
@@ -172,7 +172,7 @@ class Peak:
 
 
 def sums(lanes: int, *, memory: bool) -> str:
-    """The text of `CHAINS` independent sums of vectors, their operands read or held."""
+    """The text of `CHAINS` independent sums of vectors, operands in memory or in registers."""
     vector, name = f"<{lanes} x float>", f"v{lanes}f32"
     heads, steps, stores = [], [], []
     for n in range(CHAINS):
@@ -208,8 +208,8 @@ def peak(threads: int) -> Peak:
     """What this machine's multiply-add units do at best, on so many threads."""
     features = llvm.get_host_cpu_features()
     lanes = next((n for n, name in ((16, "avx512f"), (8, "avx2")) if features.get(name)), 4)
-    held, read = (compiled(sums(lanes, memory=memory)) for memory in (False, True))
+    registers, read = (compiled(sums(lanes, memory=memory)) for memory in (False, True))
     return Peak(
-        threads, rate(held, lanes, threads, 0), rate(read, lanes, threads, 0),
+        threads, rate(registers, lanes, threads, 0), rate(read, lanes, threads, 0),
         rate(read, lanes, threads, 4),
     )  # fmt: skip

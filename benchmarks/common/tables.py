@@ -76,7 +76,7 @@ def command(
     """The command line of a benchmark: time its rows, print them as a table, write its page.
 
     rows: called with threads, pairs, seconds and a progress bar; and first with those of `networks`
-    that are asked for, where there are any to choose from.
+    that were chosen, where there are any to choose from.
     """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -85,16 +85,16 @@ def command(
     parser.add_argument("--output", type=Path, default=output)
     if networks:
         parser.add_argument("--networks", nargs="+", choices=networks, default=networks)
-    asked = parser.parse_args()
-    first = [asked.networks] if networks else []
+    options = parser.parse_args()
+    first = [options.networks] if networks else []
     allocator, before = fix_allocator(), load_average()
     console = Console()
     with Progress(console=console, transient=True) as bar:
-        found = list(rows(*first, asked.threads, asked.pairs, asked.seconds, bar))
+        results = list(rows(*first, options.threads, options.pairs, options.seconds, bar))
     words = provenance(output.stem, allocator, before=before)
     table = Table(*head, title=words)
-    for row in found:
+    for row in results:
         table.add_row(*cells(row))
     console.print(table)
-    asked.output.parent.mkdir(exist_ok=True)
-    asked.output.write_text(page(found, words))
+    options.output.parent.mkdir(exist_ok=True)
+    options.output.write_text(page(results, words))

@@ -1,5 +1,5 @@
-"""Masked networks and what optimize, torch.compile and ONNX Runtime make of them, timed beside each
-other: `python -m benchmarks run optimize`. Writes benchmarks/results/optimize.md.
+"""Times of masked networks as they are, and by optimize, torch.compile and ONNX Runtime, in turns:
+`python -m benchmarks run optimize`. Writes benchmarks/results/optimize.md.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Hidden(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A masked network: how to make it, its batches, its input for one of them."""
+    """A masked network: how to build it, its batches, its input for one of them."""
 
     title: str
     make: Callable[[torch.Generator], nn.Module]
@@ -92,9 +92,9 @@ def hidden(generator: torch.Generator) -> nn.Module:
 
 NETWORKS = {
     "resnet56-zero": resnet("ResNet-56, shifts zero", False),
-    "resnet56-kept": resnet("ResNet-56, shifts kept", True),
+    "resnet56-kept": resnet("ResNet-56, shifts nonzero", True),
     "mobilenet_v2": Network(
-        f"MobileNetV2, {SIZE} x {SIZE}, shifts kept",
+        f"MobileNetV2, {SIZE} x {SIZE}, shifts nonzero",
         lambda _: peers.prepared("mobilenet_v2", True, SIZE)[0], (1, 16),
         lambda batch, g: peers.drawn("mobilenet_v2", batch, SIZE, g),
     ),
@@ -118,7 +118,7 @@ def filled(model: nn.Module, generator: torch.Generator) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A contender. seconds: that making it took. difference: relative to the largest output."""
+    """A contender. seconds: of its preparation. difference: relative to the largest output."""
 
     call: Call | None
     seconds: float = nan
@@ -129,9 +129,9 @@ class Row:
 
 def compiled(model: nn.Module, x: Tensor) -> Row:
     """By torch.compile, for these sizes and threads; seconds: with its first call, no caches."""
-    found = contenders.compiled(contenders.Contender.of("", model), ((x,), {}))
-    call = None if found.failure else lambda: found.module(x)
-    return Row(call, found.preparation or nan, found.failure)
+    contender = contenders.compiled(contenders.Contender.of("", model), ((x,), {}))
+    call = None if contender.failure else lambda: contender.module(x)
+    return Row(call, contender.preparation or nan, contender.failure)
 
 
 def exported(model: nn.Module, x: Tensor, threads: int, path: Path) -> Row:
@@ -141,38 +141,38 @@ def exported(model: nn.Module, x: Tensor, threads: int, path: Path) -> Row:
     # Its threads spin within a call, as usual, but not on into the next contender's.
     options.add_session_config_entry("session.force_spinning_stop", "1")
 
-    def session() -> onnxruntime.InferenceSession:
+    def start_session() -> onnxruntime.InferenceSession:
         torch.onnx.export(model, (x,), path, dynamo=True, verbose=False)
         return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the exporter warns of its own calls
-            made, seconds = contenders.timed(session)
-        feed = {made.get_inputs()[0].name: x.numpy()}
-        made.run(None, feed)
+            session, seconds = contenders.timed(start_session)
+        feed = {session.get_inputs()[0].name: x.numpy()}
+        session.run(None, feed)
     except Exception as error:  # it may raise anything, and then that is its result
         return Row(None, failure=contenders.reason(error))
-    return Row(lambda: torch.from_numpy(made.run(None, feed)[0]), seconds)
+    return Row(lambda: torch.from_numpy(session.run(None, feed)[0]), seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """All contenders in one setting; made: what optimize() says; error: of analytic answers."""
+    """All contenders in one setting; provenance: optimize()'s; error: of analytic answers."""
 
     network: str
     batch: int
     threads: int
     rows: Mapping[str, Row]
-    made: Provenance
+    provenance: Provenance
     error: CostError
 
     def __str__(self) -> str:
         return f"{self.network}, batch {self.batch}, {format_threads(self.threads)}"
 
-    def speed(self, who: str, beside: str = OPTIMIZED) -> float:
-        """How many times as fast `beside` is: the ratio of the medians; NaN where one fails."""
-        ours, theirs = (self.rows[name].timing for name in (who, beside))
+    def speed(self, who: str, other: str = OPTIMIZED) -> float:
+        """How many times as fast `other` is: the ratio of the medians; NaN where one fails."""
+        ours, theirs = (self.rows[name].timing for name in (who, other))
         return ours.median / theirs.median if ours and theirs else nan
 
     def beats(self, who: str) -> bool:
@@ -182,7 +182,7 @@ class Setting:
 
 def analytic(model: nn.Module, x: Tensor, threads: int, path: Path) -> CostError:
     """The error of the cost model's analytic answers, over what optimize() measured into the file:
-    its forms are made once more, with a cost model that times nothing."""
+    its candidates are generated once more, with a cost model that times nothing."""
     costs = Costs.open(path, threads=threads, measure=False)
     program = shrink_program(capture_program(model, (x,), {}, None), TABLE)[0]
     for _ in generate_candidates(
@@ -195,22 +195,22 @@ def analytic(model: nn.Module, x: Tensor, threads: int, path: Path) -> CostError
 def contending(
     model: nn.Module, dense: nn.Module, x: Tensor, threads: int, folder: Path
 ) -> tuple[dict[str, Row], demask.Demasked]:
-    """Every contender, and what optimize() made; each optimize() measures anew."""
-    makes = (
+    """Every contender, and the result of optimize(); each optimize() measures anew."""
+    builders = (
         lambda: demask.optimize(dense, (x,), threads=threads, cache=folder / "dense.json"),
         lambda: demask.demask(model, (x,)),
         lambda: demask.optimize(model, (x,), threads=threads, cache=folder / COSTS),
     )
-    results = [contenders.timed(make) for make in makes]
-    found = {MASKED: Row(lambda: model(x))}
-    for who, (made, seconds) in zip((DENSE, DEMASKED, OPTIMIZED), results, strict=True):
-        found[who] = Row(lambda made=made: made(x), seconds)
+    results = [contenders.timed(build) for build in builders]
+    row_of = {MASKED: Row(lambda: model(x))}
+    for who, (network, seconds) in zip((DENSE, DEMASKED, OPTIMIZED), results, strict=True):
+        row_of[who] = Row(lambda network=network: network(x), seconds)
     (slim, _), (fast, _) = results[1:]
     torch.compiler.reset()  # what was compiled for other threads and sizes
-    found |= {who: compiled(m, x) for who, m in zip(COMPILED, (model, slim), strict=True)}
+    row_of |= {who: compiled(m, x) for who, m in zip(COMPILED, (model, slim), strict=True)}
     for who, m in zip(RUNTIME, (model, slim), strict=True):
-        found[who] = exported(m, x, threads, folder / f"{who}.onnx")
-    return found, fast
+        row_of[who] = exported(m, x, threads, folder / f"{who}.onnx")
+    return row_of, fast
 
 
 def timed(calls: Mapping[str, Call], pairs: int, seconds: float) -> dict[str, Timing]:
@@ -237,15 +237,15 @@ def measured(network: Network, batch: int, threads: int, pairs: int, seconds: fl
     model = network.make(generator)
     dense, x = filled(model, generator), network.inputs(batch, generator)
     with TemporaryDirectory() as folder:
-        made, fast = contending(model, dense, x, threads, Path(folder))
+        row_of, fast = contending(model, dense, x, threads, Path(folder))
         error = analytic(model, x, threads, Path(folder, COSTS))
-        calls = {who: row.call for who, row in made.items() if row.call is not None}
+        calls = {who: row.call for who, row in row_of.items() if row.call is not None}
         expected = {who: (dense if who == DENSE else model)(x) for who in calls}
         gaps = {who: contenders.difference(expected[who], call()) for who, call in calls.items()}
         timings = timed(calls, pairs, seconds)
     for who, timing in timings.items():  # without the calls, which hold networks
-        made[who] = replace(made[who], call=None, timing=timing, difference=gaps[who])
-    return Setting(network.title, batch, threads, made, fast.demasked, error)
+        row_of[who] = replace(row_of[who], call=None, timing=timing, difference=gaps[who])
+    return Setting(network.title, batch, threads, row_of, fast.demasked, error)
 
 
 def rows(
@@ -258,78 +258,79 @@ def rows(
     contenders.set_up_compiler()
     for network, batch, count in tasks:
         bar.update(step, description=f"{network.title}, batch {batch}, {format_threads(count)}")
-        found = measured(network, batch, count, pairs, seconds)
-        bar.console.log(*cells(found), sep="; ")
+        setting = measured(network, batch, count, pairs, seconds)
+        bar.console.log(*cells(setting), sep="; ")
         bar.advance(step)
-        yield found
+        yield setting
 
 
 def number(value: float, form: str = ".2f") -> str:
     return "–" if isnan(value) else format(value, form)
 
 
-def cells(found: Setting) -> list[str]:
-    """The setting in one line: what optimize() gains beside each other contender, and decided."""
-    speeds = {who: number(found.speed(who)) for who in RIVALS}
-    first, *others = found.made.decisions
-    kept = found.made.speed.least < ALLOWED
+def cells(setting: Setting) -> list[str]:
+    """The setting in one line: what optimize() gains over each other contender, and decided."""
+    speeds = {who: number(setting.speed(who)) for who in RIVALS}
+    first, *others = setting.provenance.decisions
+    unchanged = setting.provenance.speed.least < ALLOWED
     layers = [d.seconds[d.chosen] for d in others if PLAIN in d.seconds]
     return [
-        found.network, str(found.batch), str(found.threads),
-        *(f"**{speed}**" if found.beats(who) else speed for who, speed in speeds.items()),
-        f"as given: {first.chosen} may be slower" if kept else first.chosen,
-        f"{found.rows[OPTIMIZED].seconds:.1f}",
-        f"{number(found.error.median)} / {number(found.error.high)} of {found.error.count}",
+        setting.network, str(setting.batch), str(setting.threads),
+        *(f"**{speed}**" if setting.beats(who) else speed for who, speed in speeds.items()),
+        f"unchanged: {first.chosen} may be slower" if unchanged else first.chosen,
+        f"{setting.rows[OPTIMIZED].seconds:.1f}",
+        f"{number(setting.error.median)} / {number(setting.error.high)} of {setting.error.count}",
         f"{1e3 * sum(layers):.1f}" if layers else "–", f"{1e3 * first.seconds[first.chosen]:.1f}",
     ]  # fmt: skip
 
 
 HEAD = ["network", "batch", "threads", *(f"/ {who}" for who in RIVALS), "chosen", "optimize(), s",
         "analytic error", "its layers, ms", "whole, ms"]  # fmt: skip
-TIMES = ["batch", "threads", "contender", "ms", "speed", "difference", "made in, s", ""]
+TIMES = ["batch", "threads", "contender", "ms", "speed", "difference", "prepared in, s", ""]
 
 
-def lines(found: Setting) -> Iterator[list[str]]:
+def lines(setting: Setting) -> Iterator[list[str]]:
     """A line per contender."""
-    for who, row in found.rows.items():
+    for who, row in setting.rows.items():
         failure = f"fails: {row.failure.replace('|', '/')}"
         yield [
-            str(found.batch), str(found.threads), who,
-            format_spread(row.timing) if row.timing else failure, number(found.speed(MASKED, who)),
-            number(row.difference, ".0e"), number(row.seconds, ".1f"),
-            "**faster than optimized**" if found.beats(who) else "",
+            str(setting.batch), str(setting.threads), who,
+            format_spread(row.timing) if row.timing else failure,
+            number(setting.speed(MASKED, who)), number(row.difference, ".0e"),
+            number(row.seconds, ".1f"),
+            "**faster than optimized**" if setting.beats(who) else "",
         ]  # fmt: skip
 
 
-def losses(found: Sequence[Setting]) -> str:
-    """Per contender, the settings in which it was faster than what optimize() made, or failed."""
+def losses(settings: Sequence[Setting]) -> str:
+    """Per contender, the settings in which it was faster than optimize()'s result, or failed."""
     parts = []
     for who in RIVALS:
-        lost = [f"{s} ({1 / s.speed(who):.2f} times as fast)" for s in found if s.beats(who)]
-        failed = [str(s) for s in found if not s.rows[who].timing]
-        words = f"**{len(lost)} of {len(found)}**: {'; '.join(lost)}" if lost else "none"
+        lost = [f"{s} ({1 / s.speed(who):.2f} times as fast)" for s in settings if s.beats(who)]
+        failed = [str(s) for s in settings if not s.rows[who].timing]
+        words = f"**{len(lost)} of {len(settings)}**: {'; '.join(lost)}" if lost else "none"
         fails = f" It fails in {len(failed)}: {'; '.join(failed)}." if failed else ""
         parts.append(f"- {who}: faster than optimized in {words}.{fails}")
-    kept = sum(s.made.speed.least < ALLOWED for s in found)
-    return "\n".join([*parts, f"- optimize() gave the network back as given in {kept}."])
+    unchanged = sum(s.provenance.speed.least < ALLOWED for s in settings)
+    return "\n".join([*parts, f"- optimize() returned the network unchanged in {unchanged}."])
 
 
-INTRO = """# What optimize gains, beside torch.compile and ONNX Runtime
+INTRO = """# What optimize gains, against torch.compile and ONNX Runtime
 
 {words} {versions}.
 
 Half of each convolution's output channels are masked, or half of the heads and units of each layer,
 drawn anew for each layer. ResNet-56 is trained and sees real images, the others are random. Shifts
-*kept*: masked channels are constants; *zero*: they are 0. All is made for the very batch and
-threads, in float32.
+*nonzero*: masked channels are constants; *zero*: they are 0. All is prepared for the very batch
+and threads, in float32.
 
 *Dense, optimized*: optimize() of the same network with random values in place of zeros: what
-optimized gains beside it, removal gives. *Compiled*: torch.compile, fullgraph, not dynamic. *ONNX
+optimized gains over it is due to removal. *Compiled*: torch.compile, fullgraph, not dynamic. *ONNX
 Runtime*: `torch.onnx.export(dynamo=True)`, on the CPU. *ms*: median (10 %–90 % quantile) of {calls}
 calls in turns in one process, {block} rounds of torch's contenders, then of ONNX Runtime's, whose
 threads are others, and so on. *Speed*: times as fast as masked. *Difference*: from masked (dense:
-from dense as given), relative to the largest output. *Made in*: with export, or the first call of
-what is compiled; nothing is cached.
+from the original dense network), relative to the largest output. *Prepared in*: with export, or the
+first call of what is compiled; nothing is cached.
 
 ## Where something was faster than optimized, of {count} settings
 
@@ -342,16 +343,16 @@ optimize() measured. *Its layers*: the sum of what the layers of the chosen form
 alone (joins and the rest are not in it); *whole*: what the network took in that form."""
 
 
-def page(found: Sequence[Setting], words: str) -> str:
+def page(settings: Sequence[Setting], words: str) -> str:
     """The results as markdown, a pair of tables per network."""
-    calls = format_counts(row.timing for s in found for row in s.rows.values() if row.timing)
+    calls = format_counts(row.timing for s in settings for row in s.rows.values() if row.timing)
     parts = [INTRO.format(
         words=words, versions=", ".join(f"{name} {version(name)}" for name in PACKAGES),
-        calls=calls, block=BLOCK, count=len(found), losses=losses(found),
+        calls=calls, block=BLOCK, count=len(settings), losses=losses(settings),
     )]  # fmt: skip
-    parts += [CHOSEN, markdown(HEAD, [cells(s) for s in found])]
-    for title in dict.fromkeys(s.network for s in found):
-        part = [line for s in found if s.network == title for line in lines(s)]
+    parts += [CHOSEN, markdown(HEAD, [cells(s) for s in settings])]
+    for title in dict.fromkeys(s.network for s in settings):
+        part = [line for s in settings if s.network == title for line in lines(s)]
         parts += [f"## {title}", markdown(TIMES, part)]
     return "\n\n".join(parts) + "\n"
 

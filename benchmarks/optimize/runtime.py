@@ -44,19 +44,19 @@ class Row:
     report: demask.Report
     form: str
     error: float
-    given: Timing
+    original: Timing
     minimal: Timing
     result: Timing
 
     @property
     def speed(self) -> float:
-        """The time of the file given over that of the one that was written."""
-        return self.given.median / self.result.median
+        """The time of the original file over that of the one that was written."""
+        return self.original.median / self.result.median
 
 
 def faces(path: Path, *, constants: bool) -> tuple[Tensor, ...]:
     """The face detector with masked channels. constants: its weights are no inputs of the graph,
-    as they are in the file, where they keep the runtime from fusing norms into them."""
+    as they are in the file, where that prevents the runtime from fusing norms into them."""
     model, generator = onnx.load(FACES), np.random.default_rng(0)
     for tensor in model.graph.initializer:
         if len(tensor.dims) == 4:
@@ -113,26 +113,30 @@ def rows(
 ) -> Iterator[Row]:
     step = bar.add_task("", total=len(chosen) * len(threads))
     with tempfile.TemporaryDirectory() as folder:
-        given, minimal, result = (
-            Path(folder) / f"{n}.onnx" for n in ("given", "minimal", "result")
+        original, minimal, result = (
+            Path(folder) / f"{n}.onnx" for n in ("original", "minimal", "result")
         )
         for name in chosen:
             bar.update(step, description=f"exporting {name}")
-            inputs = FILES[name](given)
-            net = demask.from_onnx(given)
-            deploy(net, inputs, minimal, file=given, minimal=True)
+            inputs = FILES[name](original)
+            net = demask.from_onnx(original)
+            deploy(net, inputs, minimal, file=original, minimal=True)
             for count in threads:
                 bar.update(step, description=f"{name}, {count} threads")
-                made = deploy(net, inputs, result, file=given, threads=count)
+                deployed = deploy(net, inputs, result, file=original, threads=count)
                 calls = {
                     kind: call(path, inputs, count)
-                    for kind, path in (("given", given), ("minimal", minimal), ("result", result))
+                    for kind, path in (
+                        ("original", original),
+                        ("minimal", minimal),
+                        ("result", result),
+                    )
                 }
-                found = time_alternately(calls, pairs, seconds=seconds)
-                same = made.slim.demasked.after == made.slim.demasked.before
-                form = "as it was" if same else made.slim.demasked.decisions[0].chosen
-                yield Row(name, count, demask.report(made.slim), form, made.error or 0.0,
-                          *(found[kind] for kind in calls))  # fmt: skip
+                timings = time_alternately(calls, pairs, seconds=seconds)
+                same = deployed.slim.demasked.after == deployed.slim.demasked.before
+                form = "as it was" if same else deployed.slim.demasked.decisions[0].chosen
+                yield Row(name, count, demask.report(deployed.slim), form, deployed.error or 0.0,
+                          *(timings[kind] for kind in calls))  # fmt: skip
                 bar.advance(step)
 
 
@@ -148,7 +152,7 @@ def call(path: Path, inputs: Sequence[Tensor], threads: int) -> Callable[[], obj
 
 
 HEAD = [
-    "network", "threads", "parameters", "MACs left", "given, ms", "minimal, ms", "slim, ms",
+    "network", "threads", "parameters", "MACs left", "original, ms", "minimal, ms", "slim, ms",
     "speed", "", "what was written", "difference",
 ]  # fmt: skip
 
@@ -157,31 +161,31 @@ def cells(row: Row) -> list[str]:
     before, after = row.report.before, row.report.after
     return [
         row.network, str(row.threads), f"{before.parameters:,} → {after.parameters:,}",
-        f"{after.macs / before.macs:.2f}", format_spread(row.given), format_spread(row.minimal),
+        f"{after.macs / before.macs:.2f}", format_spread(row.original), format_spread(row.minimal),
         format_spread(row.result), f"{row.speed:.2f}", "" if row.speed >= 1 else "slower", row.form,
         f"{row.error:.0e}",
     ]  # fmt: skip
 
 
-def page(found: Sequence[Row], words: str) -> str:
-    counts = sorted({t.count for row in found for t in (row.given, row.minimal, row.result)})
+def page(rows: Sequence[Row], words: str) -> str:
+    counts = sorted({t.count for row in rows for t in (row.original, row.minimal, row.result)})
     return f"""# Masked ONNX files in ONNX Runtime
 
 {words} ONNX Runtime {onnxruntime.__version__}.
 
-*Given*: the masked file. *Minimal*: `demask slim --minimal`, every width as small as it can be.
+*Original*: the masked file. *Minimal*: `demask slim --minimal`, every width as small as it can be.
 *Slim*: `demask slim`, which measures widths in multiples of 1, 4, 8 and 16, and constants that
 enter padded windows computed or added as maps, and writes the file as it was where nothing is
 faster. UltraFace: a trained face detector, {MASKED:.0%} of the channels of each convolution masked,
-shifts of norms kept; its file lists all weights as inputs, which keeps the runtime from fusing
-norms, so the second row has it without. ResNet-50, MobileNetV2: random weights, half of the
-channels masked, norms included; ResNet-56: trained, half of the channels, shifts kept; encoder:
+shifts of norms nonzero; its file lists all weights as inputs, which prevents the runtime from
+fusing norms, so the second row has it without. ResNet-50, MobileNetV2: random weights, half of the
+channels masked, norms included; ResNet-56: trained, half of the channels, shifts nonzero; encoder:
 half of the heads and units. Batch 1, float32. Milliseconds are the median (10 %–90 % quantile) of
 {counts[0]}–{counts[-1]} alternated calls in one process; threads wait without spinning, which would
 take the cores from the next contender. *Difference*: of the outputs, relative to the largest.
-Slower: {sum(row.speed < 1 for row in found)} of {len(found)}.
+Slower: {sum(row.speed < 1 for row in rows)} of {len(rows)}.
 
-{markdown(HEAD, [cells(row) for row in found])}
+{markdown(HEAD, [cells(row) for row in rows])}
 """
 
 

@@ -158,7 +158,7 @@ def answers(
         whole.append(model(batch).argmax(1))
         for key, logits in _of_batch(chains, orders, batch):
             parts.setdefault(key, []).append(logits.argmax(1))
-    return {key: torch.cat(found) for key, found in parts.items()}, torch.cat(whole)
+    return {key: torch.cat(part) for key, part in parts.items()}, torch.cat(whole)
 
 
 def _of_batch(
@@ -190,23 +190,27 @@ def _of_batch(
             yield (f"{name}, zeros", share, part), with_scores(layers, x, scores, None, part)
 
 
-def check(model: nn.Sequential, x: Tensor, found: Mapping[Any, Tensor]) -> tuple[int, int]:
+def check(
+    model: nn.Sequential, x: Tensor, contender_answers: Mapping[Any, Tensor]
+) -> tuple[int, int]:
     """How many answers of the module, image by image, were compared with those counted above, and
     how many differ: its kernels round inputs to 16 bits. Raises where more do than one of 100."""
-    asked = differ = 0
+    compared = differ = 0
     whole = sum(layer.nbytes for layer in layers_of(model, PILOTS[0]))
-    for (who, share, _), answer in found.items():
+    for (who, share, _), answer in contender_answers.items():
         name, _, kind = who.partition(", ")
         if kind != "filled":
             continue
         order = Order(bytes=int(share * whole))
-        made = order.applied(model, (x[:2],), None, name.removeprefix("pilot "), TABLE)
+        conditioned = order.applied(model, (x[:2],), None, name.removeprefix("pilot "), TABLE)
         count = min(CHECKED, len(x))
-        got = torch.cat([made(x[k : k + 1]).argmax(1) for k in range(count)])
-        asked, differ = asked + count, differ + int((got != answer[:count]).sum())
-    if differ > asked / 100:
-        raise AssertionError(f"{differ} of {asked} answers of the module are others than counted")
-    return asked, differ
+        got = torch.cat([conditioned(x[k : k + 1]).argmax(1) for k in range(count)])
+        compared, differ = compared + count, differ + int((got != answer[:count]).sum())
+    if differ > compared / 100:
+        raise AssertionError(
+            f"{differ} of {compared} answers of the module are others than counted"
+        )
+    return compared, differ
 
 
 def columns(model: nn.Sequential, x: Tensor) -> float:
@@ -252,16 +256,16 @@ def deadlines(model: nn.Sequential, x: Tensor) -> tuple[list[list[str]], str]:
 
     One image at a time; TURN images by the network, then by each contender, and so on.
     """
-    made, x = {}, x[:TIMED]
+    modules, x = {}, x[:TIMED]
     for image in x[:TURN]:
         model(image[None])
     guess = statistics.median(_seconds(model, image)[0] for image in x[:TURN])
     contenders = [Timed(bits, part, part * guess) for bits in CLOCKED for part in PARTS]
     for k, one in enumerate(contenders):
         order = Order(deadline=one.deadline)
-        made[k] = order.applied(model, (x[:1],), None, one.bits.text(), TABLE)
+        modules[k] = order.applied(model, (x[:1],), None, one.bits.text(), TABLE)
         for image in x[:5]:
-            made[k](image[None])
+            modules[k](image[None])
     dense, whole = [], []
     for batch in x.split(TURN):
         for image in batch:
@@ -270,10 +274,10 @@ def deadlines(model: nn.Sequential, x: Tensor) -> tuple[list[list[str]], str]:
             whole.append(answer)
         for k, one in enumerate(contenders):
             for image in batch:
-                taken, answer = _seconds(made[k], image)
+                taken, answer = _seconds(modules[k], image)
                 one.seconds.append(taken)
                 one.answers.append(answer)
-                (done,) = made[k].last.values()
+                (done,) = modules[k].last.values()
                 one.units.append(sum(done.units) / sum(done.of))
     middle, last = statistics.median(dense), statistics.quantiles(dense, n=20)[-1]
     words = (
@@ -351,9 +355,9 @@ def differences(rows: Sequence[Row]) -> str:
 
 
 def _gap(a: Row, b: Row) -> str:
-    found = (a.right.float() - b.right.float()) * 100
-    half = HALF * float(found.std()) / len(found) ** 0.5
-    return f"{float(found.mean()):+.2f} ± {half:.2f}"
+    difference = (a.right.float() - b.right.float()) * 100
+    half = HALF * float(difference.std()) / len(difference) ** 0.5
+    return f"{float(difference.mean()):+.2f} ± {half:.2f}"
 
 
 def picture(rows: Sequence[Row], whole: float, path: Path) -> None:
@@ -415,7 +419,7 @@ A perceptron 784-4096-4096-10 on Fashion-MNIST without a penalty; {count} test i
 network: {whole:.2f} % right. A share of the bytes of its weights is read per image. The last layer
 (0.2 %) is always read, and the pilot's weights with their scales are counted. Cells: accuracy /
 agreement with the whole network, in %. "filled": units that are not computed keep the pilot's
-value; "zeros": they are 0. {checked[0]} answers were also asked of the module itself, one image
+value; "zeros": they are 0. {checked[0]} answers were also computed by the module itself, one image
 at a time; {checked[1]} differ, for its kernels round inputs to 16 bits. Skipping the columns of
 zero inputs (exact, no pilot) reads {100 * exact:.0f} % of the bytes: from there on it is the better
 choice.
@@ -446,23 +450,23 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=RESULTS / "pilot_deadline.md")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     before = load_average()
-    model = network(asked.network, asked.cache)
+    model = network(options.network, options.cache)
     (x, classes), (seen, _) = images("test"), images("train")
-    x, classes = x[: asked.images], classes[: asked.images]
-    with torch.no_grad(), set_threads(asked.threads), Progress(transient=True) as bar:
-        found, whole = answers(model, x, seen[:CALIBRATION], bar)
-        checked = check(model, x, found)
+    x, classes = x[: options.images], classes[: options.images]
+    with torch.no_grad(), set_threads(options.threads), Progress(transient=True) as bar:
+        contender_answers, whole = answers(model, x, seen[:CALIBRATION], bar)
+        checked = check(model, x, contender_answers)
         timed = deadlines(model, x)
         exact = columns(model, x)
     rows = [Row(who, share, units, answer == classes, answer == whole)
-            for (who, share, units), answer in found.items()]  # fmt: skip
+            for (who, share, units), answer in contender_answers.items()]  # fmt: skip
     truth = 100 * float((whole == classes).float().mean())
-    words = provenance("pilot_deadline", f"{asked.threads} threads", before=before)
+    words = provenance("pilot_deadline", f"{options.threads} threads", before=before)
     text = page(rows, truth, exact, timed, words, checked)
-    asked.output.write_text(text)
-    picture(rows, truth, asked.output.with_suffix(".svg"))
+    options.output.write_text(text)
+    picture(rows, truth, options.output.with_suffix(".svg"))
     print(text)
 
 

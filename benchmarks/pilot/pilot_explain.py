@@ -1,4 +1,4 @@
-"""What explain() predicts beside what is measured, for pairs fixed beforehand.
+"""Predictions of explain() and measurements, for pairs fixed beforehand.
 
 Each pair of pilot and condition of TRIPLES is predicted from inputs of its network, then built and
 timed in turns with the network as it is, every call on another input, after one call on each.
@@ -77,10 +77,10 @@ def rounds(calls: dict[Any, Callable[[Tensor], Any]], inputs: Sequence[Tensor],
     return {key: median(one) for key, one in taken.items()}
 
 
-def lines(name: str, found: Explanation, seconds: dict[Any, float]) -> Iterator[list[str]]:
+def lines(name: str, explanation: Explanation, seconds: dict[Any, float]) -> Iterator[list[str]]:
     """A line of the table for each pair."""
     as_it_is, columns = seconds[None], seconds.get(("", "columns"))
-    for line in found.lines:
+    for line in explanation.lines:
         pair = line.pilot, line.condition
         if line.seconds is None or pair not in seconds:
             yield [name, line.pilot or "none", line.condition, "", "", "", "", "", line.why[:60]]
@@ -112,30 +112,30 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=Path, default=RESULTS / "pilot_explain.md")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     allocator, before = fix_allocator(), load_average()
-    torch.set_num_threads(asked.threads)
+    torch.set_num_threads(options.threads)
     table: list[list[str]] = []
-    for name in asked.networks:
-        model, inputs = network(name, asked.cache, asked.data)
+    for name in options.networks:
+        model, inputs = network(name, options.cache, options.data)
         inputs = inputs[:INPUTS]
-        found = explain(model, inputs, candidates=TRIPLES[name])
-        print(f"{name}: {found}", flush=True)
+        explanation = explain(model, inputs, candidates=TRIPLES[name])
+        print(f"{name}: {explanation}", flush=True)
         calls: dict[Any, Callable[[Tensor], Any]] = {None: model}
-        for line in found.lines:
+        for line in explanation.lines:
             if line.seconds is not None:
                 kind, pilot = condition_of(line.condition), line.pilot or None
                 exact = line.condition in EXACT
                 batch = torch.cat(inputs[:16]) if exact and inputs[0].ndim == 2 else inputs[0]
-                made = kind.applied(model, (batch,), None, None if exact else pilot, TABLE)
-                calls[line.pilot, line.condition] = made
+                conditioned = kind.applied(model, (batch,), None, None if exact else pilot, TABLE)
+                calls[line.pilot, line.condition] = conditioned
         with torch.no_grad():
-            table += lines(name, found, rounds(calls, inputs, asked.rounds))
-        print(markdown(HEAD, table[-len(found.lines) :]), flush=True)
+            table += lines(name, explanation, rounds(calls, inputs, options.rounds))
+        print(markdown(HEAD, table[-len(explanation.lines) :]), flush=True)
     words = provenance("pilot_explain", allocator, before=before)
-    words += f" {asked.threads} threads, {asked.rounds} rounds."
-    asked.output.parent.mkdir(exist_ok=True)
-    asked.output.write_text(f"# Predicted and measured\n\n{words}\n\n{markdown(HEAD, table)}\n")
+    words += f" {options.threads} threads, {options.rounds} rounds."
+    options.output.parent.mkdir(exist_ok=True)
+    options.output.write_text(f"# Predicted and measured\n\n{words}\n\n{markdown(HEAD, table)}\n")
 
 
 if __name__ == "__main__":

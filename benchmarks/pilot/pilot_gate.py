@@ -1,7 +1,7 @@
 """Training in which a part of the units is updated: `python -m benchmarks run pilot_gate`.
 
 ResNet-20, trained on the original CIFAR-10 images, is trained further on their JPEG form (shared/
-data beside the project). A quarter of the filters of each layer is updated at each step: those of
+data next to the project). A quarter of the filters of each layer is updated at each step: those of
 the highest priority in a 4-bit pilot, those of the largest norm, or others by chance; or all.
 Norms stay as they are. Accuracy on test images against the weights updated so far, over seeds.
 Writes benchmarks/results/pilot_gate.md and .svg; no figure depends on the machine.
@@ -61,12 +61,12 @@ def accuracy(model: nn.Module, x: Tensor, classes: Tensor) -> float:
 def gate(by: str, model: nn.Module, seen: Tensor, seed: int) -> Gate:
     """The gate of a contender; units are chosen anew every `EVERY` steps."""
 
-    def told() -> Any:
+    def collect_magnitudes() -> Any:
         with torch.no_grad():
             return collect(simplify(model, (seen,), by=PILOT), (seen,))
 
     if by == "pilot":
-        return Gate(model, told, fraction=FRACTION, every=EVERY, rest=False)
+        return Gate(model, collect_magnitudes, fraction=FRACTION, every=EVERY, rest=False)
     if by == "all":
         return Gate(model, fraction=1.0, by="magnitude", rest=False)
     kind = "magnitude" if by == "magnitude" else "random"
@@ -146,32 +146,33 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=2000, help="test images")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=RESULTS / "pilot_gate.md")
-    asked = parser.parse_args()
-    looks = sorted({max(asked.steps * k // 4, 1) for k in (1, 2, 3, 4)})
-    train, test = cifar.images(asked.train, "cifar10_train_jpeg.zip"), cifar.images(asked.test)
+    options = parser.parse_args()
+    looks = sorted({max(options.steps * k // 4, 1) for k in (1, 2, 3, 4)})
+    train, test = cifar.images(options.train, "cifar10_train_jpeg.zip"), cifar.images(options.test)
     points: list[Point] = []
-    with set_threads(asked.threads), Progress(transient=True) as bar:
-        task: TaskID = bar.add_task("steps", total=asked.steps * asked.seeds * len(GATES))
-        for seed in range(asked.seeds):
+    with set_threads(options.threads), Progress(transient=True) as bar:
+        task: TaskID = bar.add_task("steps", total=options.steps * options.seeds * len(GATES))
+        for seed in range(options.seeds):
             for by in GATES:
                 points += tuned(
-                    by, seed, asked.steps, looks, train, test, lambda: bar.advance(task)
+                    by, seed, options.steps, looks, train, test, lambda: bar.advance(task)
                 )
     text = f"""# Updates of some units
 
 {provenance("pilot_gate")}
 
-ResNet-20, trained on CIFAR-10, trained on with {asked.train} JPEG images: SGD, rate {RATE},
-momentum 0.9, batches of {BATCH}; norms stay as they are. {asked.test} test images, {asked.seeds}
-seeds, mean ± standard deviation of the accuracy in %, and how many weights were updated until then.
-Units are chosen anew every {EVERY} steps; the pilot is {PILOT} on {SEEN} training images.
+ResNet-20, trained on CIFAR-10, trained on with {options.train} JPEG images: SGD, rate {RATE},
+momentum 0.9, batches of {BATCH}; norms stay as they are. {options.test} test images,
+{options.seeds} seeds, mean ± standard deviation of the accuracy in %, and how many weights were
+updated until then. Units are chosen anew every {EVERY} steps; the pilot is {PILOT} on {SEEN}
+training images.
 
 {table(points, looks)}
 
 ![accuracy against weights updated](pilot_gate.svg)
 """
-    asked.output.write_text(text)
-    picture(points, asked.output.with_suffix(".svg"))
+    options.output.write_text(text)
+    picture(points, options.output.with_suffix(".svg"))
     print(text)
 
 

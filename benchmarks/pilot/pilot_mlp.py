@@ -88,13 +88,13 @@ def runtime(model: nn.Module, x: Tensor, threads: int, narrow: bool) -> Call:
             str(path), options, providers=["CPUExecutionProvider"]
         )
     name = session.get_inputs()[0].name
-    return lambda given: torch.from_numpy(session.run(None, {name: given.numpy()})[0])
+    return lambda inputs: torch.from_numpy(session.run(None, {name: inputs.numpy()})[0])
 
 
 def contenders(model: nn.Module, inputs: Sequence[Tensor], threads: int) -> dict[str, Call]:
     """By name, what runs the network. Modes are chosen on 16 of the inputs."""
     sample = (torch.cat(list(inputs[:16])),) if inputs[0].ndim == 2 else (inputs[0],)
-    found: dict[str, Call] = {
+    calls: dict[str, Call] = {
         "torch": model,
         "ONNX Runtime": runtime(model, inputs[0], threads, False),
         "ONNX Runtime, int8": runtime(model, inputs[0], threads, True),
@@ -103,10 +103,10 @@ def contenders(model: nn.Module, inputs: Sequence[Tensor], threads: int) -> dict
     for condition in (Columns(), Certified(), Certified(levels=2)):
         levels = getattr(condition, "levels", 1)
         name = condition.name if levels == 1 else f"{condition.name}, {levels} levels"
-        made = condition.applied(model, sample, None, None, TABLE)
-        found[name] = made
-        print(f"  {name}:", "; ".join(map(str, made.conditioned.decisions)), flush=True)
-    return found
+        conditioned = condition.applied(model, sample, None, None, TABLE)
+        calls[name] = conditioned
+        print(f"  {name}:", "; ".join(map(str, conditioned.conditioned.decisions)), flush=True)
+    return calls
 
 
 @dataclass(slots=True)
@@ -120,34 +120,34 @@ class Checked:
     classes: dict[str, int] = field(default_factory=dict)
 
 
-def checked(model: nn.Sequential, found: dict[str, Call], inputs: Sequence[Tensor]) -> Checked:
-    """Compare on all inputs. Hidden values are those of the network cut behind each ReLU, whether
+def checked(model: nn.Sequential, calls: dict[str, Call], inputs: Sequence[Tensor]) -> Checked:
+    """Compare on all inputs. Hidden values are those of the network cut after each ReLU, whether
     or not skipping pays there."""
-    parts: list[dict[str, Call]] = [{name: found[name] for name in EXACT}]
+    parts: list[dict[str, Call]] = [{name: calls[name] for name in EXACT}]
     sample = (torch.cat(list(inputs[:16])),) if inputs[0].ndim == 2 else (inputs[0],)
     for k, layer in enumerate(list(model)[:-1]):
         if isinstance(layer, nn.ReLU):
             cut = model[: k + 1]
-            made = (
+            networks = (
                 chained(cut, sample, None, kind, modes, TABLE, always=True) for kind, modes in MODES
             )
-            parts.append(dict(zip(EXACT, made, strict=True)))
-    result = Checked(len(inputs), dict.fromkeys(EXACT[1:], 0), dict.fromkeys(found, 0))
+            parts.append(dict(zip(EXACT, networks, strict=True)))
+    result = Checked(len(inputs), dict.fromkeys(EXACT[1:], 0), dict.fromkeys(calls, 0))
     for x in inputs:
         dense, plain = [part["own dense"](x) for part in parts], model(x)
         for name in EXACT[1:]:
-            made = [part[name](x) for part in parts]
-            expected = [plain, *dense[1:]] if as_it_was(found[name]) else dense
-            result.bits[name] += not all(map(_same, made, expected))
-        classes = {name: int(call(x).flatten().argmax()) for name, call in found.items()}
+            results = [part[name](x) for part in parts]
+            expected = [plain, *dense[1:]] if as_it_was(calls[name]) else dense
+            result.bits[name] += not all(map(_same, results, expected))
+        classes = {name: int(call(x).flatten().argmax()) for name, call in calls.items()}
         for name, one in classes.items():
             result.classes[name] += one != classes["torch"]
     return result
 
 
-def as_it_was(made: Any) -> bool:
+def as_it_was(conditioned: Any) -> bool:
     """Whether nothing pays in a network, which so has torch's own bits."""
-    return all(one.what == "as it was" for one in made.conditioned.decisions)
+    return all(one.what == "as it was" for one in conditioned.conditioned.decisions)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -155,16 +155,16 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def rounds(
-    found: dict[str, Call], inputs: Sequence[Tensor], count: int, flushed: bool, bar: Progress
+    calls: dict[str, Call], inputs: Sequence[Tensor], count: int, flushed: bool, bar: Progress
 ) -> dict[str, list[float]]:
     """Median seconds of a call, per contender and round."""
-    taken: dict[str, list[float]] = {name: [] for name in found}
+    taken: dict[str, list[float]] = {name: [] for name in calls}
     flush, turn = np.ones(FLUSHED // 8), cycle(inputs)
-    task = bar.add_task("flushed" if flushed else "hot", total=count * len(found))
-    names = list(found)
+    task = bar.add_task("flushed" if flushed else "hot", total=count * len(calls))
+    names = list(calls)
     for number in range(count):
         for name in names if number % 2 else names[::-1]:
-            call, seconds = found[name], []
+            call, seconds = calls[name], []
             settle()
             for _ in range(CALLS):
                 x = next(turn)
@@ -217,12 +217,12 @@ def setting(name: str, cache: Path, data: Path) -> tuple[nn.Sequential, list[Ten
     model = network(name, cache, data)
     if name == TRANSFORMER:
         assert isinstance(model, Bytes)
-        block, found = model.blocks[1], []
-        hook = block.ffn.register_forward_pre_hook(lambda m, args: found.append(args[0]))  # type: ignore[union-attr]
+        block, block_inputs = model.blocks[1], []
+        hook = block.ffn.register_forward_pre_hook(lambda m, args: block_inputs.append(args[0]))  # type: ignore[union-attr]
         text = documents()
         model(text[: 64 * (len(text) // 64)].view(-1, 64)[:48])
         hook.remove()
-        return block.ffn, [x.view(1, 1, -1) for x in found[0].flatten(0, 1)]  # type: ignore[return-value]
+        return block.ffn, [x.view(1, 1, -1) for x in block_inputs[0].flatten(0, 1)]  # type: ignore[return-value]
     x, _ = images("test", data, SPECS[name].standard)
     return model, [one[None] for one in x]  # type: ignore[return-value]
 
@@ -236,27 +236,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--images", type=int, default=10_000, help="that are compared")
     parser.add_argument("--output", type=Path, default=RESULTS / "pilot_mlp.md")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     allocator, before = fix_allocator(), load_average()
     table: list[list[str]] = []
     with Progress(transient=True) as bar, torch.no_grad():
-        for name in asked.networks:
-            model, inputs = setting(name, asked.cache, asked.data)
+        for name in options.networks:
+            model, inputs = setting(name, options.cache, options.data)
             result = None
-            for threads in asked.threads:
+            for threads in options.threads:
                 torch.set_num_threads(threads)
-                found = contenders(model, inputs, threads)
-                result = result or checked(model, found, inputs[: asked.images])
+                calls = contenders(model, inputs, threads)
+                result = result or checked(model, calls, inputs[: options.images])
                 print(f"{name}: {result}", flush=True)
                 for regime in ("hot", "flushed"):
-                    taken = rounds(found, inputs[:INPUTS], asked.rounds, regime == "flushed", bar)
+                    taken = rounds(calls, inputs[:INPUTS], options.rounds, regime == "flushed", bar)
                     table += lines(name, threads, regime, taken, result)
-                    print(markdown(HEAD, table[-len(found) :]), flush=True)
+                    print(markdown(HEAD, table[-len(calls) :]), flush=True)
     words = provenance("pilot_mlp", allocator, before=before)
-    words += f" {asked.rounds} rounds of {CALLS} calls, {asked.images} "
+    words += f" {options.rounds} rounds of {CALLS} calls, {options.images} "
     words += "inputs compared at most; intervals of 95 % by bootstrap over rounds."
-    asked.output.parent.mkdir(exist_ok=True)
-    asked.output.write_text(f"# One vector\n\n{words}\n\n{markdown(HEAD, table)}\n")
+    options.output.parent.mkdir(exist_ok=True)
+    options.output.write_text(f"# One vector\n\n{words}\n\n{markdown(HEAD, table)}\n")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Perceptrons 784-4096-4096-10 on Fashion-MNIST, trained with a penalty on their hidden values and
 without, in packets that are sorted by priority. A budget of bytes is read, highest priority first;
-what was not read is zero, or the 8-bit weights that stand in front. In the exact mode each image
-reads the 8-bit weights and the rows that they do not prove to be zero behind the ReLU. Bytes are
+what was not read is zero, or the 8-bit weights that are stored first. In the exact mode each image
+reads the 8-bit weights and the rows that they do not prove to be zero after the ReLU. Bytes are
 those of the reads. Writes benchmarks/results/pilot_packets.md; no figure depends on the machine.
 """
 
@@ -69,7 +69,7 @@ def priorities(model: nn.Sequential, seen: Tensor) -> dict[str, dict[str, Tensor
     norm of the weights that read them, and by chance. Each as its rank in its layer, so that layers
     take their turns; the last layer comes first."""
     layers, draw = linears(model), torch.Generator().manual_seed(0)
-    found: dict[str, dict[str, Tensor]] = {
+    ranks_of: dict[str, dict[str, Tensor]] = {
         "row norm": {},
         "calibration × out norm": {},
         "random": {},
@@ -88,8 +88,8 @@ def priorities(model: nn.Sequential, seen: Tensor) -> dict[str, dict[str, Tensor
         for kind, value in values.items():
             last = following is None
             ranks = value.argsort(stable=True).argsort().float() / len(value)
-            found[kind][name] = torch.full_like(value, 2.0) if last else ranks
-    return found
+            ranks_of[kind][name] = torch.full_like(value, 2.0) if last else ranks
+    return ranks_of
 
 
 def answered(model: nn.Module, x: Tensor) -> Tensor:
@@ -103,14 +103,14 @@ def budgets(
     """The network read up to shares of its bytes, by each kind of priority, with both fills."""
     rows, full, whole = [], answered(model, x), weight_bytes(model)
     base = float((full == classes).float().mean())
-    for kind, told in bar.track(priorities(model, seen).items(), description=name):
+    for kind, ranks_of in bar.track(priorities(model, seen).items(), description=name):
         path = folder / f"{name}.packets"
-        write(path, model, told, plane=True)
+        write(path, model, ranks_of, plane=True)
         for fill in ("zeros", "pilot"):
             if fill == "pilot" and kind == "random":
                 continue
-            for made, nbytes, reads in _read(path, model, fill, whole):
-                answers = answered(made, x)
+            for partial, nbytes, reads in _read(path, model, fill, whole):
+                answers = answered(partial, x)
                 right = float((answers == classes).float().mean())
                 rows.append(Row(name, kind, fill, nbytes, reads, whole, 100 * right,
                                 100 * (base - right),
@@ -121,7 +121,7 @@ def budgets(
 def _read(
     path: Path, model: nn.Sequential, fill: str, whole: int
 ) -> Iterator[tuple[nn.Module, int, int]]:
-    """The network as far as each share of the bytes goes, the index counted: bytes and reads."""
+    """The network read up to each share of the bytes, the index included: bytes and reads."""
     with PacketReader(path) as reader:
         first = reader.index.rest[0] + (reader.index.plane_bytes if fill == "pilot" else 0)
         for share in SHARES:
@@ -130,8 +130,8 @@ def _read(
                 continue
             partial = reader.read(budget, pilot=fill == "pilot")
             first = 0
-            made = partial.load(model, "pilot" if fill == "pilot" else "zeros")
-            yield made, reader.bytes_read, reader.reads
+            network = partial.load(model, "pilot" if fill == "pilot" else "zeros")
+            yield network, reader.bytes_read, reader.reads
 
 
 # -------------------------------------------------------------------------------------- exact mode
@@ -153,7 +153,7 @@ class Exact:
 
 
 def demanded(x: Tensor, layer: nn.Linear, scale: Tensor, steps: Tensor) -> Tensor:
-    """Which rows (images, rows) might be positive behind the ReLU.
+    """Which rows (images, rows) might be positive after the ReLU.
 
     |w - s q| <= s/2, so w x + b <= s q x + b + s/2 |x|_1; computed in float64, plus what a float32
     sum of n terms may differ from the exact one: gamma_n |w| |x| (Higham, section 3.1), of which
@@ -173,8 +173,8 @@ def exact(name: str, model: nn.Sequential, x: Tensor, seen: Tensor, folder: Path
           bar: Progress) -> Exact:  # fmt: skip
     """Per image the rows that are demanded: zeros elsewhere change nothing."""
     path, layers = folder / f"{name}.packets", linears(model)
-    told = priorities(model, seen)["calibration × out norm"]
-    write(path, model, told, plane=True)
+    ranks_of = priorities(model, seen)["calibration × out norm"]
+    write(path, model, ranks_of, plane=True)
     with PacketReader(path) as reader:
         partial = reader.read(pilot=True)
         index, holders = reader.index, {n: reader.holders(f"{n}.weight") for n in layers}
@@ -208,9 +208,9 @@ def _packet_bytes(
     total = np.zeros(len(next(iter(needs.values()))), dtype=np.int64)
     for name, need in needs.items():
         packets, place = np.unique(holders[name], return_inverse=True)
-        asked = torch.zeros(len(need), len(packets))
-        asked.index_add_(1, torch.from_numpy(place), need.float())
-        total += (asked.numpy() > 0) @ sizes[packets]
+        demands = torch.zeros(len(need), len(packets))
+        demands.index_add_(1, torch.from_numpy(place), need.float())
+        total += (demands.numpy() > 0) @ sizes[packets]
     return total.tolist()
 
 
@@ -236,7 +236,7 @@ def _looked(
 # ---------------------------------------------------------------------------------------- the page
 
 
-def page(rows: list[Row], found: list[Exact], words: str, count: int) -> str:
+def page(rows: list[Row], exact_results: list[Exact], words: str, count: int) -> str:
     """The page of the results."""
     lines = [
         [NETWORKS[r.network], r.priorities, r.fill, format_bytes(r.nbytes),
@@ -246,13 +246,13 @@ def page(rows: list[Row], found: list[Exact], words: str, count: int) -> str:
     ]  # fmt: skip
     head = ["network", "priorities", "rows not read", "bytes read", "fewer", "reads", "right",
             "points", "same class"]  # fmt: skip
-    told = [
+    exact_lines = [
         [NETWORKS[e.network], format_bytes(e.nbytes), f"{e.whole / e.nbytes:.2f} x",
          format_bytes(e.worst), " / ".join(f"{100 * s:.1f} %" for s in e.rows),
          f"{e.changed} of {e.count}"]
-        for e in found
+        for e in exact_results
     ]  # fmt: skip
-    asked = ["network", "bytes per image, mean", "fewer", "most", "rows demanded, by layer",
+    exact_head = ["network", "bytes per image, mean", "fewer", "most", "rows demanded, by layer",
              "outputs changed"]  # fmt: skip
     return f"""# Packets: bytes read against accuracy
 
@@ -265,11 +265,11 @@ file. The 8-bit weights ("pilot") are a quarter of these and come first.
 
 {markdown(head, lines)}
 
-Exact mode, each image by itself, nothing kept from the one before: the 8-bit weights, then the rows
-that they do not prove to be zero. Outputs are compared bit by bit with the network's; {LOOKED}
+Exact mode, each image by itself, nothing cached from the one before: the 8-bit weights, then the
+rows that they do not prove to be zero. Outputs are compared bit by bit with the network's; {LOOKED}
 images per network were read from the file, the others counted from its index:
 
-{markdown(asked, told)}
+{markdown(exact_head, exact_lines)}
 """
 
 
@@ -279,22 +279,22 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=RESULTS / "pilot_packets.md")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     (x, classes), (seen, _) = images("test"), images("train")
-    x, classes, seen = x[: asked.images], classes[: asked.images], seen[:CALIBRATION]
-    rows, found = [], []
+    x, classes, seen = x[: options.images], classes[: options.images], seen[:CALIBRATION]
+    rows, exact_results = [], []
     with (
-        torch.no_grad(), set_threads(asked.threads), Progress(transient=True) as bar,
+        torch.no_grad(), set_threads(options.threads), Progress(transient=True) as bar,
         tempfile.TemporaryDirectory() as folder,
     ):  # fmt: skip
         for name in NETWORKS:
-            model = network(name, asked.cache)
+            model = network(name, options.cache)
             assert isinstance(model, nn.Sequential)
             rows += budgets(name, model, x, classes, seen, Path(folder), bar)
-            found.append(exact(name, model, x, seen, Path(folder), bar))
+            exact_results.append(exact(name, model, x, seen, Path(folder), bar))
     words = provenance("pilot_packets")
-    text = page(rows, found, words, len(x))
-    asked.output.write_text(text)
+    text = page(rows, exact_results, words, len(x))
+    options.output.write_text(text)
     print(text)
 
 

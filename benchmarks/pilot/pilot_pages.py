@@ -1,7 +1,7 @@
 """Pages as scanners see them, for the benchmarks of pilots: text of this project's documents and a
 photograph on paper that is mostly empty, drawn from a seed.
 
-The photograph is the one that TAEF2 decodes from its latent, in shared/data beside the project.
+The photograph is the one that TAEF2 decodes from its latent, in shared/data next to the project.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def page(seed: int, size: int = 2048) -> tuple[Tensor, list[Block]]:
             sheet.paste(crop(draw, block), (block.left, block.top))
         else:
             write(sheet, draw, block, size)
-    found = torch.frombuffer(bytearray(sheet.tobytes()), dtype=torch.uint8)
-    x = found.reshape(1, size, size, 3).permute(0, 3, 1, 2).float() / 255
+    values = torch.frombuffer(bytearray(sheet.tobytes()), dtype=torch.uint8)
+    x = values.reshape(1, size, size, 3).permute(0, 3, 1, 2).float() / 255
     generator = torch.Generator().manual_seed(seed)
     shade = 1 - SHADE * torch.linspace(0, 1, size)
     x = x * shade + NOISE * torch.randn(x.shape, generator=generator)
@@ -66,10 +66,10 @@ def page(seed: int, size: int = 2048) -> tuple[Tensor, list[Block]]:
 
 
 def layout(draw: random.Random, size: int) -> list[Block]:
-    """A photograph and up to three blocks of text, apart from each other and from the border."""
+    """A photograph and up to three blocks of text, with gaps between them and at the border."""
     unit = size / 2048
     kinds = ["photograph", "text", "text", "text"]
-    found: list[Block] = []
+    blocks: list[Block] = []
     margin, gap, covered = int(96 * unit), int(64 * unit), 0
     for kind in kinds:
         for _ in range(200):
@@ -80,11 +80,11 @@ def layout(draw: random.Random, size: int) -> list[Block]:
                           draw.randint(margin, size - margin - height), width, height)  # fmt: skip
             if covered + width * height > MOST * size * size:
                 continue
-            if not any(block.near(other, gap) for other in found):
-                found.append(block)
+            if not any(block.near(other, gap) for other in blocks):
+                blocks.append(block)
                 covered += width * height
                 break
-    return found
+    return blocks
 
 
 def write(sheet: Image.Image, draw: random.Random, block: Block, size: int) -> None:
@@ -119,8 +119,8 @@ def crop(draw: random.Random, block: Block) -> Image.Image:
     picture = photograph()
     left = draw.randint(0, max(picture.width - block.width, 0))
     top = draw.randint(0, max(picture.height - block.height, 0))
-    found = picture.crop((left, top, left + block.width, top + block.height))
-    return found.resize((block.width, block.height))
+    part = picture.crop((left, top, left + block.width, top + block.height))
+    return part.resize((block.width, block.height))
 
 
 @cache

@@ -1,11 +1,11 @@
 """Pages of which most is paper, restored where something is on them, against the whole page:
 `python -m benchmarks run pilot_regions`.
 
-The network has the size and the blocks of TAEF2's decoder behind three strided convolutions, and
-its result is added to the page. Its weights are random: what it makes is no better than the page,
-but it takes the time and has the halo of such networks, and every layer counts in what is compared.
-Contenders take turns in one process, page by page, in alternating order, with memory kept by the
-allocator. Writes benchmarks/results/pilot_regions.md and a picture of one page.
+The network has the size and the blocks of TAEF2's decoder after three strided convolutions, and
+its result is added to the page. Its weights are random: its result is no better than the page, but
+it takes the time and has the halo of such networks, and every layer counts in what is compared.
+Contenders take turns in one process, page by page, in alternating order, with an allocator that
+reuses memory. Writes benchmarks/results/pilot_regions.md and a picture of one page.
 """
 
 from __future__ import annotations
@@ -108,20 +108,20 @@ Call = Callable[[Tensor], Tensor]
 
 
 def contenders(model: nn.Module, x: Tensor, names: Sequence[str], folder: str) -> dict[str, Call]:
-    """How each of those named makes a page, and `conditions` of ours."""
-    found: dict[str, Call] = {}
+    """The call of each contender named, of a page to a page."""
+    calls: dict[str, Call] = {}
     for name in names:
         if name == WHOLE[0]:
-            found[name] = model
+            calls[name] = model
         elif name == WHOLE[1]:
             last: Any = restorer()
             last = last.to(memory_format=torch.channels_last)
-            found[name] = lambda x, m=last: m(x.contiguous(memory_format=torch.channels_last))
+            calls[name] = lambda x, m=last: m(x.contiguous(memory_format=torch.channels_last))
         elif name == WHOLE[2]:
-            found[name] = tile(model, (x,), memory=MEMORY)
+            calls[name] = tile(model, (x,), memory=MEMORY)
         else:
-            found[name] = in_runtime(model, x, Path(folder, "restorer.onnx"))
-    return found
+            calls[name] = in_runtime(model, x, Path(folder, "restorer.onnx"))
+    return calls
 
 
 def in_runtime(model: nn.Module, x: Tensor, path: Path) -> Call:
@@ -129,8 +129,8 @@ def in_runtime(model: nn.Module, x: Tensor, path: Path) -> Call:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    (given,) = session.get_inputs()
-    return lambda x: torch.from_numpy(session.run(None, {given.name: x.numpy()})[0])
+    (port,) = session.get_inputs()
+    return lambda x: torch.from_numpy(session.run(None, {port.name: x.numpy()})[0])
 
 
 # --- one page -----------------------------------------------------------------------------------
@@ -138,16 +138,16 @@ def in_runtime(model: nn.Module, x: Tensor, path: Path) -> Call:
 
 @dataclass(slots=True)
 class Row:
-    """One page. seconds: of a call, by contender. ran: what ours said of their call. apart: the
-    largest difference within what was run from the reference, and the share of equal values;
-    missed: what was left out."""
+    """One page. seconds: of a call, by contender. ran: what ours reported of their call.
+    differences: the largest one from the reference within what was run, and the share of equal
+    values; missed: what was left out."""
 
     seed: int
     seconds: dict[str, float] = field(default_factory=dict)
     ran: dict[str, str] = field(default_factory=dict)
     selected: dict[str, float] = field(default_factory=dict)
     work: dict[str, float] = field(default_factory=dict)
-    apart: dict[str, tuple[float, float]] = field(default_factory=dict)
+    differences: dict[str, tuple[float, float]] = field(default_factory=dict)
     missed: dict[str, Missed] = field(default_factory=dict)
 
     def gain(self, who: str) -> float:
@@ -160,25 +160,25 @@ class Row:
 def measured(
     seed: int, x: Tensor, whole: Mapping[str, Call], ours: Mapping[str, InRegions], reference: Call
 ) -> Row:
-    """A turn of each contender on a page, and what ours made compared with the whole page."""
+    """A turn of each contender on a page; results of ours are compared with the whole page's."""
     row = Row(seed)
     every: list[tuple[str, Call]] = [*whole.items(), *ours.items()]
-    made: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for name, call in every[:: -1 if seed % 2 else 1]:
         turns.settle()
         start = perf_counter()
         y = call(x)
         row.seconds[name] = perf_counter() - start
         if name in ours:
-            made[name] = y
+            results[name] = y
     full = reference(x)
     for name, module in ours.items():
         ran = module.last.images[0]
         row.ran[name], row.selected[name], row.work[name] = str(ran), ran.selected, ran.work
         where = module.last.where
-        gap = (made[name] - full).abs().movedim(1, -1)[where]
+        gap = (results[name] - full).abs().movedim(1, -1)[where]
         equal = float((gap == 0).double().mean()) if gap.numel() else 1.0
-        row.apart[name] = (float(gap.max()) if gap.numel() else 0.0, equal)
+        row.differences[name] = (float(gap.max()) if gap.numel() else 0.0, equal)
         row.missed[name] = Regions.missed(full, module.filled(x), where, TOLERANCE)
     return row
 
@@ -225,11 +225,11 @@ def times(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 def quality(rows: Sequence[Row]) -> Iterator[list[str]]:
     for name in rows[0].missed:
-        apart = max(row.apart[name][0] for row in rows)
-        equal = [row.apart[name][1] for row in rows]
+        largest = max(row.differences[name][0] for row in rows)
+        equal = [row.differences[name][1] for row in rows]
         missed = [row.missed[name] for row in rows]
         yield [
-            name, f"{apart:.1e}", spread(equal, 4),
+            name, f"{largest:.1e}", spread(equal, 4),
             spread([100 * one.matters for one in missed]),
             spread([100 * one.missed for one in missed]),
             spread([100 * one.recall for one in missed]),
@@ -246,7 +246,7 @@ def pages(rows: Sequence[Row]) -> Iterator[list[str]]:
 def report(rows: Sequence[Row], words: str, size: int, picture: str, exact: str) -> str:
     speed = markdown(["contender", "seconds", "times as fast as the fastest whole", "work"],
                      list(times(rows)))  # fmt: skip
-    made = markdown(
+    compared = markdown(
         ["condition", "largest difference where run", "share of values equal", "matters, %",
          "missed, % of the page", "recall, %", "largest difference elsewhere"],
         list(quality(rows)),
@@ -271,7 +271,7 @@ downsample:8*: tiles in which the answer of the network at an eighth of the reso
 
 {speed}
 
-{made}
+{compared}
 
 ![A page, and the rectangles that were run]({picture})
 
@@ -298,35 +298,37 @@ def arguments() -> argparse.Namespace:
 
 @torch.no_grad()
 def main() -> None:
-    asked, console = arguments(), Console(markup=False)
-    torch.set_num_threads(asked.threads)
+    options, console = arguments(), Console(markup=False)
+    torch.set_num_threads(options.threads)
     allocator, before = fix_allocator(), load_average()
     model = restorer()
-    x, _ = page(0, asked.size)
+    x, _ = page(0, options.size)
     rows: list[Row] = []
     with TemporaryDirectory() as folder:
-        whole = contenders(model, x, asked.contenders, folder)
+        whole = contenders(model, x, options.contenders, folder)
         ours = {name: condition.applied(model, (x,), None, pilot, TABLE)
                 for name, (condition, pilot) in CONDITIONS.items()}  # fmt: skip
         reference = next(iter(ours.values())).whole
         for call in (*whole.values(), *ours.values()):  # the first call of each is not timed
             call(x)
-        asked.output.parent.mkdir(parents=True, exist_ok=True)
-        image = asked.output.with_name(asked.output.stem + ".png")
-        for seed in range(asked.first, asked.first + asked.pages):
-            x, _ = page(seed, asked.size)
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        image = options.output.with_name(options.output.stem + ".png")
+        for seed in range(options.first, options.first + options.pages):
+            x, _ = page(seed, options.size)
             rows.append(measured(seed, x, whole, ours, reference))
-            if seed == asked.first:
+            if seed == options.first:
                 picture(x, next(iter(ours.values())), image)
-            told = "; ".join(f"{name} {n:.2f} s" for name, n in rows[-1].seconds.items())
-            console.print(f"page {seed}: {told}")
+            timings = "; ".join(f"{name} {n:.2f} s" for name, n in rows[-1].seconds.items())
+            console.print(f"page {seed}: {timings}")
             for name, ran in rows[-1].ran.items():
-                console.print(f"  {name}: {ran}; {rows[-1].apart[name]}; {rows[-1].missed[name]}")
-    threads = f"{asked.threads} threads"
+                console.print(
+                    f"  {name}: {ran}; {rows[-1].differences[name]}; {rows[-1].missed[name]}"
+                )
+    threads = f"{options.threads} threads"
     words = provenance("pilot_regions", threads, allocator, before=before)
     exact = ("*Difference where run*: from the whole page in `demask.traverse`, whose kernels are "
              "the same; torch and oneDNN choose them by size.")  # fmt: skip
-    asked.output.write_text(report(rows, words, asked.size, image.name, exact))
+    options.output.write_text(report(rows, words, options.size, image.name, exact))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""ResNet-56 behind a pilot, on CIFAR-10: `python -m benchmarks run pilot_router`.
+"""ResNet-56 after a pilot, on CIFAR-10: `python -m benchmarks run pilot_router`.
 
-A ResNet-20, or the network itself with fewer bits, answers where it is sure; the rest goes to
+A ResNet-20, or the network itself with fewer bits, answers where it is sure; the rest is passed to
 ResNet-56 (`demask.pilot.Route`). Thresholds are chosen by the mean of some images, and with a
 guarantee; both are judged on other images, over many random splits. Writes results/pilot_router.md
 and pilot_router.svg. Needs the trained weights and the test images of shared/data.
@@ -106,19 +106,19 @@ def quantized(path: Path, x: Tensor) -> Path:
             return None if part is None else {name: part.numpy()}
 
     name = onnxruntime.InferenceSession(str(path)).get_inputs()[0].name
-    ready, made = path.with_suffix(".ready.onnx"), path.with_suffix(".int8.onnx")
+    ready, target = path.with_suffix(".ready.onnx"), path.with_suffix(".int8.onnx")
     quant_pre_process(str(path), str(ready), skip_symbolic_shape=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        quantize_static(str(ready), str(made), Reader(), per_channel=True,
+        quantize_static(str(ready), str(target), Reader(), per_channel=True,
                         activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8)  # fmt: skip
-    return made
+    return target
 
 
 def networks(
     pilots: Sequence[str], x: Tensor, other: Tensor, folder: Path, threads: int, optimized: bool
 ) -> Iterator[Network]:
-    """ResNet-56, then the pilots. x: images to make forms for. other: to calibrate 8 bits."""
+    """ResNet-56, then the pilots. x: images to prepare engines for. other: to calibrate 8 bits."""
     first = x[:BATCH]
     full = cifar.trained(56)
     for name in track(("ResNet-56", *pilots), "engines", transient=True):
@@ -137,7 +137,7 @@ def networks(
         yield Network(name, engines)
 
 
-def timed(found: list[Network], x: Tensor, rounds: int) -> None:
+def timed(contenders: list[Network], x: Tensor, rounds: int) -> None:
     """Every engine in turns, each on other images at every call."""
     batches = x[: len(x) // BATCH * BATCH].split(BATCH)
     count = [0]
@@ -150,22 +150,22 @@ def timed(found: list[Network], x: Tensor, rounds: int) -> None:
         return one
 
     calls = {f"{one.name}|{name}": call(engine)
-             for one in found for name, engine in one.engines.items()}  # fmt: skip
+             for one in contenders for name, engine in one.engines.items()}  # fmt: skip
     for key, timing in time_alternately(calls, rounds, 2).items():
         name, _, engine = key.partition("|")
-        next(one for one in found if one.name == name).times[engine] = timing
+        next(one for one in contenders if one.name == name).times[engine] = timing
 
 
-def answered(found: list[Network], x: Tensor, cache: Path | None) -> None:
-    """What each says of all images: by torch, or by its only engine; kept in a file if asked."""
-    kept = torch.load(cache) if cache and cache.exists() else {}
-    for one in track(found, "answers", transient=True):
-        if len(kept.get(one.name, ())) != len(x):
+def answered(contenders: list[Network], x: Tensor, cache: Path | None) -> None:
+    """Set each network's logits, by torch or by its only engine. cache: a file of such logits."""
+    logits_of = torch.load(cache) if cache and cache.exists() else {}
+    for one in track(contenders, "answers", transient=True):
+        if len(logits_of.get(one.name, ())) != len(x):
             engine = next(iter(one.engines.values()))
-            kept[one.name] = torch.cat([engine(part) for part in x.split(250)])
-        one.logits = kept[one.name]
+            logits_of[one.name] = torch.cat([engine(part) for part in x.split(250)])
+        one.logits = logits_of[one.name]
     if cache:
-        torch.save(kept, cache)
+        torch.save(logits_of, cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class Row:
         return mean(values), stdev(values), cuts[0], cuts[-1]
 
     @property
-    def kept(self) -> float:
+    def within(self) -> float:
         """Of the splits, those with a loss on the reporting images of at most the target."""
         return mean(one.loss <= self.target for one in self.judged)
 
@@ -217,8 +217,8 @@ class Cascade:
         self.better = torch.logaddexp(*logs).argmax(1) if answer == "both" else self.whole
 
     def outcomes(self, knobs: Tensor) -> Outcomes:
-        made = torch.where(self.sure > knobs[:, None], self.mine, self.better)
-        return compared(knobs.tolist(), self.whole, made, self.labels)
+        answers = torch.where(self.sure > knobs[:, None], self.mine, self.better)
+        return compared(knobs.tolist(), self.whole, answers, self.labels)
 
     def knobs(self, rows: Tensor) -> Tensor:
         shares = torch.tensor(SHARES)
@@ -231,14 +231,14 @@ class Cascade:
     def judged(self, threshold: float | None, report: Tensor) -> Judged:
         if threshold is None:  # the full network alone, without the pilot
             return Judged(math.inf, 1.0, 0.0, 0.0, 1.0, upper_bound(0, len(report)))
-        found = self.outcomes(torch.tensor([threshold])).at(report).measured()[0]
+        outcome = self.outcomes(torch.tensor([threshold])).at(report).measured()[0]
         share = float((self.sure[report] <= threshold).float().mean())
-        return Judged(threshold, share, found.loss, found.disagreement, self.gain(share),
-                      found.disagreement_bound())  # fmt: skip
+        return Judged(threshold, share, outcome.loss, outcome.disagreement, self.gain(share),
+                      outcome.disagreement_bound())  # fmt: skip
 
     def rows(self, count: int, bar: Progress) -> Iterator[Row]:
         """Both rules at all losses, over `count` splits."""
-        found: dict[tuple[str, float], list[Judged]] = {}
+        judged_of: dict[tuple[str, float], list[Judged]] = {}
         words = f"{self.pilot.name}, {self.answer}"
         for seed in bar.track(range(count), description=words):
             split = splits(len(self.sure), seed, PARTS)
@@ -246,17 +246,17 @@ class Cascade:
             seen = known.at(torch.cat([split.choose, split.bound]))
             for loss in LOSSES:
                 sure = guarantee(known, loss, LEVEL, split=split).threshold
-                made = {"mean": by_mean(seen, loss), "guarantee": sure}
-                for rule, threshold in made.items():
+                thresholds = {"mean": by_mean(seen, loss), "guarantee": sure}
+                for rule, threshold in thresholds.items():
                     one = self.judged(threshold, split.report)
-                    found.setdefault((rule, loss), []).append(one)
-        for (rule, loss), judged in sorted(found.items(), reverse=True):
+                    judged_of.setdefault((rule, loss), []).append(one)
+        for (rule, loss), judged in sorted(judged_of.items(), reverse=True):
             yield Row(self.pilot.name, self.answer, rule, loss, tuple(judged))
 
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A cascade end to end: measured beside the full network, calculated, and what it did."""
+    """A cascade end to end: measured against the full network, calculated, and what it did."""
 
     row: Row
     gain: float
@@ -284,14 +284,14 @@ def streamed(cascades: list[Cascade], rows: list[Row], x: Tensor, rounds: int) -
     for name, (_, router) in routers.items():
         calls[name] = lambda router=router: list(router.stream(parts, batch=BATCH, fixed=True))
     taken = sample_seconds(calls, rounds, 1)
-    found = []
+    results = []
     for name, (row, router) in routers.items():
         ratios = [a / b for a, b in zip(taken["full"], taken[name], strict=True)]
         last = router.last
         assert last.latency is not None
-        found.append(Streamed(row, median(ratios), min(ratios), row.judged[0].gain, last.share,
+        results.append(Streamed(row, median(ratios), min(ratios), row.judged[0].gain, last.share,
                               last.latency))  # fmt: skip
-    return found
+    return results
 
 
 # --- the page -----------------------------------------------------------------------------------
@@ -309,11 +309,11 @@ def cells(row: Row) -> list[str]:
     return [row.pilot, row.answer, row.rule, f"{100 * row.target:.1f}",
             f"{100 * row.over('share')[0]:.1f}", speed,
             percent(row.over("loss"), "+"), percent(row.over("disagreement")),
-            f"{100 * row.over('bound')[0]:.2f}", f"{row.kept:.0%}", str(row.refused)]  # fmt: skip
+            f"{100 * row.over('bound')[0]:.2f}", f"{row.within:.0%}", str(row.refused)]  # fmt: skip
 
 
-HEAD = ["pilot", "answer", "rule", "loss asked, points", "in full, %", "speed-up", "accuracy lost",
-        "disagreement, %", "its bound, %", "loss kept", "refused"]  # fmt: skip
+HEAD = ["pilot", "answer", "rule", "loss allowed, points", "in full, %", "speed-up",
+        "accuracy lost", "disagreement, %", "its bound, %", "within loss", "refused"]  # fmt: skip
 
 
 def verdicts(rows: list[Row]) -> str:
@@ -325,23 +325,25 @@ def verdicts(rows: list[Row]) -> str:
                and (rule == "mean" or row.target <= TARGET)]  # fmt: skip
         best = max(fit, key=lambda row: row.over("gain")[0], default=None)
         got = "no row" if best is None else (
-            f"{best.over('gain')[0]:.2f}x (answer: {best.answer}, loss asked "
+            f"{best.over('gain')[0]:.2f}x (answer: {best.answer}, loss allowed "
             f"{100 * best.target:.1f}, lost {100 * best.over('loss')[0]:+.2f} points)")  # fmt: skip
         kind = "a mean loss" if rule == "mean" else f"a {LEVEL:.0%} guarantee of a loss"
         lines.append(f"- {least:.1f}x at {kind} of at most {100 * TARGET:.1f} points: {got}.")
     return "\n".join(lines)
 
 
-def page(found: list[Network], rows: list[Row], ends: list[Streamed], labels: Tensor,
+def page(contenders: list[Network], rows: list[Row], ends: list[Streamed], labels: Tensor,
          words: str) -> str:  # fmt: skip
-    full = found[0]
-    accuracy = {one.name: float((one.logits.argmax(1) == labels).float().mean()) for one in found}
+    full = contenders[0]
+    accuracy = {
+        one.name: float((one.logits.argmax(1) == labels).float().mean()) for one in contenders
+    }
     same = {one.name: float((one.logits.argmax(1) == full.logits.argmax(1)).float().mean())
-            for one in found}  # fmt: skip
+            for one in contenders}  # fmt: skip
     whole = full.times[full.engine].median
     engines = [[one.name, name, format_spread(timing), f"{whole / timing.median:.2f}",
                 f"{100 * accuracy[one.name]:.2f}", f"{100 * same[one.name]:.2f}"]
-               for one in found for name, timing in one.times.items()]  # fmt: skip
+               for one in contenders for name, timing in one.times.items()]  # fmt: skip
     streams = [[one.row.pilot, one.row.answer, one.row.rule, f"{100 * one.row.target:.1f}",
                 f"{100 * one.share:.1f}", f"{one.gain:.2f} ({one.least:.2f})",
                 f"{one.expected:.2f}", format_spread(one.late)] for one in ends]  # fmt: skip
@@ -354,7 +356,7 @@ def page(found: list[Network], rows: list[Row], ends: list[Streamed], labels: Te
         "accuracy, %",
         "as ResNet-56, %",
     ]
-    return f"""# ResNet-56 behind a pilot
+    return f"""# ResNet-56 after a pilot
 
 {words}
 
@@ -372,15 +374,15 @@ Targets, over {len(rows[0].judged)} random splits:
 ## Thresholds
 
 Images are split as {sizes}: to choose, to bound, to report. *Mean*: the boldest threshold whose
-loss on the first two parts is at most what is asked. *Guarantee*: the boldest that the tests of
+loss on the first two parts is at most the one allowed. *Guarantee*: the boldest that the tests of
 `demask.pilot.guarantee` pass at {LEVEL:.0%}. All else is of the third part: *in full*, images that
-go to ResNet-56; *speed-up*, from the times above, for a queue that fills batches; *accuracy lost*,
-in points (negative: better than ResNet-56); *disagreement*, other answers than ResNet-56's, and
-the mean of its {LEVEL:.0%} bounds; *loss kept*, splits whose third part loses no more than asked:
-less than promised is possible under a guarantee, for that part is a sample, too; *refused*, splits
-in which nothing can be guaranteed and ResNet-56 runs alone (loss 0, speed-up 1). Mean ± deviation
-(range of 95 % of the splits). Confidence: softmax margin. *Both*: answers of ResNet-56 are averaged
-with the pilot's.
+are passed to ResNet-56; *speed-up*, from the times above, for a queue that fills batches; *accuracy
+lost*, in points (negative: better than ResNet-56); *disagreement*, other answers than ResNet-56's,
+and the mean of its {LEVEL:.0%} bounds; *within loss*, splits whose third part loses no more than
+allowed: less than promised is possible under a guarantee, for that part is a sample, too;
+*refused*, splits in which nothing can be guaranteed and ResNet-56 runs alone (loss 0, speed-up 1).
+Mean ± deviation (range of 95 % of the splits). Confidence: softmax margin. *Both*: answers of
+ResNet-56 are averaged with the pilot's.
 
 {markdown(HEAD, [cells(row) for row in rows])}
 
@@ -389,10 +391,10 @@ with the pilot's.
 ## End to end
 
 The first split's third part through `Router.stream`, {BATCH} images a call, those for ResNet-56
-queued until there are {BATCH}; beside ResNet-56 alone, in turns. Measured: median of rounds (the
+queued until there are {BATCH}; in turns with ResNet-56 alone. Measured: median of rounds (the
 least). Expected: as above. Latency: milliseconds until a batch has all its answers.
 
-{markdown(["pilot", "answer", "rule", "loss asked, points", "in full, %", "speed-up, measured",
+{markdown(["pilot", "answer", "rule", "loss allowed, points", "in full, %", "speed-up, measured",
            "expected", "latency"], streams)}
 """  # fmt: skip
 
@@ -429,7 +431,7 @@ def draw(cascades: list[Cascade], rows: list[Row], path: Path, words: str) -> No
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].axhline(0, color="#8c8c8c", linewidth=0.8)
     panels[0].plot(
-        [], [], "o", color="#444444", markersize=4, label="mean rule, asked 0, 0.2, 0.5, 1"
+        [], [], "o", color="#444444", markersize=4, label="mean rule, 0, 0.2, 0.5, 1 allowed"
     )
     panels[0].plot([], [], "s", color="#444444", markersize=4, markerfacecolor="white",
                    label="95 % guarantee, the same")  # fmt: skip
@@ -458,27 +460,31 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="without demask.optimize, which times")
     parser.add_argument("--cache", type=Path, help="a file that keeps all networks' answers")
     parser.add_argument("--output", type=Path, default=RESULTS / "pilot_router.md")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     allocator, before = fix_allocator(), load_average()
-    x, labels = cifar.images(asked.images)
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad(), set_threads(asked.threads):
+    x, labels = cifar.images(options.images)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad(), set_threads(options.threads):
         other = cifar.images(512, "cifar10_train_jpeg.zip")[0]
-        found = list(networks(asked.pilots, x, other, Path(folder), asked.threads, not asked.quick))
-        timed(found, x, asked.rounds)
-        answered(found, x, asked.cache)
-        ways = {one.name: ("full",) if "bits" in one.name else ("full", "both") for one in found}
-        cascades = [Cascade(one, found[0], labels, answer)
-                    for one in found[1:] for answer in ways[one.name]]  # fmt: skip
+        contenders = list(
+            networks(options.pilots, x, other, Path(folder), options.threads, not options.quick)
+        )
+        timed(contenders, x, options.rounds)
+        answered(contenders, x, options.cache)
+        ways = {
+            one.name: ("full",) if "bits" in one.name else ("full", "both") for one in contenders
+        }
+        cascades = [Cascade(one, contenders[0], labels, answer)
+                    for one in contenders[1:] for answer in ways[one.name]]  # fmt: skip
         with Progress(transient=True) as bar:
-            rows = [row for one in cascades for row in one.rows(asked.splits, bar)]
+            rows = [row for one in cascades for row in one.rows(options.splits, bar)]
         small = [one for one in cascades if one.pilot.name.startswith("ResNet-20")]
-        ends = streamed(small, rows, x, asked.streams)
-    threads = f"{asked.threads} thread{'s' if asked.threads > 1 else ''}"
+        ends = streamed(small, rows, x, options.streams)
+    threads = f"{options.threads} thread{'s' if options.threads > 1 else ''}"
     runtime = f"ONNX Runtime {onnxruntime.__version__}"
     words = provenance("pilot_router", runtime, threads, allocator, before=before)
-    text = page(found, rows, ends, labels, words)
-    asked.output.write_text(text)
-    draw(cascades, rows, asked.output.with_suffix(".svg"), words)
+    text = page(contenders, rows, ends, labels, words)
+    options.output.write_text(text)
+    draw(cascades, rows, options.output.with_suffix(".svg"), words)
     print(text)
 
 

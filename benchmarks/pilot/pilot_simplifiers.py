@@ -1,7 +1,7 @@
 """Simplifiers of four networks: what each keeps, and what it costs. `demask pilot compare`, with
 seeds and intervals.
 
-ResNet-20 and -56 have trained weights (shared/data beside the project) and run once, on the images
+ResNet-20 and -56 have trained weights (shared/data next to the project) and run once, on the images
 of all seeds. The perceptron 784-512-512-10 and the vision transformer are trained here on
 Fashion-MNIST, once for each seed. Writes benchmarks/results/pilot_simplifiers.md.
 """
@@ -86,22 +86,22 @@ def trained(kind: type[nn.Module] | object, seed: int, data: Path, steps: int) -
     return model.eval()
 
 
-def cases(asked: argparse.Namespace) -> Iterator[tuple[str, int, nn.Module, Tensor, Tensor]]:
+def cases(options: argparse.Namespace) -> Iterator[tuple[str, int, nn.Module, Tensor, Tensor]]:
     """Network, seed, module, images, classes."""
-    pixels, classes = images("test", asked.data)
+    pixels, classes = images("test", options.data)
     for name, kind in (("perceptron", perceptron), ("transformer", Transformer)):
-        for seed in range(asked.seeds) if name in asked.networks else ():
-            model = trained(kind, seed, asked.data, asked.steps)
+        for seed in range(options.seeds) if name in options.networks else ():
+            model = trained(kind, seed, options.data, options.steps)
             some = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(seed))
-            some = some[: asked.images]
+            some = some[: options.images]
             yield name, seed, model, pixels[some].reshape(-1, 1, 28, 28), classes[some]
     for depth in (20, 56):
-        if (name := f"ResNet-{depth}") in asked.networks:
-            yield name, 0, cifar.trained(depth), *cifar.images(asked.images * asked.seeds)
+        if (name := f"ResNet-{depth}") in options.networks:
+            yield name, 0, cifar.trained(depth), *cifar.images(options.images * options.seeds)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class NetworkComparison:
     """One network and seed: its accuracy, and the comparison."""
 
     network: str
@@ -109,16 +109,16 @@ class Found:
     comparison: Comparison
 
 
-def measured(asked: argparse.Namespace, bar: Progress) -> Iterator[Found]:
-    for name, seed, model, pixels, classes in cases(asked):
+def measured(options: argparse.Namespace, bar: Progress) -> Iterator[NetworkComparison]:
+    for name, seed, model, pixels, classes in cases(options):
         task = bar.add_task(f"{name}, seed {seed}", total=None)
         calls = [(part,) for part in pixels.split(BATCH)]
         with torch.no_grad():
             answers = torch.cat([model(part).argmax(1) for part in pixels.split(BATCH)])
-        found = compare(model, calls, by=BY, pairs=asked.pairs, seconds=asked.seconds,
+        comparison = compare(model, calls, by=BY, pairs=options.pairs, seconds=options.seconds,
                         progress=lambda words, task=task, name=name: bar.update(
                             task, description=f"{name}: {words}"))  # fmt: skip
-        yield Found(name, (answers == classes).double().mean().item(), found)
+        yield NetworkComparison(name, (answers == classes).double().mean().item(), comparison)
         bar.remove_task(task)
 
 
@@ -141,14 +141,14 @@ def spread(values: Sequence[float | None], scale: float = 1.0, digits: int = 3) 
     return words if low == high else f"{words} ({low:.{digits}g}–{high:.{digits}g})"
 
 
-def cells(rows: Sequence[ComparisonRow], found: Sequence[Found]) -> list[str]:
+def cells(rows: Sequence[ComparisonRow], comparisons: Sequence[NetworkComparison]) -> list[str]:
     """One simplifier of one network, over its seeds."""
     by = rows[0].by
     if rows[0].refused:
         return [by, f"refused: {rows[0].refused}", *["–"] * (len(HEAD) - 2)]
-    same = [hit for one in found for hit in one.comparison.same[by]]
+    same = [hit for one in comparisons for hit in one.comparison.same[by]]
     share, low, high = interval(same)
-    full = found[0].comparison
+    full = comparisons[0].comparison
     return [
         by, f"{share:.1f} ({low:.1f}–{high:.1f})", spread([r.error for r in rows], digits=2),
         spread([r.correlation for r in rows]), spread([r.precision for r in rows], 100),
@@ -158,23 +158,23 @@ def cells(rows: Sequence[ComparisonRow], found: Sequence[Found]) -> list[str]:
     ]  # fmt: skip
 
 
-def page(found: Sequence[Found], asked: argparse.Namespace, words: str) -> str:
+def page(comparisons: Sequence[NetworkComparison], options: argparse.Namespace, words: str) -> str:
     """The page of results."""
     parts = [
         "# Simplifiers",
-        f"{words} {asked.seeds} seeds of "
-        f"{asked.images} images each; the ResNets, which are not trained here, on as many at once. "
+        f"{words} {options.seeds} seeds of {options.images} "
+        f"images each; the ResNets, which are not trained here, on as many at once. "
         f"Same class: share of images on which the simplified network names the class "
         f"that the full one names, with a 95 % bootstrap interval over all images. Other columns: "
         f"the mean over seeds (least–most). Error: of all outputs, relative, Euclidean. "
         f"Correlation: of magnitudes per channel with the full run's, mean over layers. Zeros: "
-        f"those behind ReLU that the simplified run foretells, element by element. Weights: bytes "
+        f"those after ReLU that the simplified run predicts, element by element. Weights: bytes "
         f"as they would be stored, of the full network's. Speed: time of the full network over the "
         f"simplified one's in turns, one thread, batches of {BATCH}: rounded weights are computed "
         f"with as float32 here, so theirs says nothing.",
     ]
-    for name in dict.fromkeys(one.network for one in found):
-        mine = [one for one in found if one.network == name]
+    for name in dict.fromkeys(one.network for one in comparisons):
+        mine = [one for one in comparisons if one.network == name]
         first = mine[0].comparison
         accuracy = spread([one.accuracy for one in mine], 100)
         zeros = spread([one.comparison.zeros for one in mine], 100)
@@ -199,17 +199,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of timing, at most, for each")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of Fashion-MNIST")
     parser.add_argument("--output", type=Path, default=RESULTS / "pilot_simplifiers.md")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     allocator, before = fix_allocator(), load_average()
     torch.set_num_threads(1)
-    asked.output.parent.mkdir(exist_ok=True)
-    found: list[Found] = []
+    options.output.parent.mkdir(exist_ok=True)
+    comparisons: list[NetworkComparison] = []
     with Progress(transient=True) as bar:
-        for one in measured(asked, bar):
-            found.append(one)
+        for one in measured(options, bar):
+            comparisons.append(one)
             words = provenance("pilot_simplifiers", allocator, before=before)
-            asked.output.write_text(page(found, asked, words))
-    print(asked.output.read_text())
+            options.output.write_text(page(comparisons, options, words))
+    print(options.output.read_text())
 
 
 if __name__ == "__main__":

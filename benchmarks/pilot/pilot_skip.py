@@ -45,7 +45,7 @@ BENCHMARK = Benchmark(
 
 KEEPS, LAYERS = (0.9, 0.75, 0.5), ("*", "*.conv1")
 IMAGES, CALIBRATION, PAIRS = 1000, 500, 31
-HEAD = ("layers", "pilot", "kept", "agrees with the full network", "accuracy", "MACs",
+HEAD = ("layers", "pilot", "computed", "agrees with the full network", "accuracy", "MACs",
         "ms, 1 image", "time: full / this", "use it")  # fmt: skip
 Seen = Callable[[Tensor], list[Tensor]]  # magnitudes by layer, for one image
 
@@ -71,8 +71,8 @@ def observer(model: nn.Module, x: Tensor, layers: tuple[str, ...]) -> Demasked:
     """The full network, to the magnitudes of these layers."""
     program = canonicalize(capture_program(model, (x,), None, None))
     analysis = Analysis(program, TABLE)
-    found = [t for t in targets_of(analysis)[0] if t.layer in layers]
-    return build_uncut(analysis, observing(program, found), ())
+    targets = [t for t in targets_of(analysis)[0] if t.layer in layers]
+    return build_uncut(analysis, observing(program, targets), ())
 
 
 def macs(call: Callable[[], object]) -> float:
@@ -82,16 +82,16 @@ def macs(call: Callable[[], object]) -> float:
     return counter.get_total_flops() / 2
 
 
-def pilots(made: Supported, watch: Demasked, others: Tensor) -> dict[str, tuple[Seen, bool]]:
+def pilots(module: Supported, watch: Demasked, others: Tensor) -> dict[str, tuple[Seen, bool]]:
     """Each pilot's magnitudes for an image, and whether it runs at every call."""
     fixed = [
         m.mean(0) for m in map(torch.stack, zip(*(watch(x[None]) for x in others), strict=True))
     ]
-    assert made.pilot is not None
+    assert module.pilot is not None
     return {
         "frame before": (lambda x: list(watch(x.roll(-1, 3))), False),
         "calibration set": (lambda x: fixed, False),
-        "4-bit weights": (lambda x: list(made.pilot(x)), True),  # type: ignore[misc]
+        "4-bit weights": (lambda x: list(module.pilot(x)), True),  # type: ignore[misc]
     }
 
 
@@ -104,32 +104,34 @@ def rows(
     answers = torch.cat([model(one).argmax(1) for one in x.split(1)])
     whole = macs(lambda: model(x[:1]))
     for pattern in patterns:
-        made = Skip(keeps[0], layers=pattern).applied(model, (x[:2],), None, "bits:4", TABLE)
-        watch = observer(model, x[:2], made.chosen.layers)
-        for name, (seen, runs) in pilots(made, watch, others).items():
+        module = Skip(keeps[0], layers=pattern).applied(model, (x[:2],), None, "bits:4", TABLE)
+        watch = observer(model, x[:2], module.chosen.layers)
+        for name, (seen, runs) in pilots(module, watch, others).items():
             for keep in keeps:
-                made.chosen = replace(made.chosen, keep=keep)
-                yield row(made, model, x, labels, answers, whole, pattern, name, seen, runs, pairs)
+                module.chosen = replace(module.chosen, keep=keep)
+                yield row(
+                    module, model, x, labels, answers, whole, pattern, name, seen, runs, pairs
+                )
 
 
 def row(
-    made: Supported, model: nn.Module, x: Tensor, labels: Tensor, answers: Tensor, whole: float,
+    module: Supported, model: nn.Module, x: Tensor, labels: Tensor, answers: Tensor, whole: float,
     pattern: str, name: str, seen: Seen, runs: bool, pairs: int,
 ) -> Row:  # fmt: skip
     """One setting, measured."""
-    found = []
-    for one in track(x.split(1), f"{name} {made.chosen.keep:g}", transient=True):
-        found.append(made.run(made.chosen.indices(seen(one)), (one,)).argmax(1))
-    got, first = torch.cat(found), x[:1]
-    held = seen(first)
+    image_answers = []
+    for one in track(x.split(1), f"{name} {module.chosen.keep:g}", transient=True):
+        image_answers.append(module.run(module.chosen.indices(seen(one)), (one,)).argmax(1))
+    got, first = torch.cat(image_answers), x[:1]
+    known = seen(first)
 
     def live() -> Tensor:
-        magnitudes = seen(first) if runs else held
-        return made.run(made.chosen.indices(magnitudes), (first,))
+        magnitudes = seen(first) if runs else known
+        return module.run(module.chosen.indices(magnitudes), (first,))
 
     taken = sample_seconds({"full": lambda: model(first), "this": live}, pairs)
     return Row(
-        pattern, name, made.chosen.keep or 0, int((got == answers).sum()),
+        pattern, name, module.chosen.keep or 0, int((got == answers).sum()),
         int((got == labels).sum()), len(x), macs(live) / whole, median(taken["full"]),
         median(taken["this"]), lower_bound(taken["full"], taken["this"]),
     )  # fmt: skip
@@ -149,19 +151,19 @@ def cells(row: Row) -> list[str]:
     ]  # fmt: skip
 
 
-def page(found: list[Row], words: str, right: str) -> str:
+def page(rows: list[Row], words: str, right: str) -> str:
     return f"""# ResNet-56, channels chosen by a pilot
 
 {words}
 
-{found[0].count} test images of CIFAR-10 (JPEG), one at a time, weights and images as they are
+{rows[0].count} test images of CIFAR-10 (JPEG), one at a time, weights and images as they are
 published: no draw, no seed. The full network is right on {right}.
 
-{markdown(HEAD, [cells(row) for row in found])}
+{markdown(HEAD, [cells(row) for row in rows])}
 
 "frame before": the image one pixel to the left, through the full network; its cost is not counted,
-since a video has run that frame. "4-bit weights": rounded weights are held as float32, so the pilot
-costs as much as the network, and is counted. A share of channels left out on both sides of a
+since a video has run that frame. "4-bit weights": rounded weights are stored as float32, so the
+pilot costs as much as the network, and is counted. A share of channels left out on both sides of a
 convolution leaves about its square of the MACs, and convolutions of 16 to 64 channels are not
 faster by as much: weights are gathered at every call.
 """
@@ -175,16 +177,18 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS / "pilot_skip.md")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     allocator, before = fix_allocator(), load_average()
-    with torch.no_grad(), set_threads(asked.threads):
-        found = list(rows(asked.images, tuple(asked.keeps), asked.pairs, tuple(asked.layers)))
-        x, labels = cifar.images(asked.images)
+    with torch.no_grad(), set_threads(options.threads):
+        results = list(
+            rows(options.images, tuple(options.keeps), options.pairs, tuple(options.layers))
+        )
+        x, labels = cifar.images(options.images)
         right = int((cifar.trained(56)(x).argmax(1) == labels).sum())
-    words = provenance("pilot_skip", allocator, f"{asked.threads} thread(s)", before=before)
-    asked.output.parent.mkdir(exist_ok=True)
-    asked.output.write_text(page(found, words, share(right, asked.images)))
-    print(asked.output.read_text())
+    words = provenance("pilot_skip", allocator, f"{options.threads} thread(s)", before=before)
+    options.output.parent.mkdir(exist_ok=True)
+    options.output.write_text(page(results, words, share(right, options.images)))
+    print(options.output.read_text())
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The networks that pilots are measured on, trained here with fixed seeds and kept in a folder.
+"""The networks that pilots are measured on, trained here with fixed seeds and stored in a folder.
 
 Multi-layer perceptrons on Fashion-MNIST (Xiao et al. 2017), with ReLU, whose hidden values are
 pushed to zero by a penalty on their sum, or not; one wide network whose pixels are standardised, so
 that no input is zero; and a small transformer on bytes of this project's documents, for its blocks
-linear, ReLU, linear. Run as a script it trains what the folder does not hold yet.
+linear, ReLU, linear. Run as a script it trains those that are not yet in the folder.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def trained(name: str, data: Path = DATA) -> nn.Sequential:
 
 
 class Block(nn.Module):
-    """Attention to what came before, then linear, ReLU, linear; norms in front of both."""
+    """Attention to what came before, then linear, ReLU, linear; norms before both."""
 
     def __init__(self, width: int = 768, hidden: int = 3072, heads: int = 12):
         super().__init__()
@@ -134,18 +134,18 @@ def documents() -> Tensor:
 
 
 def watched(model: Bytes, text: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The logits of a text, and what each block's ReLU makes of it, [n, t, hidden] each."""
-    found: list[Tensor] = []
+    """The logits of a text, and the outputs of each block's ReLU, [n, t, hidden] each."""
+    activations: list[Tensor] = []
     relus = [module for module in model.modules() if isinstance(module, nn.ReLU)]
 
     def keep(_: nn.Module, args: object, y: Tensor) -> None:
-        found.append(y)
+        activations.append(y)
 
     hooks = [relu.register_forward_hook(keep) for relu in relus]
     logits = model(text)
     for hook in hooks:
         hook.remove()
-    return logits, found
+    return logits, activations
 
 
 def transformer() -> Bytes:
@@ -170,7 +170,7 @@ def transformer() -> Bytes:
 
 
 def network(name: str, cache: Path, data: Path = DATA) -> nn.Module:
-    """A network of SPECS, or the transformer, in eval mode: from the folder, or trained and kept
+    """A network of SPECS, or the transformer, in eval mode: from the folder, or trained and stored
     there as NAME.safetensors. ValueError for other names."""
     if name not in (*SPECS, TRANSFORMER):
         raise ValueError(f"expected one of {[*SPECS, TRANSFORMER]}, got {name!r}")
@@ -181,9 +181,9 @@ def network(name: str, cache: Path, data: Path = DATA) -> nn.Module:
         return model.eval()
     cache.mkdir(parents=True, exist_ok=True)
     model = transformer() if name == TRANSFORMER else trained(name, data)
-    beside = path.with_suffix(".part")
-    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, beside)
-    beside.rename(path)
+    partial = path.with_suffix(".part")
+    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, partial)
+    partial.rename(path)
     return model
 
 
@@ -211,11 +211,11 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, required=True, help="folder of trained networks")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of Fashion-MNIST")
     parser.add_argument("--networks", nargs="+", default=[*SPECS, TRANSFORMER])
-    asked = parser.parse_args()
-    for name in asked.networks:
+    options = parser.parse_args()
+    for name in options.networks:
         start = time.perf_counter()
-        model = network(name, asked.cache, asked.data)
-        print(described(name, model, asked.data), f"({time.perf_counter() - start:.0f} s)")
+        model = network(name, options.cache, options.data)
+        print(described(name, model, options.data), f"({time.perf_counter() - start:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Chain(nn.Module):
 
 
 def network(make: Callable[[], nn.Module]) -> nn.Module:
-    """The network, half of its channels masked, shifts kept."""
+    """The network, half of its channels masked, shifts nonzero."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     return masked(randomised(make(), generator), generator, shifts=True)
@@ -65,18 +65,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS / "cost.md")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    makes: dict[str, Callable[[], nn.Module]] = {"ResNet-56": lambda: ResNet(56)}
+    builders: dict[str, Callable[[], nn.Module]] = {"ResNet-56": lambda: ResNet(56)}
     for size in SIZES:
-        makes[f"{size} nodes"] = lambda size=size: Chain(size)
-    models = {name: network(make) for name, make in makes.items()}
+        builders[f"{size} nodes"] = lambda size=size: Chain(size)
+    models = {name: network(build) for name, build in builders.items()}
     images, before = torch.randn(2, *IMAGE), load_average()
     for model in models.values():
         demask.demask(model, (images,))  # a first call imports and compiles
     whole: dict[str, list[float]] = {name: [] for name in models}
     export: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(asked.runs):  # in turns, so that a drift of the machine falls on all alike
+    for _ in range(options.runs):  # in turns, so that a drift of the machine falls on all alike
         for name, model in models.items():
             whole[name].append(seconds(lambda model=model: demask.demask(model, (images,))))
             export[name].append(seconds(lambda model=model: capture(model, (images,))))
@@ -94,14 +94,14 @@ def main() -> None:
         f"{large} / {small}: {ratio:.2f} (limit {RATIO:g})."
     )
     words = (
-        f"{provenance('cost', '1 thread', before=before)} Medians of {asked.runs} runs in turns."
+        f"{provenance('cost', '1 thread', before=before)} Medians of {options.runs} runs in turns."
     )
     table = Table(*head, title=f"{words}\n{verdict}")
     for line in lines:
         table.add_row(*line)
     Console().print(table)
-    asked.output.parent.mkdir(exist_ok=True)
-    asked.output.write_text(
+    options.output.parent.mkdir(exist_ok=True)
+    options.output.write_text(
         "# The time that demask() itself takes\n\n"
         f"{words}\n\n{markdown(head, lines)}\n\n{verdict}\n"
     )

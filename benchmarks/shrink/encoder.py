@@ -1,9 +1,9 @@
-"""A MiniLM-sized encoder, masked and demasked, timed beside one built for the widths left:
+"""A MiniLM-sized encoder, masked and demasked, timed in turns with one built for the widths left:
 `python -m benchmarks run encoder`.
 
 BERT with 6 layers of width 384, 12 heads and 1,536 feed-forward units (random weights). In each
-layer half of the heads (rows of the values, biases too) and half of the units (rows; biases kept)
-are masked, drawn anew. Writes benchmarks/results/encoder.md.
+layer half of the heads (rows of the values, biases too) and half of the units (rows, not their
+biases) are masked, drawn anew. Writes benchmarks/results/encoder.md.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def _part(
         weight, bias = weight[rows], bias[rows]
     if columns is not None:
         weight = weight[:, columns]
-    made = nn.Linear(weight.shape[1], weight.shape[0])
-    made.weight, made.bias = nn.Parameter(weight.clone()), nn.Parameter(bias)
-    return made
+    layer = nn.Linear(weight.shape[1], weight.shape[0])
+    layer.weight, layer.bias = nn.Parameter(weight.clone()), nn.Parameter(bias)
+    return layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +108,17 @@ class Row:
     threads: int
     report: demask.Report
     difference: float
-    given: Timing
+    masked: Timing
     result: Timing
     hand: Timing
 
     @property
     def speed(self) -> float:
         """The median time of the masked network over that of the demasked one."""
-        return self.given.median / self.result.median
+        return self.masked.median / self.result.median
 
     @property
-    def beside_hand(self) -> float:
+    def over_hand(self) -> float:
         """The time of the demasked network over that of the one built by hand."""
         return self.result.median / self.hand.median
 
@@ -140,12 +140,12 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
                 bar.update(step, description=f"{attention}, {batch} x {length}, {count} threads")
                 torch.set_num_threads(count)
                 calls = {
-                    name: lambda made=made, ids=ids: made(input_ids=ids)
-                    for name, made in (("given", model), ("result", slim), ("hand", hand))
+                    name: lambda network=network, ids=ids: network(input_ids=ids)
+                    for name, network in (("masked", model), ("result", slim), ("hand", hand))
                 }
                 with torch.inference_mode():
-                    found = time_alternately(calls, pairs, seconds=seconds)
-                times = [found[name] for name in calls]
+                    timings = time_alternately(calls, pairs, seconds=seconds)
+                times = [timings[name] for name in calls]
                 yield Row(attention, batch, length, count, demask.report(slim), difference, *times)
                 bar.advance(step)
 
@@ -153,8 +153,8 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
 def furthest(model: nn.Module, others: Sequence[nn.Module], ids: Tensor) -> float:
     """The largest relative difference of the others' outputs; raises Mismatch above 1e-4."""
     with torch.inference_mode():
-        wanted, *made = (m(input_ids=ids).last_hidden_state for m in (model, *others))
-    worst = max(float((wanted - value).abs().max() / wanted.abs().max()) for value in made)
+        wanted, *outputs = (m(input_ids=ids).last_hidden_state for m in (model, *others))
+    worst = max(float((wanted - output).abs().max() / wanted.abs().max()) for output in outputs)
     if worst > 1e-4:
         raise demask.Mismatch(f"expected the same outputs, got a relative difference of {worst:g}")
     return worst
@@ -171,26 +171,27 @@ def cells(row: Row) -> list[str]:
     return [
         row.attention, f"{row.batch} x {row.length}", str(row.threads),
         f"{before.parameters:,} → {after.parameters:,}", f"{after.macs / before.macs:.2f}",
-        format_spread(row.given), format_spread(row.result), f"{row.speed:.2f}",
-        "" if row.speed >= 1 else "slower", format_spread(row.hand), f"{row.beside_hand:.2f}",
+        format_spread(row.masked), format_spread(row.result), f"{row.speed:.2f}",
+        "" if row.speed >= 1 else "slower", format_spread(row.hand), f"{row.over_hand:.2f}",
         f"{row.difference:.0e}",
     ]  # fmt: skip
 
 
-def page(found: Sequence[Row], words: str) -> str:
-    counts = sorted({t.count for row in found for t in (row.given, row.result, row.hand)})
+def page(rows: Sequence[Row], words: str) -> str:
+    counts = sorted({t.count for row in rows for t in (row.masked, row.result, row.hand)})
     return f"""# A MiniLM-sized encoder, masked and demasked
 
 {words}
 
 BERT with {LAYERS} layers of width {WIDTH}, {HEADS} heads and {UNITS:,} units, random weights; half
-of the heads and half of the units of each layer are masked (biases of units kept). One demask, with
+of the heads and half of the units of each layer are masked (not biases of units). One demask, with
 batch and length dynamic, serves all sizes. Milliseconds are the median (10 %–90 % quantile) of
 {counts[0]}–{counts[-1]} alternated calls of each network in one process, float32. *By hand*: the
-same code with layers of the widths that are left. *eager*: attention spelled out. *Difference*: the
-larger of both to the masked network. Slower: {sum(row.speed < 1 for row in found)} of {len(found)}.
+same code with layers of the widths that are left. *eager*: attention as products and
+softmax. *Difference*: the larger of both to the masked network. Slower:
+{sum(row.speed < 1 for row in rows)} of {len(rows)}.
 
-{markdown(HEAD, [cells(row) for row in found])}
+{markdown(HEAD, [cells(row) for row in rows])}
 """
 
 

@@ -82,7 +82,7 @@ def residual(depth: int) -> tuple[nn.Module, Tensor]:
 
 
 def classifier(name: str) -> tuple[nn.Module, Tensor]:
-    """Half of the channels inside of every block masked, so that its class can come back."""
+    """Half of the channels inside of every block masked, so that the result can be of its class."""
     net = networks.built(name, torch.Generator().manual_seed(0))
     networks.mask_inside(net)
     return net, torch.randn(2, 3, 224, 224)
@@ -195,15 +195,15 @@ def speed_rows(runs: int) -> Iterator[list[str]]:
 ROWS = {"time": time_rows, "memory": memory_rows, "speed": speed_rows}
 
 
-def page(found: dict[str, Any]) -> str:
+def page(measured: dict[str, Any]) -> str:
     """The page of the tables measured so far."""
     text = (
-        "# The user's own network back\n\nMade by `python -m benchmarks run own_network`; that "
+        "# The user's own class\n\nWritten by `python -m benchmarks run own_network`; that "
         "script's docstring says what each table holds.\n"
     )
     for part in HEADS:
-        if part in found:
-            words, rows = found[part]["words"], found[part]["rows"]
+        if part in measured:
+            words, rows = measured[part]["words"], measured[part]["rows"]
             text += f"\n## {TITLES[part]}\n\n{words}\n\n{markdown(HEADS[part], rows)}\n"
     return text
 
@@ -215,20 +215,20 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=list(HEADS), default=list(HEADS))
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--output", type=Path, default=RESULTS / "own_network.md")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    stored = asked.output.with_suffix(".json")
-    found = json.loads(stored.read_text()) if stored.exists() else {}
-    for part in asked.parts:
+    stored = options.output.with_suffix(".json")
+    measured = json.loads(stored.read_text()) if stored.exists() else {}
+    for part in options.parts:
         before = load_average()
-        rows = list(ROWS[part](asked.runs))
+        rows = list(ROWS[part](options.runs))
         words = provenance("own_network", "1 thread", before=before)
         if part != "memory":
-            words += f" Medians of {asked.runs} runs in turns, and the range of the middle half."
-        found[part] = {"words": words, "rows": rows}
-        stored.write_text(json.dumps(found, indent=1))
+            words += f" Medians of {options.runs} runs in turns, and the range of the middle half."
+        measured[part] = {"words": words, "rows": rows}
+        stored.write_text(json.dumps(measured, indent=1))
         Console().print(markdown(HEADS[part], rows))
-    asked.output.write_text(page(found))
+    options.output.write_text(page(measured))
 
 
 if __name__ == "__main__":

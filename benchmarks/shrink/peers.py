@@ -2,7 +2,7 @@
 
 Each network gets random weights and batch norm statistics (ResNet-56: trained ones, and it sees
 photographs), and half of each convolution's output channels are zeroed, drawn anew for each layer.
-Every contender starts from that same network: how it is called, and what it had to be told, is in
+Every contender starts from that same network: how it is called, and which settings it needed, is in
 `peers_called.CALLED`. The masked network is the reference of all errors and speeds. Writes
 benchmarks/results/peers.md and peers.svg.
 
@@ -70,7 +70,7 @@ PACKAGES = ("torch-simplify", "torch-pruning", "openvino", "torchvision")
 def prepared(name: str, shifts: bool, size: int) -> tuple[nn.Module, Tensor]:
     """The masked network, zeros in its weights and no hooks, with two images.
 
-    The layer that makes the outputs is not masked. shifts: masked channels keep their bias and
+    The layer that computes the outputs is not masked. shifts: masked channels keep their bias and
     batch norm, so they are constants; else whatever a dead channel meets is zeroed as well.
     """
     generator = torch.Generator().manual_seed(0)
@@ -92,7 +92,7 @@ def drawn(name: str, batch: int, size: int, generator: torch.Generator) -> Tenso
 
 @torch.no_grad()
 def shiftless(model: nn.Module, images: Tensor) -> nn.Module:
-    """The model, in place, with dead channels kept 0: their biases and batch norms are zeroed."""
+    """The model, in place, with dead channels 0: their biases and batch norms are zeroed."""
 
     def silence(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         dead = inputs[0].abs().amax((0, 2, 3)) == 0
@@ -113,10 +113,10 @@ def shiftless(model: nn.Module, images: Tensor) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One masked network and what all made of it.
+    """One masked network and the results of all contenders.
 
-    rounding: the masked network's own error in float32. signal: how far its outputs on two images
-    lie apart. Both relative to the largest output, as errors are.
+    rounding: the masked network's own error in float32. signal: the difference of its outputs on
+    two images. Both relative to the largest output, as errors are.
     """
 
     network: str
@@ -143,7 +143,7 @@ class Row:
 
 
 def case(name: str, shifts: str, size: int) -> Case:
-    """Everything made of one masked network."""
+    """The results of all contenders on one masked network."""
     torch.set_num_threads(1)
     model, images = prepared(name, shifts == "kept", size)
     with torch.inference_mode():
@@ -155,41 +155,42 @@ def case(name: str, shifts: str, size: int) -> Case:
     )  # fmt: skip
 
 
-def timed(found: Case, images: Tensor, threads: int, pairs: int, seconds: float) -> Row:
+def timed(case: Case, images: Tensor, threads: int, pairs: int, seconds: float) -> Row:
     """Torch's contenders in turns, then OpenVINO's: so that one pool of threads is at work."""
     torch.set_num_threads(threads)
     timings: dict[str, Timing] = {}
     with torch.inference_mode():
         for family in (TORCH, OPENVINO):
-            ready = {w: o.ready(images, threads) for w in family if (o := found.outcomes[w]).ready}
+            ready = {w: o.ready(images, threads) for w in family if (o := case.outcomes[w]).ready}
             calls = {w: (lambda call=call: call(images)) for w, call in ready.items()}
             timings |= time_alternately(calls, pairs, 2, seconds=seconds) if calls else {}
-    return Row(found, len(images), threads, timings)
+    return Row(case, len(images), threads, timings)
 
 
-def rows(asked: argparse.Namespace, bar: Progress, skipped: dict[str, str]) -> Iterator[Row]:
+def rows(options: argparse.Namespace, bar: Progress, skipped: dict[str, str]) -> Iterator[Row]:
     """Every network, masked both ways, at every batch size and number of threads."""
-    tasks = [(name, shifts) for name in asked.networks for shifts in asked.shifts]
-    step = bar.add_task("", total=len(tasks) * len(asked.batches) * len(asked.threads))
+    tasks = [(name, shifts) for name in options.networks for shifts in options.shifts]
+    step = bar.add_task("", total=len(tasks) * len(options.batches) * len(options.threads))
     for name, shifts in tasks:
         bar.update(step, description=f"shrinking {name}, shifts {shifts}")
         try:
-            found = case(name, shifts, asked.size)
+            network_case = case(name, shifts, options.size)
         except FileNotFoundError:
-            skipped[name] = "its weights or images are not in shared/data beside the project"
-            bar.advance(step, len(asked.batches) * len(asked.threads))
+            skipped[name] = "its weights or images are not in shared/data next to the project"
+            bar.advance(step, len(options.batches) * len(options.threads))
             continue
         part = []
-        for batch, threads in product(asked.batches, asked.threads):
+        for batch, threads in product(options.batches, options.threads):
             bar.update(step, description=f"{name}, batch {batch}, {threads} threads")
-            images = drawn(name, batch, asked.size, torch.Generator().manual_seed(batch))
-            part.append(timed(found, images, threads, asked.pairs, asked.seconds))
+            images = drawn(name, batch, options.size, torch.Generator().manual_seed(batch))
+            part.append(timed(network_case, images, threads, options.pairs, options.seconds))
             bar.console.log(*summary(part[-1]))
             bar.advance(step)
         light = replace(
-            found, outcomes={w: replace(o, ready=None) for w, o in found.outcomes.items()}
+            network_case,
+            outcomes={w: replace(o, ready=None) for w, o in network_case.outcomes.items()},
         )
-        yield from (replace(row, case=light) for row in part)  # gigabytes of networks go
+        yield from (replace(row, case=light) for row in part)  # frees gigabytes of networks
 
 
 def summary(row: Row) -> list[str]:
@@ -198,12 +199,12 @@ def summary(row: Row) -> list[str]:
     return setting + [milliseconds(row, who, short=True) for who in TORCH + OPENVINO]
 
 
-def made(outcome: Outcome, given: Outcome) -> str:
-    """Numbers left of those given, error, seconds; or why there is nothing."""
+def describe_outcome(outcome: Outcome, original: Outcome) -> str:
+    """Numbers left of those in `original`, error, seconds; or why there is nothing."""
     if outcome.failure:
         return "fails: " + outcome.failure.replace("|", "/")
     error = f"**{outcome.error:.0e} wrong**" if outcome.wrong else f"{outcome.error:.0e}"
-    share = 100 * outcome.numbers / given.numbers
+    share = 100 * outcome.numbers / original.numbers
     return f"{outcome.numbers / 1e6:.2f} M ({share:.0f} %), {error}, {outcome.seconds:.1f} s"
 
 
@@ -217,26 +218,27 @@ def milliseconds(row: Row, who: str, *, short: bool = False) -> str:
 
 
 def results(cases: Iterable[Case]) -> list[list[str]]:
-    """Per network what each contender made."""
+    """Per network the result of each contender."""
     return [
         [c.network, f"{c.outcomes[MASKED].numbers / 1e6:.2f} M", f"{c.rounding:.0e}",
-         f"{c.signal:.0e}", *(made(c.outcomes[who], c.outcomes[MASKED]) for who in TORCH[1:]),
-         *(made(c.outcomes[who], c.outcomes[PLAIN]) for who in OPENVINO)]
+         f"{c.signal:.0e}",
+         *(describe_outcome(c.outcomes[who], c.outcomes[MASKED]) for who in TORCH[1:]),
+         *(describe_outcome(c.outcomes[who], c.outcomes[PLAIN]) for who in OPENVINO)]
         for c in cases
     ]  # fmt: skip
 
 
-def times(found: Iterable[Row]) -> list[list[str]]:
+def times(rows: Iterable[Row]) -> list[list[str]]:
     """Per setting the times of each contender, and those that beat demask."""
     return [
         [r.case.network, str(r.batch), str(r.threads),
          *(milliseconds(r, who) for who in TORCH + OPENVINO),
          ", ".join(w + (" †" if r.case.outcomes[w].wrong else "") for w in r.faster())]
-        for r in found
+        for r in rows
     ]  # fmt: skip
 
 
-MADE = ["network", "stored", "rounding", "signal", *TORCH[1:], *OPENVINO]
+OUTCOMES = ["network", "stored", "rounding", "signal", *TORCH[1:], *OPENVINO]
 SHORT = ["network", "shifts", "batch", "threads", *TORCH, *OPENVINO]
 TIMES = ["network", "batch", "threads", *TORCH, *OPENVINO, "faster than demask"]
 
@@ -246,27 +248,27 @@ numbers that is left, error relative to the largest output (bold or †: wrong).
 BRIEF = (DEMASK, SIMPLIFY, MASK)
 
 
-def readme(found: Sequence[Row], shifts: str = "kept") -> str:
+def readme(rows: Sequence[Row], shifts: str = "kept") -> str:
     """The short table: one row per network, the smallest batch and fewest threads of the run."""
     head = ["network", "masked, ms", *BRIEF, "OpenVINO's Pruning"]
     lines: dict[str, list[str]] = {}
-    for row in sorted(found, key=lambda r: (r.batch, r.threads)):
+    for row in sorted(rows, key=lambda r: (r.batch, r.threads)):
         case = row.case
         if case.shifts == shifts and case.network not in lines:
-            given = case.outcomes[MASKED]
-            cells = [brief(row, who, given) for who in BRIEF]
+            original = case.outcomes[MASKED]
+            cells = [brief(row, who, original) for who in BRIEF]
             cells.append(brief(row, PRUNED, case.outcomes[PLAIN], timed=False))
             lines[case.network] = [case.network, milliseconds(row, MASKED, short=True), *cells]
-    order = list(dict.fromkeys(row.case.network for row in found if row.case.network in lines))
+    order = list(dict.fromkeys(row.case.network for row in rows if row.case.network in lines))
     return markdown(head, [lines[name] for name in order])
 
 
-def brief(row: Row, who: str, given: Outcome, *, timed: bool = True) -> str:
+def brief(row: Row, who: str, original: Outcome, *, timed: bool = True) -> str:
     """Milliseconds, share of the numbers left, error."""
     outcome = row.case.outcomes[who]
     if outcome.failure:
         return "fails"
-    share = f"{100 * outcome.numbers / given.numbers:.0f} %"
+    share = f"{100 * outcome.numbers / original.numbers:.0f} %"
     error = f"**{outcome.error:.0e}**" if outcome.wrong else f"{outcome.error:.0e}"
     return ", ".join([*([milliseconds(row, who, short=True)] if timed else []), share, error])
 
@@ -275,30 +277,30 @@ INTRO = """# demask and its peers, on the same masks
 
 {words}
 
-Half of each convolution's output channels are zeroed, drawn anew for each layer. *Made*: numbers
-left (of those stored), the error of the outputs relative to the largest, in float32, and seconds to
-make it. **Wrong** or †: an error above {wrong:g}. *Rounding*: the masked network's own error in
-float32. *Signal*: how far its outputs on two images lie apart; an error that large means that
-nothing is left. Times: milliseconds, median (10 %–90 % quantile) of {calls} calls
+Half of each convolution's output channels are zeroed, drawn anew for each layer. *Results*:
+numbers left (of those stored), the error of the outputs relative to the largest, in float32, and
+seconds to build it. **Wrong** or †: an error above {wrong:g}. *Rounding*: the masked network's own
+error in float32. *Signal*: the difference of its outputs on two images; an error that large means
+that nothing is left. Times: milliseconds, median (10 %–90 % quantile) of {calls} calls
 in turns in one process. OpenVINO is another runtime: compare its columns with each other.
 
 ![Speed against error](peers.svg)"""
 
 
-def page(found: Sequence[Row], words: str, skipped: Mapping[str, str]) -> str:
+def page(rows: Sequence[Row], words: str, skipped: Mapping[str, str]) -> str:
     """The results as markdown."""
-    counts = sorted({timing.count for row in found for timing in row.timings.values()})
+    counts = sorted({timing.count for row in rows for timing in row.timings.values()})
     calls = "–".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
     parts = [INTRO.format(words=words, wrong=WRONG, calls=calls)]
     for shifts, title in (("kept", "are constants"), ("zero", "are 0")):
-        part = [row for row in found if row.case.shifts == shifts]
+        part = [row for row in rows if row.case.shifts == shifts]
         if part:
             cases = list({row.case.network: row.case for row in part}.values())
             parts += [
                 f"## Shifts {shifts}: masked channels {title}",
                 LEGEND,
                 readme(part, shifts),
-                markdown(MADE, results(cases)),
+                markdown(OUTCOMES, results(cases)),
                 markdown(TIMES, times(part)),
                 losses(part),
             ]
@@ -307,22 +309,22 @@ def page(found: Sequence[Row], words: str, skipped: Mapping[str, str]) -> str:
     return "\n\n".join([*parts, "## How each was called", "\n".join(called)]) + "\n"
 
 
-def losses(found: Sequence[Row]) -> str:
+def losses(rows: Sequence[Row]) -> str:
     """How often something in torch was faster than demask, whether it is right or not."""
-    right = sum(any(not r.case.outcomes[who].wrong for who in r.faster()) for r in found)
+    right = sum(any(not r.case.outcomes[who].wrong for who in r.faster()) for r in rows)
     return (
-        f"Of {len(found)} settings, something was faster than demask in "
-        f"{sum(bool(r.faster()) for r in found)}, and something that computes the same in {right}."
+        f"Of {len(rows)} settings, something was faster than demask in "
+        f"{sum(bool(r.faster()) for r in rows)}, and something that computes the same in {right}."
     )
 
 
-def points(found: Sequence[Row]) -> list[Point]:
-    """For the picture: speed and error of demask and its peers in torch, masks as they come."""
+def points(rows: Sequence[Row]) -> list[Point]:
+    """For the picture: speed and error of demask and its peers in torch, one choice of shifts."""
     return [
         Point(who, row.timings[MASKED].median / row.timings[who].median,
               row.case.outcomes[who].error, row.case.network)
-        for row in found for who in (*BRIEF, OWN)
-        if who in row.timings and row.case.shifts == found[0].case.shifts
+        for row in rows for who in (*BRIEF, OWN)
+        if who in row.timings and row.case.shifts == rows[0].case.shifts
     ]  # fmt: skip
 
 
@@ -350,21 +352,21 @@ def versions() -> str:
 
 
 def main() -> None:
-    asked = arguments()
+    options = arguments()
     versions()
     warnings.simplefilter("ignore")  # peers warn of torch's deprecations on every trace
     allocator, before, skipped = fix_allocator(), load_average(), {}
     console = Console()
     with Progress(console=console, transient=True) as bar:
-        found = list(rows(asked, bar, skipped))
+        results = list(rows(options, bar, skipped))
     words = provenance("peers", versions(), allocator, before=before)
     table = Table(*SHORT, title=words, caption="milliseconds; † the result is wrong")
-    for row in found:
+    for row in results:
         table.add_row(*summary(row))
     console.print(table)
-    asked.output.parent.mkdir(exist_ok=True)
-    asked.output.write_text(page(found, words, skipped))
-    asked.output.with_suffix(".svg").write_text(picture(points(found)))
+    options.output.parent.mkdir(exist_ok=True)
+    options.output.write_text(page(results, words, skipped))
+    options.output.with_suffix(".svg").write_text(picture(points(results)))
 
 
 if __name__ == "__main__":

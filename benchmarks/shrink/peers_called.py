@@ -40,9 +40,9 @@ CALLED = {
     "batch norms into convolutions, propagates biases, removes. The result takes images of that "
     "one size only; bias maps as large as an activation count as stored numbers.",
     MASK: "it takes no masks and chooses channels itself, so it is handed those that it can take: "
-    "from `DependencyGraph().build_dependency`, a channel of a coupled group goes when every "
+    "from `DependencyGraph().build_dependency`, a channel of a coupled group is removed when every "
     "convolution or linear layer that reads it reads nothing but zeros, constants disregarded "
-    "(found by running a copy whose weights are 1 where they are not 0, without shifts). Where one "
+    "(by a run of a copy whose weights are 1 where they are not 0, without shifts). Where one "
     "layer of a group is alive, the channel stays in all. Constants are lost: that is the error.",
     OWN: "what its README shows: `BasePruner(model, images, importance=GroupMagnitudeImportance(), "
     "pruning_ratio=0.5, ignored_layers=[last layer]).step()` on the masked network. It removes "
@@ -68,10 +68,10 @@ def simplified(model: nn.Module, images: Tensor) -> nn.Module:
 def read(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
     """Which input channels of each plain convolution and linear layer carry more than a constant.
 
-    Found on a copy in which every weight is 1 / inputs, or 0 where it is 0, shifts and means are 0:
+    Read off a copy in which every weight is 1 / inputs, or 0 where it is 0, shifts and means are 0:
     images of ones stay positive wherever something flows, and are 0 elsewhere.
     """
-    probe, found = deepcopy(model).double(), {}
+    probe, carrying = deepcopy(model).double(), {}
     for name, layer in probe.named_modules():
         if isinstance(layer, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
             layer.weight.copy_((layer.weight != 0) / layer.weight[0].numel())
@@ -83,16 +83,16 @@ def read(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
         if isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1):
 
             def look(_: nn.Module, inputs: tuple[Tensor, ...], name: str = name) -> None:
-                found[name] = inputs[0].transpose(0, 1).flatten(1).abs().amax(1) > 0
+                carrying[name] = inputs[0].transpose(0, 1).flatten(1).abs().amax(1) > 0
 
             layer.register_forward_pre_hook(look)
     probe(torch.ones_like(images, dtype=torch.float64))
-    return found
+    return carrying
 
 
 def unread(graph: Any, group: Any, alive: Mapping[nn.Module, Tensor]) -> list[int]:
     """The channels of a group's first layer that no layer of the group reads anything from."""
-    kept: set[int] = set()
+    read_channels: set[int] = set()
     readers = 0
     for item in group:
         layer = item.dep.target.module
@@ -104,8 +104,8 @@ def unread(graph: Any, group: Any, alive: Mapping[nn.Module, Tensor]) -> list[in
                     f"{len(alive[layer])}"
                 )
             pairs = zip(item.idxs, item.root_idxs, strict=True)
-            kept |= {root for channel, root in pairs if alive[layer][channel]}
-    return sorted(set(group[0].root_idxs) - kept) if readers else []
+            read_channels |= {root for channel, root in pairs if alive[layer][channel]}
+    return sorted(set(group[0].root_idxs) - read_channels) if readers else []
 
 
 def pruned_by_mask(model: nn.Module, images: Tensor) -> nn.Module:
@@ -117,7 +117,7 @@ def pruned_by_mask(model: nn.Module, images: Tensor) -> nn.Module:
     alive = {layers[name]: channels for name, channels in read(model, images).items()}
     graph = DependencyGraph().build_dependency(result, (images,), verbose=False)
     groups = list(graph.get_all_groups(root_module_types=(nn.Conv2d, nn.Linear)))
-    # All are chosen before the first goes, as `alive` counts channels of the whole network.
+    # All are chosen before the first is removed, as `alive` counts channels of the whole network.
     chosen = [(group[0].dep, unread(graph, group, alive)) for group in groups]
     for first, channels in chosen:
         if channels:
@@ -128,7 +128,7 @@ def pruned_by_mask(model: nn.Module, images: Tensor) -> nn.Module:
 
 
 def pruned_by_choice(model: nn.Module, images: Tensor) -> nn.Module:
-    """What torch-pruning makes of a copy when it chooses half of the channels itself."""
+    """A copy pruned by torch-pruning, which chooses half of the channels itself."""
     import torch_pruning as tp
 
     result = deepcopy(model)
@@ -168,8 +168,8 @@ def compiled(graph: Any, threads: int) -> Call:
     request = openvino.Core().compile_model(graph, "CPU", options).create_infer_request()
 
     def call(images: Tensor) -> Tensor:
-        found = request.infer([images.numpy()], share_inputs=True, share_outputs=True)
-        return torch.from_numpy(found[0])
+        outputs = request.infer([images.numpy()], share_inputs=True, share_outputs=True)
+        return torch.from_numpy(outputs[0])
 
     return call
 
@@ -184,10 +184,10 @@ def stored(result: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a contender made. ready: a call for images like these and threads; None if it failed.
+    """A contender's result. ready: a call for images like these and threads; None if it failed.
 
     numbers: stored. error: of the outputs on two images, relative to the largest, in float32.
-    seconds: to make it.
+    seconds: to build it.
     """
 
     ready: Ready | None
@@ -202,13 +202,13 @@ class Outcome:
 
 
 def outcomes(model: nn.Module, images: Tensor, expected: Tensor) -> dict[str, Outcome]:
-    """What every contender makes of a masked network that computes `expected` from the images."""
+    """Every contender's result for a masked network that computes `expected` from the images."""
 
     @cache
     def slim() -> nn.Module:
         return demask.demask(model, (images,))
 
-    makes: dict[str, Callable[[Tensor], Any]] = {
+    builders: dict[str, Callable[[Tensor], Any]] = {
         MASKED: lambda x: model,
         DEMASK: lambda x: slim(),
         FOLDED: lambda x: demask.demask(fuse(model), (x,)),
@@ -219,19 +219,19 @@ def outcomes(model: nn.Module, images: Tensor, expected: Tensor) -> dict[str, Ou
         PRUNED: lambda x: converted(model, x, shrink=True),
         BOTH: lambda x: converted(slim(), x),
     }
-    return {who: attempted(make, images, expected) for who, make in makes.items()}
+    return {who: attempted(build, images, expected) for who, build in builders.items()}
 
 
-def attempted(make: Callable[[Tensor], Any], images: Tensor, expected: Tensor) -> Outcome:
+def attempted(build: Callable[[Tensor], Any], images: Tensor, expected: Tensor) -> Outcome:
     """The outcome of one contender; where it raises or changes the outputs' shape, why it fails."""
     start = time.perf_counter()
     try:
-        result = make(images)
+        result = build(images)
         seconds = time.perf_counter() - start
         if isinstance(result, nn.Module):
             ready: Ready = lambda x, threads: result  # noqa: E731
         else:
-            ready = lambda x, threads: compiled(make(x), threads)  # noqa: E731
+            ready = lambda x, threads: compiled(build(x), threads)  # noqa: E731
         with torch.inference_mode():
             outputs = ready(images, 1)(images).clone()
     except Exception as error:  # a peer may raise anything, and then that is its result

@@ -118,13 +118,13 @@ FILES = {
 
 def sources() -> dict[str, Source]:
     """The networks of the packages that are installed, by name."""
-    found = {}
+    by_name = {}
     for package, patterns in FILES.items():
         spec = importlib.util.find_spec(package)
         for folder in (spec.submodule_search_locations or ()) if spec else ():
             paths = sorted(p for pattern in patterns for p in Path(folder).glob(pattern))
-            found |= {p.stem: Source(p.stem, package, p) for p in paths}
-    return found
+            by_name |= {p.stem: Source(p.stem, package, p) for p in paths}
+    return by_name
 
 
 def network(source: Source, variant: str, folder: Path) -> tuple[nn.Module, Path | None]:
@@ -203,7 +203,7 @@ def example(source: Source, model: Any, batch: int = 1) -> tuple[Tensor, ...]:
     draw = torch.Generator().manual_seed(0)
     if not source.is_onnx:
         return (torch.randn(batch, 3, FACES[source.name], FACES[source.name], generator=draw),)
-    made = []
+    inputs = []
     for port in model.interface.inputs:
         sizes = [n if isinstance(n, int) and n else batch for n in port.sizes]
         if len(sizes) == 4:
@@ -213,15 +213,17 @@ def example(source: Source, model: Any, batch: int = 1) -> tuple[Tensor, ...]:
         elif port.name == "state":
             sizes = [2, batch, 128]
         if source.package == "rapidocr_onnxruntime":
-            made.append(page_image(*sizes))
+            inputs.append(page_image(*sizes))
             continue
-        made.append(torch.tensor(RATE) if port.name == "sr" else torch.randn(sizes, generator=draw))
-    return tuple(made)
+        inputs.append(
+            torch.tensor(RATE) if port.name == "sr" else torch.randn(sizes, generator=draw)
+        )
+    return tuple(inputs)
 
 
 def page_image(batch: int, channels: int, height: int, width: int) -> Tensor:
-    """A page with lines of random bars, from -1 (black) to 1 (white): of noise a text detector
-    makes scores of 1e-6, of which a sigmoid knows two digits."""
+    """A page with lines of random bars, from -1 (black) to 1 (white): on noise a text detector
+    computes scores of 1e-6, of which a sigmoid has two digits."""
     draw = torch.Generator().manual_seed(0)
     image = torch.ones(batch, channels, height, width)
     for y in range(6, height - 10, 18):
@@ -233,8 +235,8 @@ def page_image(batch: int, channels: int, height: int, width: int) -> Tensor:
 def in_runtime(
     path: Path, inputs: tuple[Tensor, ...], fixed: Mapping[str, Any] | None = None
 ) -> tuple[Any, list[np.ndarray]]:
-    """A session of ONNX Runtime on one thread, and what it makes of the inputs; fixed: those that
-    stand in the file, by name."""
+    """A session of ONNX Runtime on one thread, and its outputs; fixed: the inputs that are stored
+    in the file, by name."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
@@ -244,16 +246,16 @@ def in_runtime(
 def _feed(
     session: Any, inputs: tuple[Tensor, ...], fixed: Mapping[str, Any] | None = None
 ) -> dict[str, np.ndarray]:
-    given = {name: np.array(value) for name, value in (fixed or {}).items()}
-    free = [port.name for port in session.get_inputs() if port.name not in given]
-    return given | {name: x.numpy() for name, x in zip(free, inputs, strict=True)}
+    fixed_arrays = {name: np.array(value) for name, value in (fixed or {}).items()}
+    free = [port.name for port in session.get_inputs() if port.name not in fixed_arrays]
+    return fixed_arrays | {name: x.numpy() for name, x in zip(free, inputs, strict=True)}
 
 
-def error(expected: Any, found: Any) -> float:
+def error(expected: Any, outputs: Any) -> float:
     """The largest difference of an output, relative to its largest value; to LEAST where that is
     less."""
     return max(float(np.abs(np.subtract(a, b)).max() / max(np.abs(a).max(), LEAST))
-               for a, b in zip(expected, found, strict=True))  # fmt: skip
+               for a, b in zip(expected, outputs, strict=True))  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -311,10 +313,10 @@ def _steps(row: Run, folder: Path, timed: bool) -> None:
         plain = [t.numpy() for t in _leaves(model(*inputs))]
         assert error([t.numpy() for t in _leaves(slim(*inputs))], _arrays(again(*inputs))) == 0
     row.step("to_onnx", lambda: demask.to_onnx(slim, written, inputs))
-    session, made = row.step("ONNX Runtime", lambda: in_runtime(written, inputs))
+    session, outputs = row.step("ONNX Runtime", lambda: in_runtime(written, inputs))
     fixed = FIXED.get(source.name)
     first, expected = in_runtime(path, inputs, fixed) if path else (None, plain)
-    row.error = error(expected, made)
+    row.error = error(expected, outputs)
     row.sizes = ((path or source.path).stat().st_size, written.stat().st_size)
     if not timed:
         return
@@ -349,9 +351,9 @@ def cells(row: Run) -> list[str]:
         return [row.source.name, row.variant, f"fails at {first}", *[""] * (len(HEAD) - 3)]
     names = ("network", "demasked", "optimized", "ONNX Runtime", "ONNX Runtime, demasked")
     before, after = row.parameters
-    given, written = row.sizes
+    original, written = row.sizes
     return [row.source.name, row.variant, f"{before:,} → {after:,}",
-            f"{given / 1e3:,.0f} → {written / 1e3:,.0f}", row.verified.partition(":")[0],
+            f"{original / 1e3:,.0f} → {written / 1e3:,.0f}", row.verified.partition(":")[0],
             f"{row.error:.0e}",
             f"{row.seconds['demask']:.1f} s", f"{row.seconds['to_onnx']:.1f} s",
             *(f"{row.calls[n]:.2f}" if n in row.calls else "" for n in names)]  # fmt: skip
@@ -361,12 +363,12 @@ def tiles(source: Source, folder: Path) -> list[list[str]]:
     """The detector on a large page within budgets of memory: lines of a table."""
     model, _ = network(source, VARIANTS[0], folder)
     x, lines = page_image(1, 3, PAGE_PIXELS, PAGE_PIXELS), []
-    made = {budget: demask.traverse.tile(model, (x,), memory=budget) for budget in BUDGETS}
+    tiled = {budget: demask.traverse.tile(model, (x,), memory=budget) for budget in BUDGETS}
     calls: dict[str, Callable[[], Any]] = {"": lambda: model(x)}
-    calls |= {budget: (lambda run=run: run(x)) for budget, run in made.items()}
+    calls |= {budget: (lambda run=run: run(x)) for budget, run in tiled.items()}
     with torch.no_grad():
         timings, expected = time_alternately(calls, seconds=SECONDS), _arrays(model(x))
-        for budget, run in made.items():
+        for budget, run in tiled.items():
             plan = run.plan
             lines.append([budget, f"{plan.peak / 2**20:.1f} MiB", f"{plan.recompute:.2f}",
                           f"{error(expected, _arrays(run(x))):.0e}",
@@ -408,10 +410,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", nargs="+", choices=sorted(sources()), default=None)
     parser.add_argument("--output", type=Path, default=PAGE)
-    asked, rows = parser.parse_args(), []
+    options, rows = parser.parse_args(), []
     torch.set_num_threads(1)
     for name, source in sources().items():
-        for variant in VARIANTS if asked.networks is None or name in asked.networks else ():
+        for variant in VARIANTS if options.networks is None or name in options.networks else ():
             with tempfile.TemporaryDirectory() as folder:
                 rows.append(run(source, variant, Path(folder), timed=True))
             print(*cells(rows[-1]), rows[-1].failure, sep=" | ", flush=True)
@@ -419,7 +421,7 @@ def main() -> None:
     if (detector := sources().get(DETECTOR)) is not None:
         with tempfile.TemporaryDirectory() as folder:
             tiled = tiles(detector, Path(folder))
-    asked.output.write_text(page(rows, tiled))
+    options.output.write_text(page(rows, tiled))
 
 
 if __name__ == "__main__":

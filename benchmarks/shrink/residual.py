@@ -1,7 +1,7 @@
-"""Masked and demasked residual networks, timed beside each other and beside networks built by hand:
+"""Masked and demasked residual networks, timed in turns with networks built by hand:
 `python -m benchmarks run residual`.
 
-ResNet-20 and -56 have their trained CIFAR-10 weights (shared/data beside the project) and real
+ResNet-20 and -56 have their trained CIFAR-10 weights (shared/data next to the project) and real
 images; the wide one is random. Half of each convolution's output channels are masked, drawn anew
 for each layer, so the sides of a residual add never agree. Writes benchmarks/results/residual.md.
 """
@@ -36,7 +36,7 @@ BATCHES = (64, 1)
 
 
 def network(name: str, generator: torch.Generator) -> cifar.ResNet:
-    """A network by name; FileNotFoundError where its weights are not beside the project."""
+    """A network by name; FileNotFoundError where its weights are not next to the project."""
     if name.endswith("wide"):
         model = cifar.ResNet(20, 64)
         randomised(model, generator, gain=2.0)
@@ -55,17 +55,17 @@ class Row:
     report: demask.Report
     calls: tuple[int, int]
     difference: float
-    given: Timing
+    masked: Timing
     result: Timing
     hand: Timing
 
     @property
     def speed(self) -> float:
         """How many times as fast the demasked network is: the ratio of the medians."""
-        return self.given.median / self.result.median
+        return self.masked.median / self.result.median
 
     @property
-    def beside_hand(self) -> float:
+    def over_hand(self) -> float:
         """The time of the demasked network over that of the one built by hand."""
         return self.result.median / self.hand.median
 
@@ -86,10 +86,10 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
         for batch in BATCHES:
             for count in threads:
                 bar.update(step, description=f"{name}, batch {batch}, {count} threads")
-                made = {"given": model, "result": slim, "hand": hand}
-                times = timed(made, pixels[:batch], count, pairs, seconds)
-                kept = "kept" if shifts else "zero"
-                yield Row(name, kept, batch, count, report, calls, difference, *times)
+                models = {"masked": model, "result": slim, "hand": hand}
+                times = timed(models, pixels[:batch], count, pairs, seconds)
+                shift_kind = "nonzero" if shifts else "zero"
+                yield Row(name, shift_kind, batch, count, report, calls, difference, *times)
                 bar.advance(step)
 
 
@@ -99,8 +99,8 @@ def calls_of(model: nn.Module, example: tuple[Tensor]) -> int:
 
 
 def checked(model: nn.Module, slim: nn.Module, example: tuple[Tensor]) -> float:
-    """The relative difference of the two in float64, both made there; raises Mismatch above 1e-10,
-    or where the float32 networks that are timed differ by more than 64 ulps."""
+    """The relative difference of the two in float64, both computed there; raises Mismatch above
+    1e-10, or where the float32 networks that are timed differ by more than 64 ulps."""
     ulps = demask.verify(model, slim, example, check=False).ulps
     if ulps > ULPS:
         raise demask.Mismatch(f"expected at most {ULPS:g} ulps in float32, got {ulps:.3g}")
@@ -111,12 +111,12 @@ def checked(model: nn.Module, slim: nn.Module, example: tuple[Tensor]) -> float:
 def timed(
     models: dict[str, nn.Module], images: Tensor, threads: int, pairs: int, seconds: float
 ) -> list[Timing]:
-    """All networks on the same images, called in turns; in the order given."""
+    """All networks on the same images, called in turns; in the order of `models`."""
     torch.set_num_threads(threads)
     calls = {name: lambda model=model: model(images) for name, model in models.items()}
     with torch.inference_mode():
-        found = time_alternately(calls, pairs, seconds=seconds)
-    return [found[name] for name in models]
+        timings = time_alternately(calls, pairs, seconds=seconds)
+    return [timings[name] for name in models]
 
 
 def cells(row: Row) -> list[str]:
@@ -124,8 +124,8 @@ def cells(row: Row) -> list[str]:
     return [
         row.network, row.shifts, str(row.batch), str(row.threads),
         f"{before.parameters:,} → {after.parameters:,}", f"{after.macs / before.macs:.2f}",
-        format_spread(row.given), format_spread(row.result), f"{row.speed:.2f}",
-        "" if row.speed >= 1 else "slower", format_spread(row.hand), f"{row.beside_hand:.2f}",
+        format_spread(row.masked), format_spread(row.result), f"{row.speed:.2f}",
+        "" if row.speed >= 1 else "slower", format_spread(row.hand), f"{row.over_hand:.2f}",
         f"{row.difference:.0e}",
     ]  # fmt: skip
 
@@ -136,40 +136,40 @@ HEAD = [
 ]  # fmt: skip
 
 
-def page(found: Sequence[Row], words: str) -> str:
-    counts = sorted({t.count for row in found for t in (row.given, row.result, row.hand)})
-    slower = [row for row in found if row.speed < 1]
+def page(rows: Sequence[Row], words: str) -> str:
+    counts = sorted({t.count for row in rows for t in (row.masked, row.result, row.hand)})
+    slower = [row for row in rows if row.speed < 1]
     return f"""# Residual networks, masked and demasked
 
 {words}
 
-Half of each convolution's output channels are masked, drawn anew for each layer. Shifts *kept*:
+Half of each convolution's output channels are masked, drawn anew for each layer. Shifts *nonzero*:
 batch norms stay as they are, so masked channels are constants; *zero*: they are 0. ResNet-20 and
 -56 have their trained weights, the wide one random ones; images are real. Milliseconds are the
 median (10 %–90 % quantile) of {counts[0]}–{counts[-1]} alternated calls of each network in one
 process. *By hand*: a module written for the widths that are left, joins by slices and index_add;
-where shifts are kept it lacks what constants give (border maps, constants at joins), so it is less
-work there. *MACs left*: demasked / masked. *Difference*: relative to the largest output, in
-float64. Slower than the masked network: {len(slower)} of {len(found)} settings.
+where shifts are nonzero it lacks what constants need (border maps, constants at joins), so it is
+less work there. *MACs left*: demasked / masked. *Difference*: relative to the largest output, in
+float64. Slower than the masked network: {len(slower)} of {len(rows)} settings.
 
-{markdown(HEAD, [cells(row) for row in found])}
+{markdown(HEAD, [cells(row) for row in rows])}
 
 Fewer MACs are no speed where a forward pass is mostly calls: the demasked graph has more of them,
 some only to keep shapes or to give constants their border; border maps of one size are one call.
-The ratio depends on the allocator: with memory given back to the kernel each forward pass faults
+The ratio depends on the allocator: with memory returned to the kernel each forward pass faults
 its activations in again, which flatters the network that allocates less. `demask()` is minimal and
 knows no machine: it times nothing, and never rounds an odd channel count up.
 
-{markdown(["network", "shifts", "calls", *found[0].report.scatters], effects(found))}
+{markdown(["network", "shifts", "calls", *rows[0].report.scatters], effects(rows))}
 """
 
 
-def effects(found: Sequence[Row]) -> list[list[str]]:
+def effects(rows: Sequence[Row]) -> list[list[str]]:
     """Calls and shape-keeping operations, once per network and kind of mask."""
-    rows = {(row.network, row.shifts): row for row in found}.values()
+    first = {(row.network, row.shifts): row for row in rows}.values()
     return [
         [r.network, r.shifts, f"{r.calls[0]} → {r.calls[1]}", *map(str, r.report.scatters.values())]
-        for r in rows
+        for r in first
     ]
 
 

@@ -1,15 +1,15 @@
-"""Networks with unstructured zeros, as demask.optimize makes them and in ONNX Runtime, torch,
-OpenVINO and DeepSparse, timed beside each other: `python -m benchmarks run cpu_sparse`.
+"""Networks with unstructured zeros in demask.optimize, ONNX Runtime, torch, OpenVINO and
+DeepSparse, timed in turns: `python -m benchmarks run cpu_sparse`.
 
-DeepSparse 1.8.0 wants packages of its own, so an environment of its own (`make bench` makes it):
+DeepSparse 1.8.0 wants packages of its own, so an environment of its own (`make bench` sets it up):
 
     python3.11 -m venv .venv-deepsparse
     .venv-deepsparse/bin/pip install --only-binary=:all: deepsparse==1.8.0
     python -m benchmarks run cpu_sparse --deepsparse .venv-deepsparse/bin/python
 
-The masks of the pruned ResNet-50 are in shared/data beside the project. Writes
+The masks of the pruned ResNet-50 are in shared/data next to the project. Writes
 benchmarks/results/cpu_sparse.md and .json. `--quick` is a fast look at four settings, which writes
-nothing unless told where.
+nothing without `--output`.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ PACKAGES = ("onnxruntime", "onnx", "openvino", "llvmlite", "torchvision")
 
 def operations(model: nn.Module, x: Tensor) -> int:
     """Two for each multiplication by a weight that is not zero, in a call."""
-    found = []
+    counts = []
 
     def count(layer: nets.Layer, _: object, output: Tensor) -> None:
         uses = output.numel() // len(layer.weight)  # of each weight
-        found.append(2 * nets.nonzeros(layer) * uses)
+        counts.append(2 * nets.nonzeros(layer) * uses)
 
     hooks = [layer.register_forward_hook(count) for layer in nets.layers(model).values()]
     model(x)
     for hook in hooks:
         hook.remove()
-    return sum(found)
+    return sum(counts)
 
 
 def rounds(
@@ -105,7 +105,7 @@ def rounds(
 def measured(
     case: nets.Case, threads: int, count: int, deepsparse: str | None, game: limits.Compiled
 ) -> Row:
-    """One setting: every contender made, checked, and timed in turns."""
+    """One setting: every contender prepared, checked, and timed in turns."""
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(0)
     model = case.make(generator)
@@ -126,30 +126,30 @@ def measured(
     )  # fmt: skip
 
 
-def chosen(asked: argparse.Namespace) -> list[nets.Case]:
-    """The settings that are asked for; SystemExit where their masks are not there."""
-    titles = {nets.KEYS[key] for key in asked.networks}
-    found = [
+def chosen(options: argparse.Namespace) -> list[nets.Case]:
+    """The settings that were chosen; SystemExit where their masks are not there."""
+    titles = {nets.KEYS[key] for key in options.networks}
+    cases = [
         case for case in nets.cases()
-        if case.title in titles and (not asked.quick or str(case).startswith(QUICK))
-        and re.search(asked.only, str(case))
+        if case.title in titles and (not options.quick or str(case).startswith(QUICK))
+        and re.search(options.only, str(case))
     ]  # fmt: skip
-    if any(case.title == nets.RESNET for case in found) and not dlmc.DATA.exists():
+    if any(case.title == nets.RESNET for case in cases) and not dlmc.DATA.exists():
         sys.exit(
-            f"expected the masks of {nets.RESNET} in shared/data beside the project; the others "
+            f"expected the masks of {nets.RESNET} in shared/data next to the project; the others "
             "run with --networks " + " ".join(k for k, v in nets.KEYS.items() if v != nets.RESNET)
         )
-    return found
+    return cases
 
 
-def rows(asked: argparse.Namespace, bar: Progress) -> Iterator[Row]:
-    """Every setting that is asked for."""
-    tasks = [(case, threads) for case in chosen(asked) for threads in asked.threads]
+def rows(options: argparse.Namespace, bar: Progress) -> Iterator[Row]:
+    """Every setting that was chosen."""
+    tasks = [(case, threads) for case in chosen(options) for threads in options.threads]
     step = bar.add_task("", total=len(tasks))
     game = limits.compiled(limits.PING)
     for case, threads in tasks:
         bar.update(step, description=f"{case}, {format_threads(threads)}")
-        row = measured(case, threads, asked.rounds, asked.deepsparse, game)
+        row = measured(case, threads, options.rounds, options.deepsparse, game)
         bar.console.log(case.title, *time_cells(row), sep="; ")
         bar.advance(step)
         yield row
@@ -165,15 +165,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, help=f"{ROUNDS}, or {FEW} where quick")
     parser.add_argument("--quick", action="store_true", help="a few settings, a few rounds")
-    parser.add_argument("--output", type=Path, help="the .md file; a .json file is put beside it")
-    asked = parser.parse_args()
-    if asked.rounds is None:
-        asked.rounds = FEW if asked.quick else ROUNDS
-    if asked.deepsparse and shutil.which(asked.deepsparse) is None:
-        parser.error(f"--deepsparse: expected a Python that can be run, got {asked.deepsparse!r}")
-    if asked.output is None and not asked.quick:
-        asked.output = RESULTS / "cpu_sparse.md"
-    return asked
+    parser.add_argument("--output", type=Path, help="the .md file; a .json file is put next to it")
+    options = parser.parse_args()
+    if options.rounds is None:
+        options.rounds = FEW if options.quick else ROUNDS
+    if options.deepsparse and shutil.which(options.deepsparse) is None:
+        parser.error(f"--deepsparse: expected a Python that can be run, got {options.deepsparse!r}")
+    if options.output is None and not options.quick:
+        options.output = RESULTS / "cpu_sparse.md"
+    return options
 
 
 def versions() -> str:
@@ -198,22 +198,22 @@ def show(console: Console, title: str, head: Sequence[str], lines: Iterable[list
 
 
 def main() -> None:
-    asked, packages = arguments(), versions()
+    options, packages = arguments(), versions()
     allocator, before = fix_allocator(), load_average()
-    limit = {"before": peaks(asked.threads)}
+    limit = {"before": peaks(options.threads)}
     console = Console()
     with Progress(console=console, transient=True) as bar:
-        found = list(rows(asked, bar))
-    limit["after"] = peaks(asked.threads)
-    notes = (row.notes.get(DEEPSPARSE, {}).get("version") for row in found)
+        results = list(rows(options, bar))
+    limit["after"] = peaks(options.threads)
+    notes = (row.notes.get(DEEPSPARSE, {}).get("version") for row in results)
     deepsparse = next(filter(None, notes), NOT_RUN)
     words = provenance("cpu_sparse", packages, f"DeepSparse {deepsparse}", allocator, before=before)
-    show(console, words, SHORT, map(short_cells, found))
-    show(console, "goals", GOAL, goal_lines(found))
-    if asked.output:
-        asked.output.parent.mkdir(exist_ok=True)
-        asked.output.write_text(page(found, words, limit, ALLOWED))
-        asked.output.with_suffix(".json").write_text(stored(found, words, limit))
+    show(console, words, SHORT, map(short_cells, results))
+    show(console, "goals", GOAL, goal_lines(results))
+    if options.output:
+        options.output.parent.mkdir(exist_ok=True)
+        options.output.write_text(page(results, words, limit, ALLOWED))
+        options.output.with_suffix(".json").write_text(stored(results, words, limit))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from demask.machine.timing import Timing
 
 # A peer may have several forms: the fastest one counts.
 PEERS = {
-    "ONNX Runtime": (RUNTIME, SPINNING), "torch": (FROZEN, EAGER), "as given": (EAGER,),
+    "ONNX Runtime": (RUNTIME, SPINNING), "torch": (FROZEN, EAGER), "torch, eager": (EAGER,),
     "OpenVINO": (OPENVINO,), "DeepSparse": (DEEPSPARSE,),
 }  # fmt: skip
 
@@ -42,8 +42,8 @@ class Row:
     """One setting. samples: the seconds of each contender's turns, in the order of the rounds.
 
     entries: without their engines. nonzeros: weights that are not zero. operations: two for each
-    time that one of them is used in a call. made: seconds. notes: what contenders say of
-    themselves. latencies: between the cores, in seconds, one for each round.
+    time that one of them is used in a call. prepared: seconds. notes: what contenders report
+    of themselves. latencies: between the cores, in seconds, one for each round.
     """
 
     case: nets.Case
@@ -51,7 +51,7 @@ class Row:
     nonzeros: int
     operations: int
     entries: Mapping[str, Entry]
-    made: Mapping[str, float]
+    prepared: Mapping[str, float]
     notes: Mapping[str, Mapping[str, Any]]
     samples: Mapping[str, Sequence[float]]
     latencies: Sequence[float]
@@ -66,8 +66,8 @@ class Row:
 
     def fastest(self, *names: str) -> float:
         """The median seconds of the fastest of these contenders; NaN where none was timed."""
-        found = [timing.median for who in names if (timing := self.timing(who))]
-        return min(found, default=nan)
+        medians = [timing.median for who in names if (timing := self.timing(who))]
+        return min(medians, default=nan)
 
     def speed(self, peer: str) -> float:
         """How many times as fast as a peer in its fastest form demask is: of the medians."""
@@ -80,7 +80,7 @@ class Row:
     @property
     def seconds(self) -> tuple[float, float]:
         """That optimize() took, and took again with what the first time measured."""
-        return self.made.get(OURS, nan), self.notes.get(OURS, {}).get("again", nan)
+        return self.prepared.get(OURS, nan), self.notes.get(OURS, {}).get("again", nan)
 
 
 # -- goals ---------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class Goal:
     slow: float
 
     def line(self, row: Row) -> list[str]:
-        """The goal beside what was measured."""
+        """The goal and what was measured."""
         state = limits.state(median(row.latencies))
         least, speed = self.slow if state == "slow" else self.fast, row.speed(self.peer)
         return [
@@ -127,12 +127,12 @@ def verdict(value: float, met: bool) -> str:
     return "–" if isnan(value) else "met" if met else "**missed**"
 
 
-def goal_lines(found: Sequence[Row]) -> Iterator[list[str]]:
+def goal_lines(results: Sequence[Row]) -> Iterator[list[str]]:
     """Each goal that was measured, on as many threads as there were at most."""
-    threads = max(row.threads for row in found)
+    threads = max(row.threads for row in results)
     rows = {
         (row.case.title, row.case.sparsity, row.case.rows): row
-        for row in found if row.threads == threads
+        for row in results if row.threads == threads
     }  # fmt: skip
     for goal in GOALS:
         row = rows.get((goal.title, goal.sparsity, goal.rows))
@@ -143,8 +143,8 @@ def goal_lines(found: Sequence[Row]) -> Iterator[list[str]]:
         if row is None:
             continue
         for (words, most), taken in zip(SECONDS, row.seconds, strict=True):
-            told = number(taken, ".1f")
-            yield [str(row), words, f"≤ {most:g}", told, verdict(taken, taken <= most), ""]
+            cell = number(taken, ".1f")
+            yield [str(row), words, f"≤ {most:g}", cell, verdict(taken, taken <= most), ""]
 
 
 # -- words ---------------------------------------------------------------------------------------
@@ -214,25 +214,25 @@ def speed_cells(row: Row) -> list[str]:
     ]  # fmt: skip
 
 
-def losses(found: Sequence[Row]) -> str:
-    """Per peer the settings in which it was faster, beside those in which demask was."""
+def losses(rows: Sequence[Row]) -> str:
+    """Per peer the settings in which it was faster, of all in which it ran."""
     lines = []
     for peer in PEERS:
-        run = [row for row in found if not isnan(row.speed(peer))]
+        run = [row for row in rows if not isnan(row.speed(peer))]
         lost = [
             f"{row} ({1 / row.speed(peer):.2f} times as fast)" for row in run if row.loses(peer)
         ]
         words = f"**{len(lost)} of {len(run)}**: {'; '.join(lost)}" if lost else f"0 of {len(run)}"
         lines.append(f"- {peer}: faster than demask in {words}.")
     failed = [
-        f"{who} in {row}: {row.entries[who].failure}" for row in found for who in WHO
+        f"{who} in {row}: {row.entries[who].failure}" for row in rows for who in WHO
         if row.entries[who].failure not in ("", NOT_RUN)
     ]  # fmt: skip
     wide = [
-        f"{who} in {row}" for row in found for who in WHO
+        f"{who} in {row}" for row in rows for who in WHO
         if (timing := row.timing(who)) and has_wide_spread([timing])
     ]  # fmt: skip
-    missing = any(row.entries[DEEPSPARSE].failure == NOT_RUN for row in found)
+    missing = any(row.entries[DEEPSPARSE].failure == NOT_RUN for row in rows)
     lines += [f"- Fails: {'; '.join(failed)}."] if failed else []
     if wide:
         lines.append(
@@ -254,7 +254,7 @@ def peak_lines(peaks: Mapping[str, Sequence[limits.Peak]]) -> list[list[str]]:
     ]  # fmt: skip
 
 
-INTRO = """# Sparse networks on the CPU, beside other runtimes
+INTRO = """# Sparse networks on the CPU, in demask and other runtimes
 
 {words}
 
@@ -262,7 +262,7 @@ All is float32. The masks of *{pruned}* are those of a network that was pruned b
 trained (Deep Learning Matrix Collection, Gale et al. 2020: 54 weights, zeros where theirs are),
 with random values; *{random}* and all others have zeros at random positions. Norms are set so
 that activations are of order one. MobileNetV1: its 1x1 convolutions are sparse. The others compute
-with the zeros, except DeepSparse, which is made for them.
+with the zeros, except DeepSparse, which is built for them.
 
 Milliseconds: the median (10 %–90 % quantile) of {calls} turns of each contender, in rounds that run
 forward and backward. A turn: every process at rest, the contender called untimed, then timed, each
@@ -271,18 +271,18 @@ beyond {allowed:g} of the largest, it is not timed. *Latency*: one way between t
 written by one and read by the other, in every round; *fast* below {border:g} µs, else *slow*.
 
 */ x*: how many times as fast as x demask is, x in its fastest form: ONNX Runtime with threads that
-spin or wait, torch frozen or eager; *as given*: torch, eager. **Bold**: x is faster. *1 / density*:
+spin or wait, torch frozen or eager. **Bold**: x is faster. *1 / density*:
 what leaving out the zeros could gain. *GFLOP/s*: of demask, two operations for each use of a weight
 that is not zero. *Error*: of demask. *Again*: optimize() with what it measured the first time."""
 
 
 def page(
-    found: Sequence[Row], words: str, peaks: Mapping[str, Sequence[limits.Peak]], allowed: float
+    rows: Sequence[Row], words: str, peaks: Mapping[str, Sequence[limits.Peak]], allowed: float
 ) -> str:
     """The results as markdown."""
-    every = [timing for row in found for who in WHO if (timing := row.timing(who))]
-    latency = latency_words([seconds for row in found for seconds in row.latencies])
-    lines = list(goal_lines(found))
+    every = [timing for row in rows for who in WHO if (timing := row.timing(who))]
+    latency = latency_words([seconds for row in rows for seconds in row.latencies])
+    lines = list(goal_lines(rows))
     goals = [f"## Goals\n\nLatency: {latency}.", markdown(GOAL, lines)] if lines else []
     parts = [
         INTRO.format(
@@ -293,11 +293,11 @@ def page(
         "1e9 operations a second:",
         markdown(PEAKS, peak_lines(peaks)),
         *goals,
-        f"## Where something was faster than demask\n\n{losses(found)}",
-        f"## Speed\n\nLatency: {latency}.", markdown(SPEEDS, [speed_cells(row) for row in found]),
+        f"## Where something was faster than demask\n\n{losses(rows)}",
+        f"## Speed\n\nLatency: {latency}.", markdown(SPEEDS, [speed_cells(row) for row in rows]),
     ]  # fmt: skip
-    for title in dict.fromkeys(row.case.title for row in found):
-        part = [row for row in found if row.case.title == title]
+    for title in dict.fromkeys(row.case.title for row in rows):
+        part = [row for row in rows if row.case.title == title]
         here = latency_words([seconds for row in part for seconds in row.latencies])
         parts += [
             f"## {title}\n\nLatency: {here}.",
@@ -307,13 +307,13 @@ def page(
     return "\n\n".join([*parts, f"## How each was called\n\n{called}"]) + "\n"
 
 
-def stored(found: Sequence[Row], words: str, peaks: Mapping[str, Sequence[limits.Peak]]) -> str:
+def stored(rows: Sequence[Row], words: str, peaks: Mapping[str, Sequence[limits.Peak]]) -> str:
     """The results as JSON, a line per setting, with every sample in seconds."""
     head = {
         "about": words,
         "peaks": {when: [asdict(p) for p in part] for when, part in peaks.items()},
     }
-    lines = [json.dumps(_line(row)) for row in found]
+    lines = [json.dumps(_line(row)) for row in rows]
     return f'{{"machine": {json.dumps(head)},\n"settings": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
@@ -324,7 +324,7 @@ def _line(row: Row) -> dict[str, Any]:
         "speed": _each(PEERS, lambda peer: round(row.speed(peer), 3)),
         "error": _each(WHO, lambda who: float(f"{row.entries[who].error:.2g}")),
         "failure": {who: entry.failure for who, entry in row.entries.items() if entry.failure},
-        "made": {who: round(taken, 3) for who, taken in row.made.items()},
+        "prepared": {who: round(taken, 3) for who, taken in row.prepared.items()},
         "notes": row.notes,
         "latencies": [round(seconds, 9) for seconds in row.latencies],
         "samples": {who: [round(s, 7) for s in part] for who, part in row.samples.items()},

@@ -1,11 +1,11 @@
 """DeepSparse as a process, for cpu_sparse.py, which starts it with the Python of an
 environment that has DeepSparse: `python deepsparse_server.py FILE.onnx BATCH CORES`.
 
-It is asked by frames on its standard input and answers by frames on its standard output: a length
-of eight bytes, then that many bytes, JSON or an array as numpy stores it. First it is sent the
-input, and says its version and the seconds it took to make an engine. Then it is asked "run", and
-sends the outputs; or "turn", and times calls by itself, so no pipe is in them. Between questions it
-waits for bytes, its threads at rest. Needs numpy and deepsparse alone.
+It reads requests as frames from its standard input and writes answers as frames to its standard
+output: a length of eight bytes, then that many bytes, JSON or an array as numpy stores it. The
+first frame is the input; it answers with its version and the seconds it took to build an engine. On
+"run" it sends the outputs; on "turn" it times calls by itself, so no pipe is in them. Between
+requests it waits for bytes, its threads at rest. Needs numpy and deepsparse alone.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import turns
 
 
 def send(stream: BinaryIO, what: Any) -> None:
-    """Writes a frame: an array, or anything that JSON can say."""
-    held = io.BytesIO()
+    """Writes a frame: an array, or any JSON value."""
+    buffer = io.BytesIO()
     if isinstance(what, np.ndarray):
-        np.save(held, what, allow_pickle=False)
+        np.save(buffer, what, allow_pickle=False)
     else:
-        held.write(json.dumps(what).encode())
-    data = held.getvalue()
+        buffer.write(json.dumps(what).encode())
+    data = buffer.getvalue()
     stream.write(struct.pack("<Q", len(data)) + data)
     stream.flush()
 
@@ -49,9 +49,9 @@ def receive(stream: BinaryIO) -> Any:
     return json.loads(data)
 
 
-def serve(asked: BinaryIO, answers: BinaryIO, file: str, batch: int, cores: int) -> None:
+def serve(requests: BinaryIO, answers: BinaryIO, file: str, batch: int, cores: int) -> None:
     """Answers until the other side closes."""
-    x = receive(asked)
+    x = receive(requests)
     import deepsparse  # type: ignore[import-not-found]  # it is in its own environment alone
 
     start = perf_counter()
@@ -63,22 +63,22 @@ def serve(asked: BinaryIO, answers: BinaryIO, file: str, batch: int, cores: int)
     send(answers, hello)
     while True:
         try:
-            question = receive(asked)
+            request = receive(requests)
         except EOFError:
             return
-        if question["ask"] == "run":
+        if request["ask"] == "run":
             outputs = engine.run(inputs)
             send(answers, len(outputs))
             for output in outputs:
                 send(answers, np.ascontiguousarray(output))
         else:
-            seconds = turns.turn(lambda: engine.run(inputs, val_inp=False), question["least"])
+            seconds = turns.turn(lambda: engine.run(inputs, val_inp=False), request["least"])
             turns.settle()
             send(answers, seconds)
 
 
 def main() -> None:
-    # The library prints: what it writes to the standard output goes to the standard error.
+    # The library prints: what it writes to the standard output is sent to the standard error.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     file, batch, cores = sys.argv[1:]

@@ -45,7 +45,7 @@ class Case:
         return torch.cuda.get_device_properties(self.w.device).L2_cache_size
 
 
-def made(problem: Problem, device: str, seed: int) -> Case:
+def build_case(problem: Problem, device: str, seed: int) -> Case:
     """A problem's operands, of random numbers, and its result in float64."""
     generator = torch.Generator(device).manual_seed(seed)
     where = {"generator": generator, "device": device}
@@ -94,7 +94,7 @@ def ours(case: Case) -> Calls:
 
 
 def forget() -> None:
-    """Drop what is kept of matrices; which kernels are fast stays known."""
+    """Drop what is cached of matrices; which kernels are fast stays known."""
     gpu_forms.FORMATS.clear()
 
 
@@ -104,24 +104,24 @@ def lain(x: Tensor) -> Tensor:
 
 
 def ours_poisoned(case: Case) -> tuple[Tensor, str]:
-    """The result in memory that held NaN, and who made it."""
+    """The result in memory that was filled with NaN, and the kernel that computed it."""
     m, task = rows_of(case.w), case.problem.task
     if task == "sddmm":
         assert case.y is not None
         choice = gpu.select_kernel(task, m, case.y, case.x)
         out = torch.full_like(m.values, torch.nan)
-        found = gpu.run_sddmm(m, formats_of(m), case.y, case.x, choice, out)
+        result = gpu.run_sddmm(m, formats_of(m), case.y, case.x, choice, out)
     else:
         x = lain(case.x)
         choice = gpu.select_kernel(task, m, x)
         out = like(x, len(case.wanted), x.shape[1]).fill_(torch.nan)
         if task == "transposed":
-            found = gpu.run_transposed(m, formats_of(m), x, choice, out)
+            result = gpu.run_transposed(m, formats_of(m), x, choice, out)
         else:
-            found = gpu.run(m, formats_of(m), x, None, None, choice, out)
+            result = gpu.run(m, formats_of(m), x, None, None, choice, out)
     kind = choice.kind
     words = "" if kind == "dense" else f" {choice.height}×{choice.width}×{choice.split}"
-    return found, f"{kind}{words}"
+    return result, f"{kind}{words}"
 
 
 def dense(case: Case) -> Calls:
@@ -153,7 +153,7 @@ def csr(case: Case) -> Calls:
     first = rows_of(case.w)
     bytes_ = first.values.nbytes + first.col.nbytes
     several = [first] + [copied(first) for _ in range(copies(case, bytes_) - 1)]
-    made = [
+    weights = [
         torch.sparse_csr_tensor(m.crow, m.col, m.values, m.size, check_invariants=False)
         for m in several
     ]
@@ -163,10 +163,10 @@ def csr(case: Case) -> Calls:
         y, x = case.y, case.x
         assert y is not None
         try:
-            return _sampled(made[0], y, x)
+            return _sampled(weights[0], y, x)
         except RuntimeError:
-            return _sampled(made[0].to(torch.float16), y.half(), x.half())
-    return [partial(torch.mm, w, case.x) for w in made]
+            return _sampled(weights[0].to(torch.float16), y.half(), x.half())
+    return [partial(torch.mm, w, case.x) for w in weights]
 
 
 def _sampled(w: Tensor, y: Tensor, x: Tensor) -> Calls:
@@ -180,8 +180,8 @@ def half(case: Case) -> Calls:
     if case.problem.task != "spmm" or case.problem.dtype == torch.float32 or not case.w.is_cuda:
         raise NotRun("16-bit SpMM on a GPU alone")
     groups = case.w.abs().view(-1, 4)
-    kept = torch.zeros_like(groups).scatter_(1, groups.topk(2, 1).indices, 1).view_as(case.w)
-    w = torch.sparse.to_sparse_semi_structured((case.w * kept).contiguous())
+    largest = torch.zeros_like(groups).scatter_(1, groups.topk(2, 1).indices, 1).view_as(case.w)
+    w = torch.sparse.to_sparse_semi_structured((case.w * largest).contiguous())
     tokens = case.x.t().contiguous()
     return [partial(_linear, tokens, w)]
 
@@ -211,7 +211,7 @@ CONTENDERS: Mapping[str, Callable[[Case], Calls]] = {
 OTHERS = ("cuBLAS TF32", "2:4", "BSR")  # compute something else
 
 
-def error(case: Case, found: Tensor) -> float:
+def error(case: Case, result: Tensor) -> float:
     """The norm of the difference to that of the result in float64; NaN stays."""
-    difference = torch.linalg.vector_norm(found.double() - case.wanted)
+    difference = torch.linalg.vector_norm(result.double() - case.wanted)
     return float(difference / torch.linalg.vector_norm(case.wanted).clamp(min=1e-30))

@@ -30,7 +30,7 @@ def page(rows: Sequence[Any], left: Sequence[str], words: str) -> str:
         "(blocks of 64) compute something else: they cut numbers, drop weights, or want blocks. "
         "Ours is measured once per kind of product; `dense` means that it was fastest to "
         "decompress the weights and call cuBLAS. First call: of a new matrix, whose form (tasks, "
-        "bitmap) is made then and kept. Errors: norms, against float64.",
+        "bitmap) is computed then and cached. Errors: norms, against float64.",
         summary(rows),
         table(rows),
     ]
@@ -51,22 +51,22 @@ def ratios(rows: Sequence[Any], peer: str) -> list[float]:
     [3.0]
     """
     both = [row.seconds for row in rows if {"demask", peer} <= row.seconds.keys()]
-    return [found[peer][0] / found["demask"][0] for found in both]
+    return [seconds[peer][0] / seconds["demask"][0] for seconds in both]
 
 
 def summary(rows: Sequence[Any]) -> str:
-    """Geometric means beside the goals."""
+    """Geometric means and goals."""
     lines = []
     for what, among, peer, goal in GOALS:
-        found = ratios([row for row in rows if among(row)], peer)
-        if not found:
+        speeds = ratios([row for row in rows if among(row)], peer)
+        if not speeds:
             lines.append([what, peer, f"{goal:g}", "not run", "", ""])
             continue
-        mean = exp(sum(map(log, found)) / len(found))
-        wins = f"{sum(one > 1 for one in found)} of {len(found)}"
-        span = f"{min(found):.2f} to {max(found):.2f}"
+        mean = exp(sum(map(log, speeds)) / len(speeds))
+        wins = f"{sum(one > 1 for one in speeds)} of {len(speeds)}"
+        span = f"{min(speeds):.2f} to {max(speeds):.2f}"
         lines.append([what, peer, f"{goal:g}", f"{mean:.2f}", span, wins])
-    head = ["which", "beside", "goal", "geometric mean", "from, to", "faster"]
+    head = ["which", "against", "goal", "geometric mean", "from, to", "faster"]
     return _pipes(head, lines)
 
 

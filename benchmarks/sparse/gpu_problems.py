@@ -1,9 +1,9 @@
-"""The products that gpu_sparse.py times: layers of language models with made-up weights, and
+"""The products that gpu_sparse.py times: layers of language models with random weights, and
 patterns of really pruned networks.
 
-Made-up weights are like those of the Deep Learning Matrix Collection: |w| = |z| exp(a g_i + b h_j)
-with normal z, g, h, of which the largest are kept; a and b give rows and columns whose lengths vary
-as much as in magnitude-pruned Transformers (coefficients of variation 0.25 and 0.21).
+Random weights are like those of the Deep Learning Matrix Collection: |w| = |z| exp(a g_i + b h_j)
+with normal z, g, h, of which the largest stay; a and b give rows and columns whose lengths vary as
+much as in magnitude-pruned Transformers (coefficients of variation 0.25 and 0.21).
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def spread_of(varies: float, density: float, length: int) -> float:
     """The a for which lengths vary so, beyond what chance alone does."""
     normal = NormalDist()
     t = normal.inv_cdf(1 - density / 2)
-    slope = t * exp(-t * t / 2) / sqrt(2 * pi) / (density / 2)
-    return sqrt(max(varies**2 - (1 - density) / (density * length), 0.0)) / slope
+    gradient = t * exp(-t * t / 2) / sqrt(2 * pi) / (density / 2)
+    return sqrt(max(varies**2 - (1 - density) / (density * length), 0.0)) / gradient
 
 
-def made_up(m: int, k: int, sparsity: float, generator: torch.Generator) -> Tensor:
+def draw_mask(m: int, k: int, sparsity: float, generator: torch.Generator) -> Tensor:
     """A mask [m, k] of this sparsity.
 
-    >>> mask = made_up(512, 1024, 0.9, torch.Generator().manual_seed(0))
+    >>> mask = draw_mask(512, 1024, 0.9, torch.Generator().manual_seed(0))
     >>> lengths = mask.sum(1).float()
     >>> round(mask.float().mean().item(), 2), round((lengths.std() / lengths.mean()).item(), 1)
     (0.1, 0.2)
@@ -86,7 +86,7 @@ def layers(
         tasks += [("transposed", middle), ("sddmm", middle)] if n in (columns[0], 256) else []
         for sparsity in sparsities:
             for task, (m, k) in tasks:
-                mask = partial(made_up, m, k, sparsity)
+                mask = partial(draw_mask, m, k, sparsity)
                 yield Problem("A", "layer", task, m, k, n, sparsity, torch.bfloat16, mask)
 
 

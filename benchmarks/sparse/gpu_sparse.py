@@ -1,8 +1,8 @@
-"""Sparse products on a GPU, ours beside cuBLAS, cuSPARSE, 2:4 and blocks:
+"""Sparse products on a GPU, ours and cuBLAS, cuSPARSE, 2:4 and blocks:
 
     python -m benchmarks run gpu_sparse --data FOLDER
 
-FOLDER: that of dlmc_subset.zip (shared/data beside the project). Needs torch for CUDA and Triton,
+FOLDER: that of dlmc_subset.zip (shared/data next to the project). Needs torch for CUDA and Triton,
 nothing from a network. Every result is compared with float64 before anything is timed. Times are
 those of CUDA graphs that read copies of the weights in turn, more than three caches together;
 contenders take turns; medians. Writes benchmarks/results/gpu_sparse.md and .json.
@@ -125,7 +125,7 @@ def timed(
             slow = turn > 5 and samples[who][-1] * count > LONG
             if not slow:
                 samples[who].append(taken(run, device) / count)
-    return {who: _spread(found[1:] or found) for who, found in samples.items()}
+    return {who: _spread(seconds[1:] or seconds) for who, seconds in samples.items()}
 
 
 def _spread(samples: list[float]) -> tuple[float, float, float]:
@@ -148,10 +148,10 @@ class precise:  # noqa: N801
 
 
 def measured(problem: Problem, device: str, seed: int, rounds: int) -> Row:
-    """One problem: made, compared, timed. Where ours is wrong or fails, nothing is timed."""
+    """One problem: built, compared, timed. Where ours is wrong or fails, nothing is timed."""
     from benchmarks.sparse import gpu_contenders as who
 
-    case = who.made(problem, device, seed)
+    case = who.build_case(problem, device, seed)
     row = Row(
         problem.title, problem.suite, problem.task, problem.sparsity, problem.n, problem.m,
         problem.k, str(problem.dtype).removeprefix("torch."), int(case.w.count_nonzero()),
@@ -159,8 +159,8 @@ def measured(problem: Problem, device: str, seed: int, rounds: int) -> Row:
     limit = ALLOWED[problem.dtype]
     with torch.no_grad(), precise(True):
         try:
-            found, row.choice = who.ours_poisoned(case)
-            row.errors["demask"] = who.error(case, found)
+            result, row.choice = who.ours_poisoned(case)
+            row.errors["demask"] = who.error(case, result)
         except Exception as failure:
             row.not_run["demask"] = f"{type(failure).__name__}: {failure}"[:300]
             return row
@@ -171,12 +171,12 @@ def measured(problem: Problem, device: str, seed: int, rounds: int) -> Row:
         calls = {}
         for name, make in who.CONTENDERS.items():
             try:
-                made = make(case)
+                products = make(case)
                 if name not in who.OTHERS:
-                    row.errors[name] = who.error(case, made[-1]())
+                    row.errors[name] = who.error(case, products[-1]())
                     if not row.errors[name] <= limit:
                         raise who.NotRun(f"wrong by {row.errors[name]:.1e}")
-                calls[name] = made
+                calls[name] = products
             except Exception as failure:
                 row.not_run[name] = f"{failure}"[:120] or type(failure).__name__
         row.seconds = timed(calls, device, rounds, row.not_run)
@@ -193,21 +193,21 @@ def prepared(case: Case, device: str) -> float:
     return taken(calls[0], device)
 
 
-def rows(problems: Iterable[Problem], asked: argparse.Namespace) -> tuple[list[Row], list[str]]:
+def rows(problems: Iterable[Problem], options: argparse.Namespace) -> tuple[list[Row], list[str]]:
     """What there was time for, and the titles of what there was not."""
-    begin, found, left = perf_counter(), [], []
+    begin, results, left = perf_counter(), [], []
     for problem in problems:
-        if perf_counter() - begin > asked.seconds:
+        if perf_counter() - begin > options.seconds:
             left.append(problem.title)
             continue
-        row = measured(problem, asked.device, asked.seed, asked.rounds)
-        found.append(row)
+        row = measured(problem, options.device, options.seed, options.rounds)
+        results.append(row)
         times = {who: f"{1e6 * s[0]:.1f}" for who, s in row.seconds.items()}
         words = row.not_run.get("demask", f"{row.choice}; microseconds {times}")
         print(f"{row.title}: {words}", flush=True)
-        if asked.device == "cuda":
+        if options.device == "cuda":
             torch.cuda.empty_cache()
-    return found, left
+    return results, left
 
 
 def device_words(device: str) -> str:
@@ -231,37 +231,39 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu_sparse.md")
-    asked = parser.parse_args()
-    if asked.device == "cuda" and not torch.cuda.is_available():
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("expected a GPU that torch sees; --device cpu shows that this runs")
-    if asked.data and not (asked.data / "dlmc_subset.zip").is_file():
-        parser.error(f"--data: expected dlmc_subset.zip in {asked.data}")
-    return asked
+    if options.data and not (options.data / "dlmc_subset.zip").is_file():
+        parser.error(f"--data: expected dlmc_subset.zip in {options.data}")
+    return options
 
 
 def main() -> None:
-    asked = arguments()
-    if asked.device == "cpu" and "TRITON_INTERPRET" not in os.environ:
+    options = arguments()
+    if options.device == "cpu" and "TRITON_INTERPRET" not in os.environ:
         # it counts when Triton is imported, which torch may have done
         os.environ["TRITON_INTERPRET"] = "1"
         os.execv(
             sys.executable, [sys.executable, "-m", "benchmarks", "run", "gpu_sparse", *sys.argv[1:]]
         )
-    suites = [list(layers())] if asked.device == "cuda" else [tiny()]
-    if asked.data:
-        suites.append(list(pruned(asked.data / "dlmc_subset.zip", asked.every)))
+    suites = [list(layers())] if options.device == "cuda" else [tiny()]
+    if options.data:
+        suites.append(list(pruned(options.data / "dlmc_subset.zip", options.every)))
     # B in between, so that a short run has some of both
     problems = [p for group in zip_long(suites) for p in group]
-    found, left = rows(problems, asked)
+    results, left = rows(problems, options)
     text = page(
-        found, left, provenance("gpu_sparse", device_words(asked.device), f"seed {asked.seed}")
+        results,
+        left,
+        provenance("gpu_sparse", device_words(options.device), f"seed {options.seed}"),
     )
-    asked.output.parent.mkdir(parents=True, exist_ok=True)
-    asked.output.write_text(text)
-    stored = [{name: getattr(row, name) for name in Row.__slots__} for row in found]
-    asked.output.with_suffix(".json").write_text(json.dumps(stored, indent=1) + "\n")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(text)
+    stored = [{name: getattr(row, name) for name in Row.__slots__} for row in results]
+    options.output.with_suffix(".json").write_text(json.dumps(stored, indent=1) + "\n")
     print(text)
-    if any("demask" in row.not_run for row in found):
+    if any("demask" in row.not_run for row in results):
         sys.exit("some products of ours are wrong or failed: see the page")
 
 

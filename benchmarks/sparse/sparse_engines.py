@@ -1,4 +1,4 @@
-"""Who takes part in benchmarks/sparse/cpu_sparse.py: how each is made, called and timed."""
+"""Who takes part in benchmarks/sparse/cpu_sparse.py: how each is prepared, called and timed."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ NOT_RUN = "not run"
 
 CALLED = {
     OURS: "`demask.optimize(model, (x,), threads=threads)`, called on torch tensors.",
-    RUNTIME: "the exported file, all optimizations (its default), threads as given, "
+    RUNTIME: "the exported file, all optimizations (its default), threads of the setting, "
     "`session.intra_op.allow_spinning=0`, on the CPU.",
     SPINNING: "the same with spinning allowed, its default.",
     FROZEN: "`torch.jit.trace`, `freeze`, `optimize_for_inference`: oneDNN with norms folded in.",
-    EAGER: "the network as given, under `torch.no_grad()`.",
-    OPENVINO: "the exported file; latency hint, threads as given, float32.",
-    DEEPSPARSE: "the exported file, in a process of its own that times its own calls; cores as "
-    "threads given, default scheduler, checks of inputs off.",
+    EAGER: "the original network, under `torch.no_grad()`.",
+    OPENVINO: "the exported file; latency hint, threads of the setting, float32.",
+    DEEPSPARSE: "the exported file, in a process of its own that times its own calls; as many "
+    "cores as threads, default scheduler, checks of inputs off.",
 }
 
 Outputs = list[np.ndarray]
@@ -51,7 +51,7 @@ Outputs = list[np.ndarray]
 class Engine:
     """A contender with its input. run: its outputs. turn: the seconds of a call, by one turn.
 
-    seconds: that making it took. notes: what it says of itself.
+    seconds: that its preparation took. notes: what it reports of itself.
     """
 
     run: Callable[[], Outputs]
@@ -78,9 +78,9 @@ class Setting:
     deepsparse: str | None
 
 
-def tensors(found: Tensor | tuple[Tensor, ...]) -> Outputs:
+def tensors(outputs: Tensor | tuple[Tensor, ...]) -> Outputs:
     """Torch's outputs as arrays."""
-    parts = (found,) if isinstance(found, Tensor) else found
+    parts = (outputs,) if isinstance(outputs, Tensor) else outputs
     return [part.numpy() for part in parts]
 
 
@@ -101,16 +101,16 @@ def exact(model: nn.Module, x: Tensor) -> Outputs:
 
 
 def ours(setting: Setting, _: ExitStack) -> Engine:
-    """What demask makes; notes: the seconds of a second time, with what the first one measured,
-    and what it chose."""
+    """The network by demask.optimize; notes: the seconds of a second time, with the costs that the
+    first one measured, and what it chose."""
     cache = setting.file.with_suffix(".json")
 
     def make() -> Demasked:
         return demask.optimize(setting.model, (setting.x,), threads=setting.threads, cache=cache)
 
-    (_, cold), (made, warm) = timed(make), timed(make)
-    call = Engine.local(lambda: made(setting.x), cold, tensors)
-    chosen = made.demasked.decisions[0].chosen
+    (_, cold), (network, warm) = timed(make), timed(make)
+    call = Engine.local(lambda: network(setting.x), cold, tensors)
+    chosen = network.demasked.decisions[0].chosen
     return Engine(call.run, call.turn, cold, {"again": warm, "chosen": chosen})
 
 
@@ -139,15 +139,15 @@ def frozen(setting: Setting, _: ExitStack) -> Engine:
 
     def make() -> nn.Module:
         traced = torch.jit.trace(setting.model, setting.x)
-        made = torch.jit.optimize_for_inference(torch.jit.freeze(traced))
+        network = torch.jit.optimize_for_inference(torch.jit.freeze(traced))
         for _ in range(3):  # it specializes to the sizes in its first calls
-            made(setting.x)
-        return made
+            network(setting.x)
+        return network
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that torch.jit will go
-        made, seconds = timed(make)
-    return Engine.local(lambda: made(setting.x), seconds, tensors)
+        warnings.simplefilter("ignore")  # that torch.jit will be removed
+        network, seconds = timed(make)
+    return Engine.local(lambda: network(setting.x), seconds, tensors)
 
 
 def eager(setting: Setting, _: ExitStack) -> Engine:
@@ -167,7 +167,7 @@ def openvino(setting: Setting, _: ExitStack) -> Engine:
     def call() -> Any:
         return request.infer(x, share_inputs=True, share_outputs=True)
 
-    return Engine.local(call, seconds, lambda found: [part.copy() for part in found.to_tuple()])
+    return Engine.local(call, seconds, lambda got: [part.copy() for part in got.to_tuple()])
 
 
 def deepsparse(setting: Setting, stack: ExitStack) -> Engine:
@@ -176,20 +176,20 @@ def deepsparse(setting: Setting, stack: ExitStack) -> Engine:
         setting.deepsparse or "", server.__file__, str(setting.file), str(len(setting.x)),
         str(setting.threads),
     ]  # fmt: skip
-    asked, answers = stack.enter_context(running(command))
+    requests, answers = stack.enter_context(running(command))
     try:
-        server.send(asked, setting.x.numpy())
+        server.send(requests, setting.x.numpy())
         hello = server.receive(answers)
     except (EOFError, BrokenPipeError):
         raise RuntimeError("its process ended before it was ready") from None
 
     def run() -> Outputs:
-        server.send(asked, {"ask": "run"})
+        server.send(requests, {"ask": "run"})
         return [server.receive(answers) for _ in range(server.receive(answers))]
 
     def turn() -> float:
         turns.settle()
-        server.send(asked, {"ask": "turn", "least": LEAST})
+        server.send(requests, {"ask": "turn", "least": LEAST})
         return server.receive(answers)
 
     return Engine(run, turn, hello["seconds"], hello)
@@ -205,12 +205,12 @@ def running(command: list[str]) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         env=environment,
     )  # fmt: skip
-    asked, answers = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
+    requests, answers = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
     try:
-        yield asked, answers
+        yield requests, answers
     finally:
         with suppress(BrokenPipeError):  # of a process that has failed
-            asked.close()
+            requests.close()
         process.wait()
         answers.close()
 
@@ -221,16 +221,16 @@ MAKES: Mapping[str, Callable[[Setting, ExitStack], Engine]] = {
 }  # fmt: skip
 
 
-def error(expected: Outputs, found: Outputs) -> float:
+def error(expected: Outputs, actual: Outputs) -> float:
     """The largest difference, relative to the largest expected value.
 
     ValueError where shapes differ; NaN where an output has one.
     """
-    shapes = [[part.shape for part in outputs] for outputs in (expected, found)]
+    shapes = [[part.shape for part in outputs] for outputs in (expected, actual)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"outputs of {shapes[1]}, expected {shapes[0]}")
     most = max(float(np.abs(part).max()) for part in expected)
-    pairs = zip(expected, found, strict=True)
+    pairs = zip(expected, actual, strict=True)
     return float(np.max([np.abs(want - got).max() for want, got in pairs])) / most
 
 
@@ -246,7 +246,7 @@ class Entry:
 def entered(
     who: str, setting: Setting, expected: Outputs, stack: ExitStack, allowed: float
 ) -> Entry:
-    """A contender made and checked: one whose outputs are wrong is not timed."""
+    """A contender prepared and checked: one whose outputs are wrong is not timed."""
     if who == DEEPSPARSE and setting.deepsparse is None:
         return Entry(None, failure=NOT_RUN)
     try:

@@ -1,4 +1,4 @@
-"""Training with 10 % of the weights from the start: layers of nonzeros beside masked dense ones.
+"""Training with 10 % of the weights from the start: layers of nonzeros and masked dense ones.
 
     python -m benchmarks run sparse_training [--threads 1 2] [--pairs 15] [--losses 40]
 
@@ -55,21 +55,21 @@ def mask(net: nn.Module, density: float, seed: int) -> nn.Module:
     for layer in net.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d):
             w = layer.weight
-            kept = torch.randperm(w.numel(), generator=generator)[: round(density * w.numel())]
-            there = torch.zeros(w.numel(), dtype=torch.bool).index_fill(0, kept, True)
+            chosen = torch.randperm(w.numel(), generator=generator)[: round(density * w.numel())]
+            there = torch.zeros(w.numel(), dtype=torch.bool).index_fill(0, chosen, True)
             w *= there.view(w.shape) / density**0.5
     return net
 
 
 def of_nonzeros(net: nn.Module) -> nn.Module:
     """A copy with sparse layers."""
-    made = copy.deepcopy(net)
-    for name, layer in list(made.named_modules()):
+    sparse = copy.deepcopy(net)
+    for name, layer in list(sparse.named_modules()):
         if isinstance(layer, nn.Linear | nn.Conv2d):
             kind = SparseLinear if isinstance(layer, nn.Linear) else SparseConv2d
             owner, _, last = name.rpartition(".")
-            setattr(made.get_submodule(owner), last, kind.from_dense(layer))  # type: ignore[arg-type]
-    return made
+            setattr(sparse.get_submodule(owner), last, kind.from_dense(layer))  # type: ignore[arg-type]
+    return sparse
 
 
 class Trainer:
@@ -104,7 +104,7 @@ def twins(build: Callable[[], nn.Module]) -> tuple[Trainer, Trainer]:
     return Trainer(dense, True), Trainer(sparse, False)
 
 
-def held() -> int:
+def count_live_bytes() -> int:
     """Bytes of all tensors that are alive."""
     gc.collect()
     stores = {}
@@ -118,8 +118,8 @@ def held() -> int:
 @dataclass(frozen=True, slots=True)
 class Bytes:
     """What a network takes after a step. trained: parameters, gradients and optimizer state of the
-    layers with nonzeros. others: of norms and biases. beside: masks, or indices and what kernels
-    keep of them. counted: all tensors that are alive more than before."""
+    layers with nonzeros. others: of norms and biases. overhead: masks, or indices and what kernels
+    cache. counted: all tensors that are alive more than before."""
 
     nonzeros: int
     trained: int
@@ -127,13 +127,13 @@ class Bytes:
     counted: int
 
     @property
-    def beside(self) -> int:
+    def overhead(self) -> int:
         return self.counted - self.trained - self.others
 
 
 def memory(build: Callable[[], nn.Module], batch: Batch, sparse: bool) -> Bytes:
     """Bytes of one network, measured."""
-    before = held()
+    before = count_live_bytes()
     torch.manual_seed(SEED)
     net = mask(build(), DENSITY, SEED)
     trainer = Trainer(of_nonzeros(net) if sparse else net, not sparse)
@@ -153,7 +153,7 @@ def memory(build: Callable[[], nn.Module], batch: Batch, sparse: bool) -> Bytes:
         for b in m.buffers()
     )  # fmt: skip
     count = sum(int((w != 0).sum()) for w in weights)
-    return Bytes(count, sizes[1], others, held() - before)
+    return Bytes(count, sizes[1], others, count_live_bytes() - before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +171,13 @@ def timed(name: str, build: Callable[[], nn.Module], batch: Batch, pairs: int) -
     both = twins(build)
     for trainer in both * 2:
         trainer.step(batch)
-    found: tuple[list[float], list[float]] = ([], [])
+    milliseconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(pairs):
-        for trainer, times in zip(both, found, strict=True):
+        for trainer, times in zip(both, milliseconds, strict=True):
             begin = time.perf_counter()
             trainer.step(batch)
             times.append(1e3 * (time.perf_counter() - begin))
-    return Timed(name, torch.get_num_threads(), *found)
+    return Timed(name, torch.get_num_threads(), *milliseconds)
 
 
 def losses(build: Callable[[], nn.Module], batches: Sequence[Batch]) -> list[tuple[float, ...]]:
@@ -212,7 +212,7 @@ def _spread(times: list[float]) -> str:
 
 
 def page(rows: list[Timed], curve: list[tuple[float, ...]],
-         kept: dict[str, tuple[Bytes, Bytes]], words: str) -> str:  # fmt: skip
+         memory_of: dict[str, tuple[Bytes, Bytes]], words: str) -> str:  # fmt: skip
     """The page of results."""
     steps = []
     for row in rows:
@@ -225,8 +225,9 @@ def page(rows: list[Timed], curve: list[tuple[float, ...]],
     head = ["network", "threads", "masked dense, ms", "sparse, ms", "times as fast", "pairs"]
     bytes_ = [
         [name, kind, str(b.nonzeros), f"{b.trained:,}", f"{b.trained / b.nonzeros:.1f}",
-         f"{b.beside:,}", f"{b.counted:,}"]
-        for name, both in kept.items() for kind, b in zip(("masked", "sparse"), both, strict=True)
+         f"{b.overhead:,}", f"{b.counted:,}"]
+        for name, both in memory_of.items()
+        for kind, b in zip(("masked", "sparse"), both, strict=True)
     ]  # fmt: skip
     places = sorted({*range(0, len(curve), max(1, len(curve) // 8)), len(curve) - 1})
     shown = [[str(k + 1), *(f"{v:.6f}" for v in curve[k]),
@@ -238,15 +239,15 @@ def page(rows: list[Timed], curve: list[tuple[float, ...]],
         "momentum, in turns with a dense twin whose gradients are masked. Medians and quartiles; "
         "the ratio is of each pair.", "", markdown(head, steps), "",
         "## Memory after a step", "",
-        "Bytes of tensors. Trained: values, gradients and momentum of the layers; beside: "
-        "masks, or indices and what kernels keep of them; all: everything alive, with norms "
+        "Bytes of tensors. Trained: values, gradients and momentum of the layers; overhead: "
+        "masks, or indices and what kernels cache; all: everything alive, with norms "
         "and biases.", "",
-        markdown(["network", "twin", "nonzeros", "trained", "per nonzero", "beside", "all"],
+        markdown(["network", "twin", "nonzeros", "trained", "per nonzero", "overhead", "all"],
                  bytes_), "",
         "## The loss, step by step", "",
-        "ResNet-20, the same weights, images and order, beside the masked dense twin in float64: "
-        "rounding errors grow as training goes on, with either. Largest difference from float64 in "
-        f"{len(curve)} steps: {most[0]:.1e} masked dense, {most[1]:.1e} sparse.", "",
+        "ResNet-20, the same weights, images and order, and the masked dense twin in float64: "
+        "rounding errors grow in the course of training, with either. Largest difference from "
+        f"float64 in {len(curve)} steps: {most[0]:.1e} masked dense, {most[1]:.1e} sparse.", "",
         markdown(["step", "float64", "masked dense", "sparse", "dense - float64",
                   "sparse - float64"], shown), "",
     ])  # fmt: skip
@@ -258,26 +259,26 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15, help="steps of each network")
     parser.add_argument("--losses", type=int, default=40, help="steps of the loss curve")
     parser.add_argument("--output", type=Path, default=RESULTS / "sparse_training.md")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     allocator, before = fix_allocator(), load_average()
-    batches = pictures(asked.losses, 128)
+    batches = pictures(options.losses, 128)
     cases: list[tuple[str, Callable[[], nn.Module], Batch]] = [
         ("perceptron, batch 128", perceptron, random(128)),
         ("perceptron, batch 512", perceptron, random(512)),
         ("ResNet-20, batch 128", lambda: cifar.ResNet(20), batches[0]),
     ]
-    kept = {name: (memory(build, batch, False), memory(build, batch, True))
+    memory_of = {name: (memory(build, batch, False), memory(build, batch, True))
             for name, build, batch in (cases[0], cases[2])}  # fmt: skip
     rows = []
-    for threads in asked.threads:
+    for threads in options.threads:
         torch.set_num_threads(threads)
         for name, build, batch in cases:
-            rows.append(timed(name, build, batch, asked.pairs))
+            rows.append(timed(name, build, batch, options.pairs))
             print(name, threads, _spread(rows[-1].dense), _spread(rows[-1].sparse), flush=True)
     curve = losses(lambda: cifar.ResNet(20), batches)
     words = provenance("sparse_training", allocator, before=before)
-    text = page(rows, curve, kept, words)
-    asked.output.write_text(text)
+    text = page(rows, curve, memory_of, words)
+    options.output.write_text(text)
     print(text)
 
 

@@ -1,9 +1,9 @@
-"""Convolutions subsampled behind, and the same with their strides given back, timed in turns:
-`python -m benchmarks run stride`.
+"""Convolutions that are subsampled afterwards, and the same with their strides restored, timed in
+turns: `python -m benchmarks run stride`.
 
-Layers of ResNets and of a stem, each followed by a batch norm and a ReLU, made for hardware without
-strides in one of the ways of docs/stride.md; and whole networks lowered for each target and raised
-again. Writes benchmarks/results/stride.md.
+Layers of ResNets and of a stem, each followed by a batch norm and a ReLU, written for hardware
+without strides in one of the ways of docs/stride.md; and whole networks lowered for each target
+and raised again. Writes benchmarks/results/stride.md.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WAYS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-#: how the raised layer is run: as it comes, with channels last, as optimize() would have it
+#: how the raised layer is run: in NCHW, with channels last, after optimize()
 RAISED = ("raised", "channels last", "optimize")
 
 
@@ -65,7 +65,7 @@ class Sampled(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One layer in one setting. macs: left of the given's, a share. times: by contender."""
+    """One layer in one setting. macs: left, a share of the original's. times: by contender."""
 
     layer: str
     way: str
@@ -75,7 +75,7 @@ class Row:
     difference: float
 
     def speed(self, contender: str) -> float:
-        return self.times["given"].median / self.times[contender].median
+        return self.times["original"].median / self.times[contender].median
 
     @property
     def best(self) -> float:
@@ -98,46 +98,46 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
                 torch.set_num_threads(count)
                 fast = demask.optimize(raised, (x,), threads=count, cache=False)
                 calls = {
-                    "given": lambda m=model, x=x: m(x), "raised": lambda m=raised, x=x: m(x),
+                    "original": lambda m=model, x=x: m(x), "raised": lambda m=raised, x=x: m(x),
                     "channels last": lambda m=last, x=wide: m(x),
                     "optimize": lambda m=fast, x=x: m(x),
                 }  # fmt: skip
                 with torch.inference_mode():
                     times = time_alternately(calls, pairs, seconds=seconds)
                     expected = model(x)
-                    gap = max(float((expected - made).abs().max() / expected.abs().max())
-                              for made in (raised(x), last(wide), fast(x)))  # fmt: skip
+                    gap = max(float((expected - output).abs().max() / expected.abs().max())
+                              for output in (raised(x), last(wide), fast(x)))  # fmt: skip
                 yield Row(name, way, count, after / before, times, gap)
                 bar.advance(step)
 
 
 def cells(row: Row) -> list[str]:
-    made = [f"{format_spread(row.times[name])}: {row.speed(name):.2f}" for name in RAISED]
+    raised_cells = [f"{format_spread(row.times[name])}: {row.speed(name):.2f}" for name in RAISED]
     return [row.layer, row.way, str(row.threads), f"{row.macs:.2f}",
-            format_spread(row.times["given"]), *made, f"{row.best:.2f}",
+            format_spread(row.times["original"]), *raised_cells, f"{row.best:.2f}",
             f"{row.difference:.0e}"]  # fmt: skip
 
 
-HEAD = ["layer", "subsampled by", "threads", "MACs left", "given, ms",
+HEAD = ["layer", "subsampled by", "threads", "MACs left", "original, ms",
         *(f"{name}, ms: speed" for name in RAISED), "best", "difference"]  # fmt: skip
 
 
-def page(found: Sequence[Row], words: str) -> str:
-    slow = {name: sum(row.speed(name) < 3 for row in found) for name in RAISED}
+def page(rows: Sequence[Row], words: str) -> str:
+    slow = {name: sum(row.speed(name) < 3 for row in rows) for name in RAISED}
     words_slow = ", ".join(f"{count} {name}" for name, count in slow.items())
-    best = sum(row.best < 3 for row in found)
-    return f"""# Strides given back
+    best = sum(row.best < 3 for row in rows)
+    return f"""# Strides restored
 
 {words}
 
-A convolution of stride 1, a batch norm and a ReLU, of which every s-th position is kept; *raised*:
-behind `demask.stride.raise_strides`; *channels last*: the same, weights and input so laid out;
-*optimize*: behind `demask.optimize` in addition. Batch 1, float32, the given layer in NCHW.
+A convolution of stride 1, a batch norm and a ReLU, of which every s-th position is read; *raised*:
+after `demask.stride.raise_strides`; *channels last*: the same, weights and input so laid out;
+*optimize*: after `demask.optimize` in addition. Batch 1, float32, the original layer in NCHW.
 Milliseconds are the median (10 %–90 % quantile) of calls in turns, in one process; *speed*: the
-given's median over this one. *Difference*: the largest of the three, relative to the largest
-output. Less than 3 times as fast, of {len(found)}: {words_slow}; {best} by the best of them.
+original's median over this one. *Difference*: the largest of the three, relative to the largest
+output. Less than 3 times as fast, of {len(rows)}: {words_slow}; {best} by the best of them.
 
-{markdown(HEAD, [cells(row) for row in found])}
+{markdown(HEAD, [cells(row) for row in rows])}
 """
 
 

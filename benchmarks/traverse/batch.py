@@ -77,17 +77,17 @@ def vgg() -> nn.Module:
 
 
 def status(field: str) -> int:
-    """Bytes that /proc says of this process."""
+    """Bytes of a field of this process's status in /proc."""
     text = Path("/proc/self/status").read_text()
-    found = re.search(rf"{field}:\s+(\d+) kB", text)
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"{field}:\s+(\d+) kB", text)
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def read_so_far() -> dict[str, int]:
-    """Bytes asked for in reads, and bytes that came from the disk."""
-    found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return {"asked": int(found["rchar"]), "disk": int(found["read_bytes"])}
+    """Bytes requested by reads, and bytes that came from the disk."""
+    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {"requested": int(counters["rchar"]), "disk": int(counters["read_bytes"])}
 
 
 def child(path: Path, way: str) -> dict[str, int]:
@@ -112,11 +112,11 @@ def child(path: Path, way: str) -> dict[str, int]:
 
 
 def measured(path: Path, way: str) -> dict[str, int]:
-    """What `child` says, the file not in the cache."""
+    """The result of `child`, the file not in the cache."""
     drop(path)
-    asked = [sys.executable, "-m", __name__, "--child", str(path), way]
-    made = subprocess.run(asked, check=True, capture_output=True, text=True, cwd=ROOT)
-    return json.loads(made.stdout.splitlines()[-1])
+    command = [sys.executable, "-m", __name__, "--child", str(path), way]
+    process = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def drop(path: Path) -> None:
@@ -155,11 +155,11 @@ def file_rows(path: Path, pairs: int) -> list[dict[str, Any]]:
     expected = results[WAYS[2]]
     rows = []
     for way in WAYS:
-        apart = (results[way] - expected).abs().max() / expected.abs().max()
+        difference = (results[way] - expected).abs().max() / expected.abs().max()
         rows.append({
             "way": way, **seen[way], "warm": _numbers(warm[way]),
             "cold": _numbers(late[way]) if way in late else None,
-            "difference": float(apart), "equal": torch.equal(results[way], expected),
+            "difference": float(difference), "equal": torch.equal(results[way], expected),
         })  # fmt: skip
     return rows
 
@@ -182,14 +182,14 @@ def head_rows(pairs: int, threads: int) -> list[dict[str, Any]]:
 
 
 def head_times(model: nn.Module, module: nn.Module, x: Tensor, pairs: int) -> dict[str, Timing]:
-    """All n inputs: one by one as given, as one batch as given, and by `batch()`."""
+    """All n inputs: one by one in PyTorch, as one batch in PyTorch, and by `batch()`."""
 
     def single() -> None:
         for k in range(len(x)):
             model(x[k : k + 1])
 
     with torch.inference_mode():
-        calls = {"single": single, "given": lambda: model(x), "ours": lambda: module(x)}
+        calls = {"single": single, "one_batch": lambda: model(x), "ours": lambda: module(x)}
         return time_alternately(calls, pairs, 1)
 
 
@@ -200,42 +200,44 @@ def _numbers(timing: Timing) -> dict[str, float]:
 # -------------------------------------------------------------------------------------------- page
 
 
-def cells(found: Mapping[str, Any]) -> tuple[list[list[str]], list[list[str]]]:
+def cells(results: Mapping[str, Any]) -> tuple[list[list[str]], list[list[str]]]:
     """The lines of both tables."""
     files = [
-        [row["way"], f"{row['asked'] / 2**30:.2f}", f"{row['disk'] / 2**30:.2f}",
+        [row["way"], f"{row['requested'] / 2**30:.2f}", f"{row['disk'] / 2**30:.2f}",
          f"{row['peak'] / 2**20:,.0f}", _words(row["warm"]),
          _words(row["cold"]) if row["cold"] else "", f"{row['difference']:.0e}",
          "yes" if row["equal"] else "no"]
-        for row in found["file"]
+        for row in results["file"]
     ]  # fmt: skip
     heads = [
         [str(row["inputs"]), str(row["threads"]), f"{row['unbatched'] / 1e6:,.0f}",
-         f"{row['read'] / 1e6:,.0f}", *(_words(row[k]) for k in ("single", "given", "ours")),
+         f"{row['read'] / 1e6:,.0f}", *(_words(row[k]) for k in ("single", "one_batch", "ours")),
          f"{row['single']['median'] / row['ours']['median']:.2f}",
-         f"{row['given']['median'] / row['ours']['median']:.2f}", "yes" if row["equal"] else "no"]
-        for row in found["head"]
+         f"{row['one_batch']['median'] / row['ours']['median']:.2f}",
+         "yes" if row["equal"] else "no"]
+        for row in results["head"]
     ]  # fmt: skip
     return files, heads
 
 
-def page(found: Mapping[str, Any]) -> str:
-    files, heads = cells(found)
-    counts = {row["warm"]["count"] for row in found["file"]}
+def page(results: Mapping[str, Any]) -> str:
+    files, heads = cells(results)
+    counts = {row["warm"]["count"] for row in results["file"]}
     return f"""# Fully connected layers for N inputs at a time
 
-{found["machine"]}
+{results["machine"]}
 
 Milliseconds are the median (10 %–90 % quantile) of alternated calls in one process.
 
 ## A layer of 1 GiB in a file, within {MEMORY}
 
-16384 × 16384, float32, sixteen inputs, {format_threads(found["threads"])}; {max(counts)} calls with
-the file in the kernel's cache, 3 with its pages dropped before each call. *Read*: bytes asked for
-by reads (a mapped file is read by page faults, which are not asked for), and those that came from
-the disk, of one call with no page in the cache. This machine's memory holds the file, so that only
-the first of sixteen readings reaches the disk; where it does not, all do. *Peak*: resident memory
-above what Python and torch take, of making the network and one call, in a process of its own.
+16384 × 16384, float32, sixteen inputs, {format_threads(results["threads"])}; {max(counts)} calls
+with the file in the kernel's cache, 3 with its pages dropped before each call. *Read*: bytes
+requested by reads (a mapped file is read by page faults, which are no requests), and those that
+came from the disk, of one call with no page in the cache. This machine's memory holds the file, so
+that only the first of sixteen readings reaches the disk; where it does not, all do. *Peak*:
+resident memory above what Python and torch take, of building the network and one call, in a process
+of its own.
 *Difference*: from PyTorch's result for the batch of sixteen, relative to the largest output;
 *equal*: bit by bit.
 
@@ -243,10 +245,10 @@ above what Python and torch take, of making the network and one call, in a proce
 
 ## The fully connected layers of VGG-16 in memory
 
-{HEAD[0]}, float32, {found["head_bytes"] / 1e6:,.0f} MB of weights. *One by one*: PyTorch as given,
-called for each input; *as one batch*: PyTorch as given, called once; *batch()*: the same inputs
+{HEAD[0]}, float32, {results["head_bytes"] / 1e6:,.0f} MB of weights. *One by one*: PyTorch, called
+for each input; *as one batch*: PyTorch, called once; *batch()*: the same inputs
 through `demask.traverse.batch(model, args, inputs=N)`, whose calls are those of the batch: equal
-bits, and no faster than PyTorch is when it is given all inputs at once.
+bits, and no faster than PyTorch is when it gets all inputs at once.
 
 {markdown(HEAD_HEAD, heads)}
 
@@ -256,7 +258,7 @@ Sixteen images, the convolutions image by image: 15/16 of the traffic of the ful
 is saved, and with nine tenths of the weights there, 84 % of all.
 
 ```
-{found["traffic"]}
+{results["traffic"]}
 ```
 """
 
@@ -281,28 +283,28 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--output", type=Path, default=RESULTS / "batch.md")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.child:
-        print(json.dumps(child(Path(asked.child[0]), asked.child[1])))
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(child(Path(options.child[0]), options.child[1])))
         return
     before = load_average()
-    found: dict[str, Any] = {"threads": max(asked.threads), "head": []}
-    found["head_bytes"] = sum(p.nbytes for p in head().parameters() if p.ndim > 1)
-    with tempfile.TemporaryDirectory() as folder, set_threads(max(asked.threads)):
+    results: dict[str, Any] = {"threads": max(options.threads), "head": []}
+    results["head_bytes"] = sum(p.nbytes for p in head().parameters() if p.ndim > 1)
+    with tempfile.TemporaryDirectory() as folder, set_threads(max(options.threads)):
         path = Path(folder) / "layer.safetensors"
         values = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
         WeightFile.write(path, {"weight": values / WIDTH**0.5})
         del values
-        found["file"] = file_rows(path, asked.pairs)
-    for threads in asked.threads:
+        results["file"] = file_rows(path, options.pairs)
+    for threads in options.threads:
         with set_threads(threads):
-            found["head"] += head_rows(asked.pairs, threads)
+            results["head"] += head_rows(options.pairs, threads)
     images = (torch.zeros(2, 3, 224, 224),)
-    found["traffic"] = str(traffic(vgg(), images, at_once=1, memory="1GiB"))
-    found["machine"] = provenance("batch", before=before)
-    asked.output.write_text(page(found))
-    asked.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    print(page(found))
+    results["traffic"] = str(traffic(vgg(), images, at_once=1, memory="1GiB"))
+    results["machine"] = provenance("batch", before=before)
+    options.output.write_text(page(results))
+    options.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    print(page(results))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The exact halo of six networks beside the padding that people use, and what less of it costs.
+"""The exact halo of six networks, the padding that people use, and the error of smaller ones.
 
     python -m benchmarks run halo
 
 Writes results/halo.md and halo.json, and docs/halo.svg: the error of a tile of TAEF2's decoder,
-with its trained weights, against the padding given.
+with its trained weights, against the padding.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ NETWORKS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was found of one network, and the seconds of each call, capture included."""
+    """The halo of one network, and the seconds of each call, capture included."""
 
     network: str
     before: int
@@ -87,12 +87,12 @@ def _seconds(values: Sequence[float]) -> str:
 def row(known: Known, rounds: int) -> Row:
     """The halo along rows, global calls taken position by position, timed after a first call."""
     model, x = known.make().eval(), torch.zeros(1, known.channels, 64, 64)
-    found, seconds = halo(model, (x,)), []
+    result, seconds = halo(model, (x,)), []
     for _ in range(rounds):
         start = time.perf_counter()
-        found = halo(model, (x,))
+        result = halo(model, (x,))
         seconds.append(time.perf_counter() - start)
-    side = found.inputs[0].rows
+    side = result.inputs[0].rows
     return Row(known.name, side.local_before, side.local_after, side.exact, known.padding,
                known.tool, tuple(seconds))  # fmt: skip
 
@@ -100,8 +100,8 @@ def row(known: Known, rounds: int) -> Row:
 # --- the curve ----------------------------------------------------------------------------------
 
 
-class Given(nn.Module):
-    """A group norm with statistics given from elsewhere: those of the whole image."""
+class FixedNorm(nn.Module):
+    """A group norm with the statistics of the whole image."""
 
     def __init__(self, norm: nn.GroupNorm, x: Tensor):
         super().__init__()
@@ -122,7 +122,9 @@ def with_statistics(model: nn.Module, x: Tensor) -> nn.Module:
     norms = {n: m for n, m in model.named_modules() if isinstance(m, nn.GroupNorm)}
     seen: dict[str, nn.Module] = {}
     hooks = [
-        m.register_forward_pre_hook(lambda norm, args, n=n: seen.update({n: Given(norm, args[0])}))
+        m.register_forward_pre_hook(
+            lambda norm, args, n=n: seen.update({n: FixedNorm(norm, args[0])})
+        )
         for n, m in norms.items()
     ]
     model(x)
@@ -140,15 +142,15 @@ def curves(bar: Progress) -> dict[str, Halo]:
         "each tile's own statistics": shared.taef2(),
         "statistics of the whole image": with_statistics(shared.taef2(), x),
     }
-    found = {}
+    curve_of = {}
     for name, model in models.items():
         task = bar.add_task(name, total=1.0)
         step = lambda title, share, task=task: bar.update(task, completed=share)  # noqa: E731
-        found[name] = halo(model, (x,), curve=True, progress=step)
-    return found
+        curve_of[name] = halo(model, (x,), curve=True, progress=step)
+    return curve_of
 
 
-def draw(found: dict[str, Halo], path: Path, words: str) -> None:
+def draw(halos: dict[str, Halo], path: Path, words: str) -> None:
     """The largest error and the 8-bit values that change, against the padding."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -156,19 +158,19 @@ def draw(found: dict[str, Halo], path: Path, words: str) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "halo"  # the same picture for the same numbers
     figure = Figure(figsize=(8.5, 3.6), layout="constrained")
     panels = figure.subplots(1, 2)
-    marks = zip((SLOWER, FASTER), ("s", "o"), found.items(), strict=True)
+    marks = zip((SLOWER, FASTER), ("s", "o"), halos.items(), strict=True)
     for colour, mark, (name, one) in marks:
         places = [point.padding[0] for point in one.curve]
         for axes, values in zip(panels, _values(one.curve), strict=True):
             axes.plot(places, values, color=colour, marker=mark, markersize=4, label=name)
-    side = next(iter(found.values())).inputs[0].rows
+    side = next(iter(halos.values())).inputs[0].rows
     panels[0].set_yscale("log")
     panels[0].set_ylim(FLOOR / 2, 100)  # room for words above the lines
     panels[0].set_yticks([10.0**k for k in range(-6, 1, 2)])
     panels[1].set_ylim(-4, 145)
     panels[1].set_yticks(range(0, 101, 20))
     style = {"textcoords": "offset points", "ha": "right", "fontsize": 8, "color": WORDS}
-    for point in [p for one in found.values() for p in one.curve if p.max_abs < FLOOR]:
+    for point in [p for one in halos.values() for p in one.curve if p.max_abs < FLOOR]:
         at = (point.padding[0], FLOOR)
         panels[0].annotate(f"{point.max_abs:.0g}", at, xytext=(-6, -2), **style)
     panels[0].set_title("largest error of a tile (values 0 to 1)", loc="left", fontsize=10)
@@ -187,7 +189,7 @@ def _values(points: Sequence[Point]) -> tuple[list[float], list[float]]:
 
 
 def _mark(axes, places: dict[int, str]) -> None:
-    """Where the exact halo is, and what tools give, as lines with words."""
+    """Lines at the exact halo and at the padding of tools, with words."""
     for place, words in places.items():
         axes.axvline(place, color=ORIGINAL_COLOR, linestyle=":", linewidth=1, zorder=0)
         axes.annotate(f"{place}: {words}", (place, 1.0), xycoords=("data", "axes fraction"),
@@ -202,18 +204,18 @@ def _mark(axes, places: dict[int, str]) -> None:
 # --- the page -----------------------------------------------------------------------------------
 
 
-def page(rows: Sequence[Row], found: dict[str, Halo], words: str) -> str:
+def page(rows: Sequence[Row], halos: dict[str, Halo], words: str) -> str:
     lines = []
-    for first, *points in _beside(found):
+    for first, *points in _align(halos):
         cells = [c for p in points for c in (f"{p.max_abs:.1e}", f"{p.changed:.2%}")]
         lines.append([str(first.padding[0]), *cells])
-    head = ["padding", *(f"{kind}: {name}" for name in found for kind in ("error", "8-bit"))]
+    head = ["padding", *(f"{kind}: {name}" for name in halos for kind in ("error", "8-bit"))]
     return f"""# The exact halo
 
 {words}
 
-How many input positions beyond a tile must be given so that the tile is exact (`before/after`
-where they differ), and what tools give. *Exact* "convolutions": the network also has global calls
+How many input positions beyond a tile are needed so that the tile is exact (`before/after` where
+they differ), and what tools use. *Exact* "convolutions": the network also has global calls
 (norms, attention), whose statistics must come from the whole image; the halo is then that of the
 rest. Seconds: median (least–most) of {len(rows[0].seconds)} calls on a 64 x 64 example, reading the
 model included, after one call that is not counted.
@@ -228,9 +230,9 @@ difference; 8-bit: share of the values that change. In latent positions.
 """
 
 
-def _beside(found: dict[str, Halo]):
+def _align(halos: dict[str, Halo]):
     """Each padding, with its point in every curve."""
-    curves = [one.curve for one in found.values()]
+    curves = [one.curve for one in halos.values()]
     return [(points[0], *points) for points in zip(*curves, strict=True)]
 
 
@@ -239,19 +241,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS / "halo.md")
     parser.add_argument("--picture", type=Path, help="docs/halo.svg for the full run")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     before, console = load_average(), Console()
     with Progress(console=console, transient=True) as bar:
-        rows = [row(known, asked.rounds) for known in bar.track(NETWORKS, description="halo")]
-        found = curves(bar)
+        rows = [row(known, options.rounds) for known in bar.track(NETWORKS, description="halo")]
+        halos = curves(bar)
     words = provenance("halo", before=before)
-    asked.output.write_text(page(rows, found, words))
+    options.output.write_text(page(rows, halos, words))
     data = {"machine": words, "rows": [asdict(one) for one in rows],
-            "curves": {name: one.to_dict()["curve"] for name, one in found.items()}}  # fmt: skip
-    asked.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-    usual = PICTURE if asked.output == RESULTS / "halo.md" else asked.output.with_suffix(".svg")
-    draw(found, asked.picture or usual, words)
-    console.print(asked.output.read_text(), markup=False)
+            "curves": {name: one.to_dict()["curve"] for name, one in halos.items()}}  # fmt: skip
+    options.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    usual = PICTURE if options.output == RESULTS / "halo.md" else options.output.with_suffix(".svg")
+    draw(halos, options.picture or usual, words)
+    console.print(options.output.read_text(), markup=False)
 
 
 if __name__ == "__main__":

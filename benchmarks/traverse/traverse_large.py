@@ -2,9 +2,9 @@
 `python -m benchmarks run traverse_large`.
 
 The smaller one is compared with the untiled run, which takes 12 GiB; the larger one, of which the
-untiled run would take 192 GiB, goes into a memory-mapped file and is drawn smaller. Each is
+untiled run would take 192 GiB, is written to a memory-mapped file and drawn smaller. Each is
 measured in a process of its own. Writes benchmarks/results/traverse_large.md and .json, and the
-pictures beside them with --pictures.
+pictures next to them with --pictures.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SHOWN = 1024  # pixels a side of the pictures drawn
 @dataclass(frozen=True, slots=True)
 class Run:
     """One run. peak: bytes of memory beyond those before it, what of its output was in memory
-    included. predicted: by the plan, 0 where there is none. words: what it says of itself."""
+    included. predicted: by the plan, 0 where there is none. words: its report."""
 
     seconds: float
     peak: int
@@ -72,7 +72,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One size: streamed, and untiled where that is asked for. Failed says why there is none."""
+    """One size: streamed, and untiled where that was chosen. Failed says why there is none."""
 
     size: int
     budget: str
@@ -86,7 +86,7 @@ class Row:
 
 @torch.no_grad()
 def streamed(setting: Setting, source: Path, target: Path, budget: str) -> Run:
-    """From file to file, in 8 bits. setting: of a small picture, made first unless it is cold."""
+    """From file to file, in 8 bits. setting: of a small picture, run first unless it is cold."""
     _, model, x = ready(setting)
     engine = engine_of(setting)
 
@@ -97,8 +97,8 @@ def streamed(setting: Setting, source: Path, target: Path, budget: str) -> Run:
         small = source.with_name("small.npy")
         np.save(small, x.numpy())
         call(small)
-    found, peak, seconds = peaked(lambda: call(source))
-    return Run(seconds, peak, int(getattr(found, "peak", 0)), str(found or ""))
+    plan, peak, seconds = peaked(lambda: call(source))
+    return Run(seconds, peak, int(getattr(plan, "peak", 0)), str(plan or ""))
 
 
 @torch.no_grad()
@@ -123,9 +123,9 @@ def compared(ours: Path, theirs: Path) -> Difference:
     a, b = (np.load(path, mmap_mode="r") for path in (ours, theirs))
     if a.shape != b.shape or a.dtype != np.uint8 or b.dtype != np.uint8:
         raise ValueError(f"expected two pictures, got {a.shape} {a.dtype}, {b.shape} {b.dtype}")
-    apart = [np.abs(a[:, k].astype(np.int16) - b[:, k]) for k in range(a.shape[1])]
-    count = sum(int(np.count_nonzero(one)) for one in apart)
-    return Difference(count, a.size, max(int(one.max()) for one in apart))
+    gaps = [np.abs(a[:, k].astype(np.int16) - b[:, k]) for k in range(a.shape[1])]
+    count = sum(int(np.count_nonzero(one)) for one in gaps)
+    return Difference(count, a.size, max(int(one.max()) for one in gaps))
 
 
 def smaller(picture: np.ndarray, side: int) -> np.ndarray:
@@ -150,31 +150,31 @@ def draw(file: Path, target: Path) -> None:
 # --- rows ---------------------------------------------------------------------------------------
 
 
-def measured(setting: Setting, asked: argparse.Namespace, console: Console) -> Row:
-    """One size: made, compared where it can be, and drawn where that is asked for."""
-    size, budget = setting.size, asked.memory or BUDGETS.get(setting.size, "1GB")
+def measured(setting: Setting, options: argparse.Namespace, console: Console) -> Row:
+    """One size: streamed, compared where it can be, and drawn where that was chosen."""
+    size, budget = setting.size, options.memory or BUDGETS.get(setting.size, "1GB")
     small = replace(setting, size=SMALL)
-    with TemporaryDirectory(dir=asked.folder) as folder:
+    with TemporaryDirectory(dir=options.folder) as folder:
         source, ours, theirs = (Path(folder, f"{n}.npy") for n in ("latent", "ours", "theirs"))
         side = size // NETWORKS[NETWORK].grows
         write_latent(source, side, side)
-        found = fresh(streamed, small, source, ours, budget)
-        console.print(f"{size}², {budget}: {told(found)}")
-        against = fresh(whole, small, source, theirs) if size <= asked.compared else None
-        console.print(f"{size}², untiled: {told(against)}")
-        both = isinstance(found, Run) and isinstance(against, Run)
+        run = fresh(streamed, small, source, ours, budget)
+        console.print(f"{size}², {budget}: {describe_run(run)}")
+        against = fresh(whole, small, source, theirs) if size <= options.compared else None
+        console.print(f"{size}², untiled: {describe_run(against)}")
+        both = isinstance(run, Run) and isinstance(against, Run)
         difference = compared(ours, theirs) if both else None
-        if asked.pictures and isinstance(found, Run):
-            draw(ours, asked.output.with_name(f"traverse_large_{size}.png"))
-    return Row(size, budget, found, against, difference)
+        if options.pictures and isinstance(run, Run):
+            draw(ours, options.output.with_name(f"traverse_large_{size}.png"))
+    return Row(size, budget, run, against, difference)
 
 
-def told(found: Run | Failed | None) -> str:
-    if found is None:
+def describe_run(run: Run | Failed | None) -> str:
+    if run is None:
         return "not run"
-    if isinstance(found, Failed):
-        return found.reason
-    return f"{found.seconds:.1f} s, {mebibytes(found.peak)} MiB"
+    if isinstance(run, Failed):
+        return run.reason
+    return f"{run.seconds:.1f} s, {mebibytes(run.peak)} MiB"
 
 
 HEAD = ["pixels", "budget", "seconds", "peak, MiB", "predicted", "untiled, s",
@@ -185,27 +185,29 @@ def cells(row: Row) -> list[str]:
     predicted = row.streamed.predicted if isinstance(row.streamed, Run) else 0
     return [
         f"{row.size}²", row.budget, *_run(row.streamed), mebibytes(predicted) if predicted else "",
-        *_run(row.whole), *_apart(row),
+        *_run(row.whole), *_difference(row),
     ]  # fmt: skip
 
 
-def _run(found: Run | Failed | None) -> list[str]:
-    if isinstance(found, Run):
-        return [f"{found.seconds:.1f}", mebibytes(found.peak)]
-    return ["not run" if found is None else found.reason, ""]
+def _run(run: Run | Failed | None) -> list[str]:
+    if isinstance(run, Run):
+        return [f"{run.seconds:.1f}", mebibytes(run.peak)]
+    return ["not run" if run is None else run.reason, ""]
 
 
-def _apart(row: Row) -> list[str]:
-    found = row.difference
+def _difference(row: Row) -> list[str]:
+    difference = row.difference
     return (
-        ["", ""] if found is None else [f"{found.count:,} of {found.values:,}", f"{found.largest}"]
+        ["", ""]
+        if difference is None
+        else [f"{difference.count:,} of {difference.values:,}", f"{difference.largest}"]
     )
 
 
-def page(found: Sequence[Row], words: str) -> str:
+def page(rows: Sequence[Row], words: str) -> str:
     said = "".join(
         f"- {row.size}²: {row.streamed.words}\n"
-        for row in found
+        for row in rows
         if isinstance(row.streamed, Run) and row.streamed.words
     )
     return f"""# Pictures larger than memory
@@ -219,16 +221,16 @@ writing included, but for what a first, small picture brought into memory: the l
 *Untiled*: the network as it is, in channels_last; reading and writing are not in its numbers, its
 input neither.
 
-{markdown(HEAD, [cells(row) for row in found])}
+{markdown(HEAD, [cells(row) for row in rows])}
 
 {said}"""
 
 
-def write(found: Sequence[Row], words: str, output: Path) -> None:
-    """The page, and the rows beside it as JSON."""
+def write(rows: Sequence[Row], words: str, output: Path) -> None:
+    """The page, and the rows next to it as JSON."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page(found, words).rstrip() + "\n")
-    stored = {"words": words, "rows": [asdict(row) for row in found]}
+    output.write_text(page(rows, words).rstrip() + "\n")
+    stored = {"words": words, "rows": [asdict(row) for row in rows]}
     output.with_suffix(".json").write_text(json.dumps(stored, indent=1) + "\n")
 
 
@@ -240,7 +242,7 @@ def arguments() -> argparse.Namespace:
     add("--only", type=int, nargs="+", default=list(BUDGETS), metavar="SIDE", help="pixels")
     add("--memory", metavar="BUDGET", help="instead of each size's own")
     add("--compared", type=int, default=COMPARED, metavar="SIDE",
-        help="largest size of which the untiled run is made too")  # fmt: skip
+        help="largest size that is run untiled, too")  # fmt: skip
     add("--threads", type=int, default=2)
     add("--folder", type=Path, help="for the files, up to 1.4 GB; the system's by default")
     add("--cold", action="store_true", help="no small picture comes first")
@@ -251,14 +253,14 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    asked, console, found, before = arguments(), Console(markup=False), [], load_average()
+    options, console, rows, before = arguments(), Console(markup=False), [], load_average()
     named([NETWORK])
-    for size in asked.only:
-        setting = Setting(NETWORK, size, asked.threads, asked.engine, cold=asked.cold)
-        found.append(measured(setting, asked, console))
-        notes = f"{asked.threads} threads", "allocator not tuned"
+    for size in options.only:
+        setting = Setting(NETWORK, size, options.threads, options.engine, cold=options.cold)
+        rows.append(measured(setting, options, console))
+        notes = f"{options.threads} threads", "allocator not tuned"
         words = provenance("traverse_large", *notes, before=before)
-        write(found, words, asked.output)
+        write(rows, words, options.output)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Predicted and measured peaks of memory of networks run part by part:
 `python -m benchmarks run traverse_memory`.
 
-Every number is measured in a process of its own. Budgets go in equal ratios from the least one
-that a plan can be made for to what the untiled run takes. Writes
+Every number is measured in a process of its own. Budgets rise in equal ratios from the least one
+for which there is a plan to what the untiled run takes. Writes
 benchmarks/results/traverse_memory.md and .json after each network.
 """
 
@@ -105,9 +105,9 @@ class Child:
 def fresh(task: Callable[..., Any], *args: Any, patience: float = inf) -> Any:
     """What `task(*args)` returns in a process of its own, or Failed."""
     child = Child(_answer, task, args)
-    found = child.answer(patience)
+    result = child.answer(patience)
     child.stop()
-    return found
+    return result
 
 
 def _answer(pipe: Connection, task: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -128,13 +128,13 @@ def caught(task: Callable[..., Any], *args: Any) -> Any:
 
 def resident(line: str = "VmRSS") -> int:
     """Bytes of this process that are in memory now; VmHWM: at most since the last reset."""
-    found = re.search(rf"^{line}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"^{line}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def trim() -> None:
-    """Give what is free back to the kernel."""
+    """Return what is free to the kernel."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
@@ -159,8 +159,8 @@ def nbytes(tensor: Tensor) -> int:
 
 
 class Counted(TorchDispatchMode):
-    """Counts the multiply-adds of convolutions, products and attention that torch is asked for,
-    whoever asks: what a plan says of itself is held against it."""
+    """Counts the multiply-adds of convolutions, products and attention that torch executes,
+    whoever calls it: a plan's own count is compared with it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,23 +169,23 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         names = [argument.name for argument in func._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | dict(kwargs or {})
-        self.macs += _macs(func._schema.name.partition("::")[2], given, out)
+        arguments = dict(zip(names, args, strict=False)) | dict(kwargs or {})
+        self.macs += _macs(func._schema.name.partition("::")[2], arguments, out)
         return out
 
 
-def _macs(name: str, given: dict[str, Any], out: Any) -> int:
+def _macs(name: str, arguments: dict[str, Any], out: Any) -> int:
     first = out[0] if isinstance(out, (tuple, list)) else out
-    if "attention" in name and "query" in given:
-        return given["key"].shape[-2] * (given["query"].numel() + first.numel())
+    if "attention" in name and "query" in arguments:
+        return arguments["key"].shape[-2] * (arguments["query"].numel() + first.numel())
     if name in PRODUCTS:
-        left = next(given[key] for key in LEFT if key in given)
+        left = next(arguments[key] for key in LEFT if key in arguments)
         return first.numel() * left.shape[-1]
-    weight = given.get("weight", given.get("W"))
+    weight = arguments.get("weight", arguments.get("W"))
     if "conv" not in name or weight is None:
         return 0
-    turned = "transpose" in name or given.get("transposed", False)
-    places = next(given[key] for key in LEFT if key in given) if turned else first
+    is_transposed = "transpose" in name or arguments.get("transposed", False)
+    places = next(arguments[key] for key in LEFT if key in arguments) if is_transposed else first
     return places.numel() * prod(weight.shape[1:])
 
 
@@ -265,7 +265,7 @@ def untiled(setting: Setting) -> Untiled:
 
 @torch.no_grad()
 def least(setting: Setting, most: int) -> int:
-    """The least budget that a plan is made for, in bytes; BudgetTooSmall where it is more than
+    """The least budget for which there is a plan, in bytes; BudgetTooSmall where it is more than
     `most`."""
     _, model, x = ready(setting)
     try:
@@ -280,8 +280,8 @@ def least(setting: Setting, most: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Tiled:
     """Of a call under a budget, in bytes. peak: measured, without the output; again: of a second
-    call, for which no kernel has to be made. predicted: what the plan says. macs, untiled_macs: as
-    the plan says; counted: at torch's calls. error, equal: against untiled, channels_last."""
+    call, for which no kernel has to be compiled. predicted: by the plan. macs, untiled_macs: as the
+    plan says; counted: at torch's calls. error, equal: against untiled, channels_last."""
 
     predicted: int
     peak: int
@@ -301,15 +301,15 @@ def tiled(setting: Setting, memory: int) -> Tiled:
     network, model, x = ready(setting)
     if not setting.cold:
         model(network.inputs(SMALL)[0])
-    made = engine_of(setting).tile(model, (x,), memory=memory)
-    y, peak, seconds = peaked(lambda: made(x))
+    network_in_tiles = engine_of(setting).tile(model, (x,), memory=memory)
+    y, peak, seconds = peaked(lambda: network_in_tiles(x))
     output = nbytes(y)
     del y
-    y, again, _ = peaked(lambda: made(x))
-    macs = counted(made, x)
+    y, again, _ = peaked(lambda: network_in_tiles(x))
+    macs = counted(network_in_tiles, x)
     model = model.to(memory_format=torch.channels_last)
     expected = model(x.contiguous(memory_format=torch.channels_last))
-    plan = made.plan
+    plan = network_in_tiles.plan
     return Tiled(
         int(plan.peak), max(peak - output, 0), max(again - output, 0), output, int(plan.macs),
         int(plan.macs_untiled), macs, seconds, float((y - expected).abs().max()),
@@ -400,17 +400,18 @@ def mebibytes(size: float) -> str:
 
 
 def cells(row: Row) -> list[str]:
-    found, whole = row.found, row.whole
+    result, whole = row.found, row.whole
     first = [row.setting.title, str(row.setting.threads), mebibytes(whole.peak),
              mebibytes(row.budget)]  # fmt: skip
-    if isinstance(found, Failed):
-        return first + [found.reason] + [""] * (len(HEAD) - len(first) - 1)
+    if isinstance(result, Failed):
+        return first + [result.reason] + [""] * (len(HEAD) - len(first) - 1)
     return [
-        *first, mebibytes(found.predicted), mebibytes(found.peak), mebibytes(found.again),
-        mebibytes(row.off), f"{row.off / max(found.predicted, 1):+.1%}", yes(row.is_close),
-        yes(row.is_within), ratio(found.macs, found.untiled_macs), ratio(found.counted, whole.macs),
-        f"{found.seconds:.2f}", f"{whole.seconds:.2f}",
-        "equal" if found.equal else f"{found.error:.1e}",
+        *first, mebibytes(result.predicted), mebibytes(result.peak), mebibytes(result.again),
+        mebibytes(row.off), f"{row.off / max(result.predicted, 1):+.1%}", yes(row.is_close),
+        yes(row.is_within), ratio(result.macs, result.untiled_macs),
+        ratio(result.counted, whole.macs),
+        f"{result.seconds:.2f}", f"{whole.seconds:.2f}",
+        "equal" if result.equal else f"{result.error:.1e}",
     ]  # fmt: skip
 
 
@@ -423,9 +424,9 @@ def yes(is_so: bool) -> str:
 
 
 def page(results: Results, words: str) -> str:
-    found = results.rows
+    rows = results.rows
     refused = [f"- Not run: {title}: {reason}" for title, reason in results.refused.items()]
-    table = "\n".join([markdown(HEAD, [cells(row) for row in found]), "", *refused])
+    table = "\n".join([markdown(HEAD, [cells(row) for row in rows]), "", *refused])
     return f"""# Peaks of memory, predicted and measured
 
 {words}
@@ -433,20 +434,20 @@ def page(results: Results, words: str) -> str:
 *Predicted*: `plan.peak`. *Measured*: `VmHWM` of a process of its own, less what was resident before
 the call (after `malloc_trim(0)`, the mark reset by `/proc/self/clear_refs`), less the output that
 the call returns; where the largest moment comes before the output is written this is too small by
-what was missing of it. *Again*: of a second call, for which no kernel has to be made. *Off*:
+what was missing of it. *Again*: of a second call, for which no kernel has to be compiled. *Off*:
 measured minus predicted; *close*: no more than the larger of {SHARE:.0%} and {mebibytes(SLACK)}
 MiB. *MACs*: over those of the untiled run, as the plan says and as counted at torch's calls of
 convolutions, products and attention. Seconds are of one call, the first. *Difference*: of the
 outputs, from the untiled run in channels_last.
-Close: {sum(row.is_close for row in found)} of {len(found)}; within the budget:
-{sum(row.is_within for row in found)} of {len(found)}.
+Close: {sum(row.is_close for row in rows)} of {len(rows)}; within the budget:
+{sum(row.is_within for row in rows)} of {len(rows)}.
 
 {table.rstrip()}
 """
 
 
 def write(results: Results, words: str, output: Path) -> None:
-    """The page, and the rows beside it as JSON."""
+    """The page, and the rows next to it as JSON."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page(results, words))
     stored = {"words": words, "rows": [asdict(row) for row in results.rows],
@@ -472,20 +473,27 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    asked, console, results, before = arguments(), Console(markup=False), Results(), load_average()
-    named(asked.only)
-    allocator = f"glibc maps from {FIXED // 1024} KiB on" if asked.fixed else "allocator not tuned"
-    for name in asked.only:
-        size = asked.size or SIZES.get(name, 1024)
-        setting = Setting(name, size, asked.threads, asked.engine, asked.fixed, asked.cold)
+    options, console, results, before = (
+        arguments(),
+        Console(markup=False),
+        Results(),
+        load_average(),
+    )
+    named(options.only)
+    allocator = (
+        f"glibc maps from {FIXED // 1024} KiB on" if options.fixed else "allocator not tuned"
+    )
+    for name in options.only:
+        size = options.size or SIZES.get(name, 1024)
+        setting = Setting(name, size, options.threads, options.engine, options.fixed, options.cold)
         try:
-            for row in rows(setting, asked.budgets, asked.patience, console):
+            for row in rows(setting, options.budgets, options.patience, console):
                 results.rows.append(row)
         except LookupError as error:
             console.print(f"{setting.title}: {error}")
             results.refused[setting.title] = str(error)
         words = provenance("traverse_memory", allocator, before=before)
-        write(results, words, asked.output)
+        write(results, words, options.output)
 
 
 if __name__ == "__main__":

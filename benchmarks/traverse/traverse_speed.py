@@ -98,14 +98,14 @@ def serve(pipe: Connection, setting: Setting, who: str, reference: Path, limit: 
     """Prepares a contender, calls and checks it, says how that went; then a turn per question."""
     setrlimit(RLIMIT_DATA, (limit, limit))  # an error here, and not the kernel's choice of a victim
     call: list[Callable[[], Tensor]] = []
-    found = caught(started, setting, who, reference, call)
-    pipe.send(found)
-    while not isinstance(found, Failed):
+    first = caught(started, setting, who, reference, call)
+    pipe.send(first)
+    while not isinstance(first, Failed):
         try:
             (least,) = pipe.recv()
         except EOFError:
             return
-        pipe.send(caught(turn, call[0], least, found.seconds, who))
+        pipe.send(caught(turn, call[0], least, first.seconds, who))
 
 
 @torch.no_grad()
@@ -114,16 +114,16 @@ def started(
 ) -> Checked:
     """The contender's call is put into `call`; what it returns first is checked."""
     start = perf_counter()
-    made, x = contender(setting, who)
+    network, x = contender(setting, who)
     if who == COMPILED:
-        made(x)  # which compiles
+        network(x)  # which compiles
     prepared = perf_counter() - start
-    y, peak, seconds = peaked(lambda: made(x))
-    macs = work(made, x) if who == NHWC else 0
+    y, peak, seconds = peaked(lambda: network(x))
+    macs = work(network, x) if who == NHWC else 0
     if who == NHWC:
         np.save(reference, y.numpy())
     error, equal, flips = compared(y, np.load(reference, mmap_mode="r"))
-    call.append(lambda: quietly(made, x))
+    call.append(lambda: quietly(network, x))
     return Checked(prepared, seconds, peak, nbytes(y), error, equal, flips, macs)
 
 
@@ -180,13 +180,13 @@ def turn(call: Callable[[], object], least: float, last: float, who: str) -> flo
     The tuned allocator's pool is filled by an untimed call however long it takes."""
     turns.settle()
     if last > LONG and who != TUNED:
-        found = median(turns.repeated(call, 0.0))
+        seconds = median(turns.repeated(call, 0.0))
     else:
-        found = turns.turn(call, least)
+        seconds = turns.turn(call, least)
     turns.settle()  # threads that spin would be in the next one's way
     if resident() > HEAVY:
         trim()
-    return found
+    return seconds
 
 
 # --- rounds -------------------------------------------------------------------------------------
@@ -212,52 +212,54 @@ class Row:
         return [ours / theirs for ours, theirs in pairs]
 
 
-def measured(setting: Setting, asked: argparse.Namespace, console: Console) -> Row:
+def measured(setting: Setting, options: argparse.Namespace, console: Console) -> Row:
     """All contenders started one after another, then their turns."""
     row, running = Row(setting), {}
-    names = [who for who in (*WHOLE, *map(ours, asked.memory)) if re.search(asked.contenders, who)]
+    names = [
+        who for who in (*WHOLE, *map(ours, options.memory)) if re.search(options.contenders, who)
+    ]
     with TemporaryDirectory() as folder, ExitStack() as stack:
         for who in dict.fromkeys([NHWC, *names]):
-            child = Child(serve, setting, who, Path(folder, "reference.npy"), asked.limit * 2**30)
+            child = Child(serve, setting, who, Path(folder, "reference.npy"), options.limit * 2**30)
             stack.callback(child.stop)
-            patience = asked.patience if who == COMPILED else float("inf")
-            row.checked[who] = found = child.answer(patience)
+            patience = options.patience if who == COMPILED else float("inf")
+            row.checked[who] = first = child.answer(patience)
             console.print(
-                f"{setting.title}, {format_threads(setting.threads)}: {who}: {told(found)}"
+                f"{setting.title}, {format_threads(setting.threads)}: {who}: {describe(first)}"
             )
-            if isinstance(found, Checked):
+            if isinstance(first, Checked):
                 running[who] = child
             elif who == NHWC:
                 break  # nothing to compare with
-        sampled(row, running, asked, console)
+        sampled(row, running, options, console)
     return row
 
 
 def sampled(
-    row: Row, running: dict[str, Child], asked: argparse.Namespace, console: Console
+    row: Row, running: dict[str, Child], options: argparse.Namespace, console: Console
 ) -> None:
     """Adds the seconds of every turn. A contender that fails now is out, with its turns."""
     row.samples.update({who: [] for who in running})
-    for k in range(asked.rounds):
+    for k in range(options.rounds):
         for who in list(running)[:: -1 if k % 2 else 1]:
-            found = running[who].ask(asked.least)
-            if isinstance(found, Failed):
-                row.checked[who] = found
+            seconds = running[who].ask(options.least)
+            if isinstance(seconds, Failed):
+                row.checked[who] = seconds
                 del running[who], row.samples[who]
                 continue
-            row.samples[who].append(found)
-        seconds = (f"{who} {taken[-1]:.3f}" for who, taken in row.samples.items())
-        console.print(f"  round {k + 1}: {'; '.join(seconds)}")
+            row.samples[who].append(seconds)
+        latest = (f"{who} {taken[-1]:.3f}" for who, taken in row.samples.items())
+        console.print(f"  round {k + 1}: {'; '.join(latest)}")
 
 
 def ours(memory: str) -> str:
     return f"demask, {memory}"
 
 
-def told(found: Checked | Failed) -> str:
-    if isinstance(found, Failed):
-        return found.reason
-    return f"{found.seconds:.3f} s, {mebibytes(found.peak)} MiB, difference {found.error:.1e}"
+def describe(first: Checked | Failed) -> str:
+    if isinstance(first, Failed):
+        return first.reason
+    return f"{first.seconds:.3f} s, {mebibytes(first.peak)} MiB, difference {first.error:.1e}"
 
 
 # --- the page -----------------------------------------------------------------------------------
@@ -283,18 +285,18 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 def lines(row: Row) -> Iterator[list[str]]:
     """A line of the table per contender."""
-    for who, found in row.checked.items():
+    for who, checked in row.checked.items():
         first = [row.setting.title, str(row.setting.threads), who]
-        if isinstance(found, Failed):
-            yield first + [f"not run: {found.reason}"] + [""] * (len(HEAD) - len(first) - 1)
+        if isinstance(checked, Failed):
+            yield first + [f"not run: {checked.reason}"] + [""] * (len(HEAD) - len(first) - 1)
             continue
         taken = row.samples[who]
         flops = f"{2e-9 * row.macs / median(taken):.0f}" if taken and row.macs else ""
-        flips = "" if found.flips is None else f"{found.flips:,}"
+        flips = "" if checked.flips is None else f"{checked.flips:,}"
         yield [
             *first, spread(taken, 3), spread(row.relative(who, NHWC), 2), flops,
-            mebibytes(found.peak), "equal" if found.equal else f"{found.error:.1e}", flips,
-            f"{found.prepared:.1f}",
+            mebibytes(checked.peak), "equal" if checked.equal else f"{checked.error:.1e}", flips,
+            f"{checked.prepared:.1f}",
         ]  # fmt: skip
 
 
@@ -302,14 +304,14 @@ def against(row: Row) -> Iterator[list[str]]:
     """A line per budget: its time over each untiled contender's."""
     for who in row.samples:
         if who not in WHOLE:
-            found = (spread(row.relative(who, other), 2) for other in WHOLE)
-            yield [row.setting.title, str(row.setting.threads), who, *found]
+            ratios = (spread(row.relative(who, other), 2) for other in WHOLE)
+            yield [row.setting.title, str(row.setting.threads), who, *ratios]
 
 
-def page(found: Sequence[Row], least: float) -> str:
-    words = "  \n".join(dict.fromkeys(row.words for row in found))
-    table = markdown(HEAD, [line for row in found for line in lines(row)])
-    ratios = markdown(AGAINST, [line for row in found for line in against(row)])
+def page(rows: Sequence[Row], least: float) -> str:
+    words = "  \n".join(dict.fromkeys(row.words for row in rows))
+    table = markdown(HEAD, [line for row in rows for line in lines(row)])
+    ratios = markdown(AGAINST, [line for row in rows for line in against(row)])
     return f"""# Networks run part by part, and as a whole
 
 {words}
@@ -325,7 +327,7 @@ named. All but *NCHW* take their input in channels_last.
 Each contender is a process of its own; they take turns in rounds that alternate their order, with
 everybody else at rest. A turn is one call where calls take over {LONG:.0f} s, else the median of
 those of {least} s, after as many untimed ones. Seconds, and times over others' (round by round),
-are medians (quartiles) of {rounds(found)} rounds. *Peak*: of the first call, beyond what was there
+are medians (quartiles) of {rounds(rows)} rounds. *Peak*: of the first call, beyond what was there
 before, output included. *Difference*: from untiled channels_last. *First*: what comes before the
 first call: planning, compiling.
 
@@ -335,29 +337,29 @@ first call: planning, compiling.
 """
 
 
-def rounds(found: Sequence[Row]) -> str:
+def rounds(rows: Sequence[Row]) -> str:
     """How many there were: `5`, or `3–5` where they differ."""
-    counts = {len(taken) for row in found for taken in row.samples.values()} or {0}
+    counts = {len(taken) for row in rows for taken in row.samples.values()} or {0}
     return "–".join(map(str, sorted({min(counts), max(counts)})))
 
 
-def write(found: Sequence[Row], least: float, output: Path) -> None:
-    """The page, and the rows beside it as JSON."""
+def write(rows: Sequence[Row], least: float, output: Path) -> None:
+    """The page, and the rows next to it as JSON."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page(found, least))
-    rows = [asdict(row) for row in found]
-    output.with_suffix(".json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    output.write_text(page(rows, least))
+    records = [asdict(row) for row in rows]
+    output.with_suffix(".json").write_text(json.dumps({"rows": records}, indent=1) + "\n")
 
 
 def stored(output: Path) -> dict[Setting, Row]:
     """The rows that were measured before."""
-    beside, found = output.with_suffix(".json"), {}
-    for row in json.loads(beside.read_text())["rows"] if beside.exists() else ():
+    file, row_of = output.with_suffix(".json"), {}
+    for row in json.loads(file.read_text())["rows"] if file.exists() else ():
         checked = {who: Failed(**one) if "reason" in one else Checked(**one)
                    for who, one in row["checked"].items()}  # fmt: skip
         setting = Setting(**row["setting"])
-        found[setting] = Row(setting, checked, row["samples"], row["words"])
-    return found
+        row_of[setting] = Row(setting, checked, row["samples"], row["words"])
+    return row_of
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -385,27 +387,27 @@ def arguments() -> argparse.Namespace:
 
 def in_all() -> int:
     """Bytes of memory of this machine."""
-    found = re.search(r"^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(r"^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def main() -> None:
-    asked, console, before = arguments(), Console(markup=False), load_average()
-    named(asked.only)
-    found = stored(asked.output)
+    options, console, before = arguments(), Console(markup=False), load_average()
+    named(options.only)
+    row_of = stored(options.output)
     settings = [
-        Setting(name, size, threads, asked.engine)
-        for name in asked.only
-        for size in asked.sizes or SIZES.get(name, (1024,))
-        for threads in asked.threads
+        Setting(name, size, threads, options.engine)
+        for name in options.only
+        for size in options.sizes or SIZES.get(name, (1024,))
+        for threads in options.threads
     ]
     for k, setting in zip(count(1), settings, strict=False):
         console.print(f"{k} of {len(settings)}: {setting.title}")
-        found[setting] = row = measured(setting, asked, console)
+        row_of[setting] = row = measured(setting, options, console)
         note = "allocator tuned only where stated"
         row.words = provenance("traverse_speed", note, before=before)
-        write(list(found.values()), asked.least, asked.output)
+        write(list(row_of.values()), options.least, options.output)
 
 
 if __name__ == "__main__":

@@ -308,6 +308,13 @@ def banned_sentences(files: list[Source]) -> int:
     return sum(bool(WORDS.search(text)) for s in files for text in (*s.strings(), *s.comments))
 
 
+def banned_words(source: Source) -> set[str]:
+    """Names, strings and comments of a file that have such words; not codes of a type checker."""
+    comments = {re.sub(r"type: ignore\[[\w, -]+\]", "", text) for text in source.comments}
+    names = {name for name in source.names() if WORDS.search(name.replace("_", " "))}
+    return names | {text for text in (*source.strings(), *comments) if WORDS.search(text)}
+
+
 _EMPTY = {"{}", "[]", "dict()", "list()", "set()", "Counter()", "WeakKeyDictionary()",
           "WeakValueDictionary()", "OrderedDict()", "local()"}  # fmt: skip
 

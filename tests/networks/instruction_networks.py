@@ -37,16 +37,16 @@ def images(*shape: int) -> torch.Tensor:
 
 def plain(model, args, machine=None, kwargs=None) -> Instructions:
     """The list of a network that has no strides."""
-    given = canonicalize_calls(
+    program = canonicalize_calls(
         fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={})))
     )
-    return listed(fold_affine(given), machine or Machine())
+    return listed(fold_affine(program), machine or Machine())
 
 
-def far(found: torch.Tensor, expected: torch.Tensor) -> float:
+def far(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, over the largest value."""
-    assert found.shape == expected.shape
-    return float((found.double() - expected.double()).abs().max() / expected.abs().max())
+    assert actual.shape == expected.shape
+    return float((actual.double() - expected.double()).abs().max() / expected.abs().max())
 
 
 def same(listing: Instructions, model: nn.Module, *inputs: torch.Tensor, most: float = 1e-5):
@@ -54,10 +54,10 @@ def same(listing: Instructions, model: nn.Module, *inputs: torch.Tensor, most: f
     with torch.no_grad():
         expected = model(*inputs)
         exact = copy.deepcopy(model).double()(*(x.double() for x in inputs))
-    made = listing.run(*inputs)
+    outputs = listing.run(*inputs)
     for want in (expected, exact):
-        for found, value in zip(flat(made), flat(want), strict=True):
-            assert far(found, value) <= most
+        for output, value in zip(flat(outputs), flat(want), strict=True):
+            assert far(output, value) <= most
 
 
 class Function(nn.Module):

@@ -36,7 +36,7 @@ def micro(weights: int, resizable: bool = False):
 
 
 class Net(nn.Module):
-    """Modules by name and a forward given as a function of (modules, inputs)."""
+    """Modules by name and a forward that is a function of (modules, inputs)."""
 
     def __init__(self, forward: Callable[..., object], **modules: nn.Module):
         super().__init__()

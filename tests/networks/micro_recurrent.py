@@ -73,9 +73,9 @@ def projected_lstm_with_as_many_outputs_as_cells() -> Made:
     return _recurrent(layer, nn.Linear(8, 4))
 
 
-# Units whose state is given are alive; those that nobody reads are not.
+# Units whose state is an input are alive; those that nobody reads are not.
 @micro(4 * 12 * 16 + 4 * 12 * 12 + 2 * 4 * 12 + 12 * 4 + 4)
-def lstm_from_given_states() -> Made:
+def lstm_from_input_states() -> Made:
     layer, head = rest(nn.LSTM(16, 16, batch_first=True), 4, HALF), nn.Linear(16, 4)
     with torch.no_grad():
         head.weight[:, HALF[:4]] = 0

@@ -10,7 +10,7 @@ from micro import Made, Net, dead, image, micro
 
 
 class Attention(nn.Module):
-    """Self-attention: fused or separate projections, shared key heads, fused or spelled out."""
+    """Self-attention: fused or separate projections, shared key heads, one op or several."""
 
     def __init__(self, width: int, *, heads: int = 4, shared: int | None = None, form: str = "sdpa",
                  fused: str = "", bias: bool = True):  # fmt: skip
@@ -32,7 +32,7 @@ class Attention(nn.Module):
             k, v = (t[:, :, None].expand(-1, -1, share, -1, -1).flatten(1, 2) for t in (k, v))
         elif self.form == "interleave":
             k, v = (t.repeat_interleave(share, 1) for t in (k, v))
-        if self.form == "spelled":
+        if self.form == "products":
             y = torch.softmax(q @ k.transpose(-1, -2) * self.size**-0.5, -1) @ v
         elif self.form == "einsum":
             p = torch.einsum("bhtd,bhsd->bhts", q, k) * self.size**-0.5
@@ -44,11 +44,11 @@ class Attention(nn.Module):
     def split(self, x: Tensor) -> list[Tensor]:
         b, t, _ = x.shape
         if self.fused == "major":
-            made = self.qkv(x).reshape(b, t, 3, self.heads, self.size).permute(2, 0, 3, 1, 4)
-            return [made[0], made[1], made[2]]
+            projected = self.qkv(x).reshape(b, t, 3, self.heads, self.size).permute(2, 0, 3, 1, 4)
+            return [projected[0], projected[1], projected[2]]
         if self.fused == "minor":
-            made = self.qkv(x).view(b, t, self.heads, 3 * self.size).transpose(1, 2)
-            return list(made.chunk(3, -1))
+            projected = self.qkv(x).view(b, t, self.heads, 3 * self.size).transpose(1, 2)
+            return list(projected.chunk(3, -1))
         parts = (self.q(x), self.k(x), self.v(x))
         return [p.view(b, t, -1, self.size).transpose(1, 2) for p in parts]
 
@@ -90,15 +90,15 @@ def keys_of_biases_alone() -> Made:
 
 
 @micro(3 * (16 * 8 + 8) + 8 * 16 + 16)
-def heads_spelled_out() -> Made:
-    net = Attention(16, form="spelled")
+def heads_in_products() -> Made:
+    net = Attention(16, form="products")
     dead(net.v, HALF, bias=False)
     return net, tokens(16)
 
 
 @micro(3 * (16 * 8 + 8) + 8 * 16 + 16)
 def heads_nobody_reads() -> Made:
-    net = Attention(16, form="spelled")
+    net = Attention(16, form="products")
     with torch.no_grad():
         net.o.weight[:, HALF] = 0
     return net, tokens(16)

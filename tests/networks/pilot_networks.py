@@ -83,7 +83,7 @@ class UNet(nn.Module):
 def networks() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     """Networks with random weights, in eval mode, and a call of each."""
     torch.manual_seed(0)
-    made = {
+    calls = {
         "residual": (Residual(), (torch.randn(3, 3, 16, 16),)),
         "tokens": (Tokens(), (torch.randn(3, 3, 16, 16),)),
         "flat": (Flat(), (torch.rand(3, 1, 12, 12),)),
@@ -91,4 +91,4 @@ def networks() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
         "unet": (UNet(), (torch.randn(3, 3, 16, 16),)),
         "recurrent": (nn.GRU(5, 7, batch_first=True), (torch.randn(3, 4, 5),)),
     }
-    return {name: (model.eval(), args) for name, (model, args) in made.items()}
+    return {name: (model.eval(), args) for name, (model, args) in calls.items()}

@@ -34,12 +34,12 @@ def layer(kind: str, dense: Tensor, bias: Tensor | None = None, **fields):
     rows, spans = len(dense), weight(len(dense), len(weights[0]))
     if bias is not None:
         weights.append(bias)
-    given = None if bias is None else (3, 0, rows)
+    bias_span = None if bias is None else (3, 0, rows)
     if kind == "tokens":
         return SegmentProgram(
-            (kind,), (LinearStep(0, spans, given, rows, **fields),), (1,)
+            (kind,), (LinearStep(0, spans, bias_span, rows, **fields),), (1,)
         ), weights
-    return SegmentProgram((kind,), (ConvStep(0, spans, given, rows, **fields),), (1,)), weights
+    return SegmentProgram((kind,), (ConvStep(0, spans, bias_span, rows, **fields),), (1,)), weights
 
 
 def convolved(x: Tensor, dense: Tensor, step: ConvStep) -> Tensor:
@@ -49,8 +49,8 @@ def convolved(x: Tensor, dense: Tensor, step: ConvStep) -> Tensor:
     inner, outer = channels // step.groups, step.out // step.groups
     w = w.reshape(step.groups, outer, inner, *step.kernel)
     images = images.reshape(batch, step.groups, inner, *sizes)
-    made = (transposed if step.transposed else plain)(images, w, step)
-    return torch.from_numpy(made.reshape(batch, step.out, *made.shape[-2:]))
+    output = (transposed if step.transposed else plain)(images, w, step)
+    return torch.from_numpy(output.reshape(batch, step.out, *output.shape[-2:]))
 
 
 def plain(x: np.ndarray, w: np.ndarray, step: ConvStep) -> np.ndarray:

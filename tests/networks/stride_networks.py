@@ -1,4 +1,4 @@
-"""Random networks behind strided convolutions, of every call that has a rule on grids."""
+"""Random networks after strided convolutions, of every call that has a rule on grids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ONE = {
 
 
 class Drawn:
-    """A random network behind a strided convolution. whole: computes in whole numbers alone, so
+    """A random network after a strided convolution. whole: computes in whole numbers alone, so
     that sums are exact in any order."""
 
     def __init__(self, seed: int):
@@ -39,7 +39,7 @@ class Drawn:
         self.shape = (2, self.rng.choice([2, 4]), *sizes)
         self.x = self.net.input(self.shape, self.dtype)
         self.forked = self.rng.random() < 0.4
-        if self.forked:  # strides stand beside each other, none before the other
+        if self.forked:  # strides in parallel branches, none before the other
             plain = self.point(self.x) if self.rng.random() < 0.5 else self.x
             self.first = self.rng.choice([self.branches, self.deep])(plain)
         else:
@@ -67,13 +67,13 @@ class Drawn:
         fit = all(n + 2 * q >= span for n, q, span in zip(sizes, p, spans, strict=True))
         return (k, s, p, d) if fit else None
 
-    # Calls: a value made of another, or None where it takes no such value.
+    # Calls: a value computed from another, or None where it takes no such value.
 
     def conv(self, x: fx.Node, *, strided: bool = False) -> Any:
-        found = self.windows(x, 3, 2)
-        if found is None and not strided:
+        window = self.windows(x, 3, 2)
+        if window is None and not strided:
             return None
-        k, s, p, d = found or ([1] * self.rank, [2] * self.rank, [0] * self.rank, [1] * self.rank)
+        k, s, p, d = window or ([1] * self.rank, [2] * self.rank, [0] * self.rank, [1] * self.rank)
         if strided:
             s = [self.rng.randint(2, 3), *s[1:]]
         inner, groups = x.meta["val"].shape[1], self.rng.choice([1, 1, 2])
@@ -84,24 +84,24 @@ class Drawn:
         return self.net.call(_CONV[self.rank], x, weight, bias, s, p, d, groups)
 
     def max_pool(self, x: fx.Node) -> Any:
-        found = self.windows(x, 3, 2)
+        window = self.windows(x, 3, 2)
         lacking = self.rank == 1 and self.dtype is torch.int64  # torch has no such pool
-        if found is None or lacking:
+        if window is None or lacking:
             return None
-        return self.net.call(_MAX[self.rank], x, *found, self.rng.random() < 0.5)
+        return self.net.call(_MAX[self.rank], x, *window, self.rng.random() < 0.5)
 
     def avg_pool(self, x: fx.Node) -> Any:
-        found = self.windows(x, 3, 1)
-        if found is None or self.whole:
+        window = self.windows(x, 3, 1)
+        if window is None or self.whole:
             return None
-        if any(k > n for k, n in zip(found[0], x.meta["val"].shape[2:], strict=True)):
+        if any(k > n for k, n in zip(window[0], x.meta["val"].shape[2:], strict=True)):
             return None  # avg_pool3d takes no smaller image
         if self.rng.random() < 0.2 and self.rank < 3:  # a window larger than any image
-            found = [40] * self.rank, [40] * self.rank, [0] * self.rank, []
-            return self.net.call(_MEAN[self.rank], x, *found[:3], True)
+            window = [40] * self.rank, [40] * self.rank, [0] * self.rank, []
+            return self.net.call(_MEAN[self.rank], x, *window[:3], True)
         flags = self.rng.random() < 0.5, self.rng.random() < 0.5
         override = [] if self.rank == 1 else [self.rng.choice([None, None, 5])]
-        return self.net.call(_MEAN[self.rank], x, *found[:3], *flags, *override)
+        return self.net.call(_MEAN[self.rank], x, *window[:3], *flags, *override)
 
     def pad(self, x: fx.Node) -> Any:
         flat = [self.rng.randint(0, 2) for _ in range(2 * self.rng.randint(1, self.rank))]
@@ -110,8 +110,8 @@ class Drawn:
     def point(self, x: fx.Node) -> Any:
         ops = [aten.relu.default, aten.neg.default, aten.abs.default]
         more = [aten.sigmoid.default, aten.hardswish.default, aten.exp.default]
-        made = self.net.call(self.rng.choice(ops if self.whole else ops + more), x)
-        return self.net.call(aten.clamp.default, made, -9, 9)
+        y = self.net.call(self.rng.choice(ops if self.whole else ops + more), x)
+        return self.net.call(aten.clamp.default, y, -9, 9)
 
     def norm(self, x: fx.Node) -> Any:
         if self.whole:
@@ -127,10 +127,8 @@ class Drawn:
             return None
         count, axes = x.meta["val"].shape[1], list(range(2, self.rank + 2))
         last = self.net.call(aten.permute.default, x, [0, *axes, 1])
-        made = self.net.call(aten.layer_norm.default, last, [count], self.constant(count), None)
-        return self.net.call(
-            aten.permute.default, made, [0, self.rank + 1, *range(1, self.rank + 1)]
-        )
+        y = self.net.call(aten.layer_norm.default, last, [count], self.constant(count), None)
+        return self.net.call(aten.permute.default, y, [0, self.rank + 1, *range(1, self.rank + 1)])
 
     def residual(self, x: fx.Node) -> Any:
         return self.net.call(aten.add.Tensor, x, self.point(x))
@@ -155,7 +153,7 @@ class Drawn:
         return self.net.call(aten.add.Tensor, short, long)
 
     def deep(self, x: fx.Node) -> Any:
-        """Two strides beside one of their product."""
+        """Two strides in parallel with one of their product."""
         channels, one = x.meta["val"].shape[1], [1] * self.rank
         long = x
         for k in (3, 1):
@@ -167,7 +165,7 @@ class Drawn:
         return self.net.call(aten.add.Tensor, *self.rng.sample([long, short], 2))
 
     def gate(self, x: fx.Node) -> Any:
-        """A factor per channel, made of the mean of each (squeeze and excitation)."""
+        """A factor per channel, computed from the mean of each (squeeze and excitation)."""
         if self.whole:
             return None
         axes = list(range(2, self.rank + 2))
@@ -191,7 +189,7 @@ class Drawn:
         return self.net.call(op, x, self.constant(*shape))
 
     def split(self, x: fx.Node) -> Any:
-        """Half of the channels goes another way."""
+        """Half of the channels takes another way."""
         half = x.meta["val"].shape[1] // 2
         if half * 2 != x.meta["val"].shape[1]:
             return None
@@ -222,22 +220,22 @@ class Drawn:
         return self.net.call(aten.linear.default, x, self.constant(3, last), bias)
 
     def flat(self, x: fx.Node) -> fx.Node:
-        made = self.net.call(aten.flatten.using_ints, x, 1)
-        return self.linear(self.point(made) if self.rng.random() < 0.5 else made)
+        y = self.net.call(aten.flatten.using_ints, x, 1)
+        return self.linear(self.point(y) if self.rng.random() < 0.5 else y)
 
     def tokens(self, x: fx.Node) -> fx.Node:
         shape = x.meta["val"].shape
-        made = self.net.call(aten.view.default, x, [shape[0], shape[1], -1])
-        made = self.linear(self.net.call(aten.transpose.int, made, 1, 2))
+        y = self.net.call(aten.view.default, x, [shape[0], shape[1], -1])
+        y = self.linear(self.net.call(aten.transpose.int, y, 1, 2))
         kind = aten.sum.dim_IntList if self.whole else aten.mean.dim
-        return self.net.call(kind, made, [1])
+        return self.net.call(kind, y, [1])
 
     def mean(self, x: fx.Node) -> fx.Node:
         if self.rng.random() < 0.5:
             axes = list(range(-self.rank, 0))
             return self.linear(self.net.call(aten.mean.dim, x, axes))
-        made = self.net.call(_ONE[self.rank], x, [1] * self.rank)
-        return self.flat(made)
+        y = self.net.call(_ONE[self.rank], x, [1] * self.rank)
+        return self.flat(y)
 
     def extremes(self, x: fx.Node) -> fx.Node:
         op = self.rng.choice([aten.amax.default, aten.amin.default])
@@ -254,8 +252,8 @@ class Drawn:
         ]  # fmt: skip
         x = self.first
         for _ in range(length):
-            made = self.rng.choice(kinds)(x)
-            x = x if made is None else made
+            y = self.rng.choice(kinds)(x)
+            x = x if y is None else y
         return self.net.program(self.end(x))
 
     def image(self, *, poison: bool) -> Tensor:

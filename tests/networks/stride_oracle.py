@@ -44,9 +44,9 @@ THIRD = next(v for v in torch.rand(99, generator=torch.Generator().manual_seed(0
 
 @dataclass(slots=True)
 class Eager:
-    """Computes what forms write. Convolutions of the input itself are made once."""
+    """Computes what forms write. Convolutions of the input itself are computed once."""
 
-    made: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
+    computed: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Tensor:
         if target not in _WINDOWED:
@@ -54,10 +54,10 @@ class Eager:
         if target not in _CONVS.values():
             return _computed(target, *args, **kwargs)
         key = (id(args[0]), id(args[1]), *map(repr, args[3:]))
-        if key not in self.made:
-            # The operands are kept, so that no other value gets their ids.
-            self.made[key] = (_computed(target, *args, **kwargs), args)
-        return self.made[key][0]
+        if key not in self.computed:
+            # The operands are stored, too, so that no other value gets their ids.
+            self.computed[key] = (_computed(target, *args, **kwargs), args)
+        return self.computed[key][0]
 
     def constant(self, name: str, tensor: Tensor, *, weight: bool = False) -> Tensor:
         return tensor
@@ -73,16 +73,16 @@ def _computed(target: Any, *args: Any, **kwargs: Any) -> Tensor:
     return target(*exact, **kwargs).trunc().to(torch.int64).to(args[0].dtype)
 
 
-# --- functions behind the convolution, and targets ---
+# --- functions after the convolution, and targets ---
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function behind the convolution: its steps, and the range behind each."""
+    """A function after the convolution: its steps, and the range after each."""
 
     steps: tuple[Callable[[Any, Any], Any], ...] = ()
     ranges: tuple[Range, ...] = ()
-    bounded: bool = False  # it makes finite numbers of infinite ones
+    bounded: bool = False  # it maps infinite numbers to finite ones
 
 
 def _leaky(write: Any, y: Tensor) -> Tensor:
@@ -153,21 +153,21 @@ def inputs(sizes: tuple[int, ...], channels: int, dtype: torch.dtype) -> Tensor:
     shape, draw = (channels, *sizes), torch.Generator().manual_seed(0)
     rows = [torch.zeros(shape), torch.ones(shape), -torch.ones(shape)]
     rows += [torch.randint(-8, 9, shape, generator=draw).float() for _ in range(3)]
-    found = torch.stack(rows).to(dtype)
+    batch = torch.stack(rows).to(dtype)
     special = [MOST[dtype], *([torch.inf, -torch.inf, torch.nan] if dtype is FLOAT else [])]
     spikes = []
     for value, channel in itertools.product(special, {0, channels - 1}):
-        eye = torch.zeros(found[0, 0].numel(), channels, found[0, 0].numel(), dtype=dtype)
+        eye = torch.zeros(batch[0, 0].numel(), channels, batch[0, 0].numel(), dtype=dtype)
         eye[:, channel].fill_diagonal_(value)
         spikes.append(eye.reshape(-1, *shape))
-    return torch.cat([found, *spikes])
+    return torch.cat([batch, *spikes])
 
 
 @functools.cache
 def layer(
     kernel: tuple[int, ...], channels: int, groups: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Weights without zeros, and biases that alone make the kept numbers special ones."""
+    """Weights without zeros, and biases that alone make the selected numbers special ones."""
     ends = (MOST[dtype], LEAST[dtype])
     special = (THIRD, HALVED) if dtype is FLOAT else (1, 1)
     biases = torch.tensor([0, 0, 3, -5, *ends, *special], dtype=dtype)
@@ -184,7 +184,7 @@ def layer(
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One convolution. axes: pads before and behind may differ, which a form pads explicitly."""
+    """One convolution. axes: pads before and after may differ, which a form pads explicitly."""
 
     axes: tuple[ConvAxis, ...]
     dtype: torch.dtype = FLOAT
@@ -206,11 +206,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """kept: what the stride keeps of the wide value, behind each function. finite: rows and
+    """selected: what the stride keeps of the wide value, after each function. finite: rows and
     channels whose inputs and wide values are all finite. large: rows with the largest number.
     strided: by the strided convolution."""
 
-    kept: tuple[Tensor, ...]
+    selected: tuple[Tensor, ...]
     finite: Tensor
     large: Tensor
     strided: tuple[Tensor, ...]
@@ -225,12 +225,12 @@ def truth(cell: Cell, site: StridedConv, call: FormInputs, write: Eager) -> Trut
     values = [convolve(ones, none, dilation, cell.groups)]
     own = [axis.before for axis in cell.axes]
     if any(pads) and own == [axis.after for axis in cell.axes]:
-        # Torch may sum in another order where it pads itself: to the bit forms are held to that.
-        made = write.call(_CONVS[rank], call.x, call.weight, call.bias, ones, own, dilation,
+        # Torch may sum in another order where it pads itself: forms must equal that to the bit.
+        by_torch = write.call(_CONVS[rank], call.x, call.weight, call.bias, ones, own, dilation,
                           cell.groups)  # fmt: skip
         large = (call.x.abs() == MOST[cell.dtype]).flatten(1).any(1)
-        assert torch.allclose(made[~large], values[0][~large], rtol=1e-5, equal_nan=True)
-        values = [made]
+        assert torch.allclose(by_torch[~large], values[0][~large], rtol=1e-5, equal_nan=True)
+        values = [by_torch]
     strided = [convolve(site.stride, none, dilation, cell.groups)]
     for step in call.steps:
         values.append(step(write, values[-1]))
@@ -240,31 +240,31 @@ def truth(cell: Cell, site: StridedConv, call: FormInputs, write: Eager) -> Trut
     finite &= call.x.isfinite().flatten(1).all(1)[:, None]
     large = (call.x.abs() == MOST[cell.dtype]).flatten(1).any(1)[:, None]
     flat = (..., *[None] * rank)
-    kept = tuple(v[picks] for v in values)
-    return Truth(kept, finite[flat], large[flat], tuple(strided))
+    selected = tuple(v[picks] for v in values)
+    return Truth(selected, finite[flat], large[flat], tuple(strided))
 
 
 def holds(form: StrideForm, cell: Cell, site: StridedConv, call: FormInputs, target: Target,
           place: int, expected: Truth, write: Eager) -> bool:  # fmt: skip
     """Is the form, written at a place whatever it refuses, what the stride keeps?"""
     try:
-        made = form.built(write, site, target, call, place)
+        output = form.built(write, site, target, call, place)
     except (RuntimeError, TypeError, OverflowError):
         return False
     exact = not form.rounds or site.whole
     anew = form.name in ("space_to_depth", "phase_split")  # other sums
-    wanted = (expected.strided if anew else expected.kept)[place]
-    if made.shape != wanted.shape or made.dtype != wanted.dtype:
+    wanted = (expected.strided if anew else expected.selected)[place]
+    if output.shape != wanted.shape or output.dtype != wanted.dtype:
         return False
     if target.finite:
-        made = torch.where(expected.finite, made, wanted)
+        output = torch.where(expected.finite, output, wanted)
     if anew and cell.dtype is FLOAT:  # which sums of the largest numbers overflow is the kernel's
-        made = torch.where(expected.large, wanted, made)
+        output = torch.where(expected.large, wanted, output)
     if exact:
-        same = (made == wanted) | ((made != made) & (wanted != wanted))
+        same = (output == wanted) | ((output != output) & (wanted != wanted))
         return bool(same.all())
     slack = 1e-5 if anew else TINY  # sums of numbers of about 1; a product, all of whose are small
-    return torch.allclose(made, wanted, rtol=1e-5, atol=slack, equal_nan=True)
+    return torch.allclose(output, wanted, rtol=1e-5, atol=slack, equal_nan=True)
 
 
 def misses(
@@ -285,13 +285,13 @@ def misses(
                           before)  # fmt: skip
             for name, form in forms.items():
                 for target in TARGETS[name]:
-                    if name != "two_masks" or not _untold(cell, target):
+                    if name != "two_masks" or not _undecided(cell, target):
                         yield from tried.missed(form, target)
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A cell and what is found of it. before: what holds in front of any function, by form and
+    """A cell and what is known of it. before: what holds before any function, by form and
     target, which is the same before all of them."""
 
     cell: Cell
@@ -326,8 +326,8 @@ class Tried:
                 yield f"{self.cell}: {where} accepted at {at}, but unsound"
 
 
-def _untold(cell: Cell, target: Target) -> bool:
-    """Bounded functions hide Inf, and only some NaN arise beside them: there the form may refuse
+def _undecided(cell: Cell, target: Target) -> bool:
+    """Bounded functions hide Inf, and only some NaN arise with them: there the form may refuse
     more than it must. Whole numbers are refused whatever their size."""
     bounded = FUNCTIONS[cell.dtype][cell.function].bounded
     return (cell.dtype is WHOLE and target.mask == 1) or (bounded and not target.finite)
@@ -347,8 +347,8 @@ KERNELS, STRIDES, DILATIONS, PADS, SIZES = (
 
 def grid(kernel: int, stride: int) -> Iterator[ConvAxis]:
     """All axes of a kernel and a stride."""
-    for dilation, before, behind, size in itertools.product(DILATIONS, PADS, PADS, SIZES):
-        yield ConvAxis(size, kernel, stride, dilation, before, behind)
+    for dilation, before, after, size in itertools.product(DILATIONS, PADS, PADS, SIZES):
+        yield ConvAxis(size, kernel, stride, dilation, before, after)
 
 
 def sample(count: int, seed: int) -> Iterator[ConvAxis]:

@@ -43,10 +43,10 @@ class Net:
 
 def ran(program: Program, *inputs: Tensor) -> list[Tensor]:
     """What a program returns; the shape and dtype of every value are those that its meta says."""
-    given, values = iter(inputs), {}
+    arguments, values = iter(inputs), {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            values[node] = next(given)
+            values[node] = next(arguments)
         elif node.op == "get_attr":
             values[node] = program.constants[str(node.target)].tensor
         elif node.op == "output":

@@ -63,7 +63,7 @@ NETWORKS = {
 }  # fmt: skip
 
 
-def made(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
+def build(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
     make, shape = NETWORKS[name]
     generator = torch.Generator().manual_seed(1)
     return make().to(dtype), torch.randn(shape, generator=generator).to(dtype)

@@ -11,7 +11,7 @@ import pytest
 import demask
 from demask.errors import BadInput
 from fuzz.traversed import executed
-from tiled_networks import made, same
+from tiled_networks import build, same
 
 
 def edited(path, edit) -> None:
@@ -77,7 +77,7 @@ HOSTILE = {
 @pytest.fixture(scope="module")
 def stored_plan(tmp_path_factory) -> bytes:
     """A network with pools and attention in bands, and maps between them."""
-    model, x = made("autoencoder")
+    model, x = build("autoencoder")
     module, path = executed(model, x, "bands", 5, seed=4), tmp_path_factory.mktemp("plan") / "a"
     assert len([s for s in module.plan.segments if s.mode == "bands"]) > 3
     demask.save(module, path)
@@ -109,6 +109,6 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_plans_are_refused_or_right(name: str, stored_plan, tmp_path) -> None:
-    model, x = made("autoencoder")
+    model, x = build("autoencoder")
     with contextlib.suppress(BadInput):
         same(model, demask.load(spoiled(stored_plan, tmp_path, ODD[name])), x)

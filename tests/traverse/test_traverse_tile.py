@@ -24,7 +24,7 @@ from demask.traverse import plan, tile
 from demask.traverse.execution import run
 from demask.traverse.execution.segment_executor import SegmentExecutor
 from night import at_night
-from tiled_networks import EPS, MIB, NETWORKS, least, made, same
+from tiled_networks import EPS, MIB, NETWORKS, build, least, same
 
 
 def by_day(*names: str) -> list:
@@ -34,7 +34,7 @@ def by_day(*names: str) -> list:
 
 @pytest.mark.parametrize("name", by_day("decoder", "gated"))
 def test_the_result_within_budgets_from_the_least_to_plenty(name: str) -> None:
-    model, x = made(name)
+    model, x = build(name)
     low = least(model, x)
     for budget in (low, low + (2**30 - low) // 2000, 2**30):
         module = tile(model, (x,), memory=budget)
@@ -48,7 +48,7 @@ def test_the_result_within_budgets_from_the_least_to_plenty(name: str) -> None:
 
 @pytest.mark.parametrize("name", by_day("SRVGG"))
 def test_the_least_budget_does_and_less_is_refused_in_words(name: str) -> None:
-    model, x = made(name)
+    model, x = build(name)
     low = least(model, x)
     assert plan(model, (x,), memory=low).peak <= low
     with pytest.raises(BudgetTooSmall, match="no plan of this network fits"):
@@ -69,7 +69,7 @@ def test_a_plan_prints() -> None:
 
 
 def test_plan_and_tile_agree_and_nothing_runs() -> None:
-    model, x = made("decoder")
+    model, x = build("decoder")
     first = plan(model, (x,), memory="32MiB")
     assert tile(model, (x,), memory="32MiB").plan == first
     assert plan(model, (torch.empty(1, 4, 20000, 16),), memory="300MiB").budget == 300 * MIB
@@ -80,7 +80,7 @@ def test_plan_and_tile_agree_and_nothing_runs() -> None:
 
 @pytest.mark.parametrize("form", [torch.channels_last, torch.contiguous_format])
 def test_the_layout_of_the_input_is_that_of_the_result(form) -> None:
-    model, x = made("decoder")
+    model, x = build("decoder")
     module = tile(model, (x,))
     assert module(x.to(memory_format=form)).is_contiguous(memory_format=form)
     same(model, module, x.to(memory_format=form))
@@ -94,7 +94,7 @@ def test_the_layout_of_the_input_is_that_of_the_result(form) -> None:
 )
 @pytest.mark.parametrize("name", ["decoder", pytest.param("U-Net", marks=pytest.mark.nightly)])
 def test_other_types(name: str, dtype: torch.dtype) -> None:
-    model, x = made(name, dtype)
+    model, x = build(name, dtype)
     for memory in (least(model, x), "64MiB"):
         same(model, tile(model, (x,), memory=memory), x)
 
@@ -178,7 +178,7 @@ def test_a_result_does_not_share_memory_with_the_input() -> None:
 
 @pytest.mark.parametrize("name", ["autoencoder", *at_night("decoder", "U-Net")])
 def test_images_of_a_batch_run_one_after_another(name: str) -> None:
-    model, x = made(name)
+    model, x = build(name)
     batch = torch.cat([x, x.flip(2), x * 0.5])
     module = tile(model, (batch[:2],), memory="64MiB")
     for count in (1, 2, 3):
@@ -203,7 +203,7 @@ def test_batches_that_mix_are_refused(mix) -> None:
 
 
 def test_wrong_calls_are_refused_in_words() -> None:
-    model, x = made("decoder")
+    model, x = build("decoder")
     module = tile(model, (x,))
     for wrong, error, words in (
         (x[:, :, :-1], ValueError, r"the plan is for \(1, 4, 24, 20\), got \(1, 4, 23, 20\)"),
@@ -269,7 +269,7 @@ def test_training_models_run_in_eval_mode_and_record_nothing() -> None:
 
 
 def test_weights_are_read_at_every_call() -> None:
-    model, x = made("squeeze-excite")
+    model, x = build("squeeze-excite")
     module = tile(model, (x,))
     before = module(x)
     with torch.no_grad():
@@ -293,7 +293,7 @@ AGAIN = {
 
 @functools.cache
 def tiled(name: str) -> tuple[nn.Module, Tensor]:
-    model, x = made(name)
+    model, x = build(name)
     return tile(model, (torch.cat([x, x]),), memory=least(model, x) + MIB), x
 
 
@@ -348,7 +348,7 @@ def test_no_more_memory_is_used_than_the_plan_says(name: str, monkeypatch) -> No
 
 @pytest.mark.parametrize("name", by_day("gated"))
 def test_every_call_is_rehearsed_where_the_budget_is_tight(name: str, monkeypatch) -> None:
-    model, x = made(name)
+    model, x = build(name)
     entered: list[str] = []
 
     @contextlib.contextmanager

@@ -25,8 +25,8 @@ def test_examples_run(module):
 
 
 @pytest.mark.parametrize("sparsity", [0.7, 0.9, 0.95])
-def test_made_up_weights_vary_as_told(sparsity):
-    mask = gpu_problems.made_up(2048, 2048, sparsity, torch.Generator().manual_seed(0)).float()
+def test_random_weights_vary_as_described(sparsity):
+    mask = gpu_problems.draw_mask(2048, 2048, sparsity, torch.Generator().manual_seed(0)).float()
     assert mask.mean().item() == pytest.approx(1 - sparsity, abs=0.004)
     rows, columns = mask.sum(1), mask.sum(0)
     if sparsity == 0.9:

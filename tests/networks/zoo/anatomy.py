@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Names of a family's parts; `*` stands for anything, mostly a layer's number.
+    """Names of a family's parts; `*` matches anything, mostly a layer's number.
 
     attentions: "prefix: q k v o", or "prefix: qkv o" where one layer makes all three. fused: how
     the rows of that layer are ordered: "3hd" (all queries first) or "h3d" (per head). feeds:
@@ -67,7 +67,7 @@ class Feed:
 
 def attentions(model: nn.Module, family: Family, heads: Callable[[str], int]) -> list[Attention]:
     """The attentions of a model in its order. heads: of the attention with that name."""
-    found = []
+    parts = []
     for prefix, names in _matches(model, family.attentions):
         count = heads(prefix)
         *makers, o = (_parameters(model, f"{prefix}.{name}".lstrip(".")) for name in names)
@@ -77,19 +77,19 @@ def attentions(model: nn.Module, family: Family, heads: Callable[[str], int]) ->
             q, k, v = _fused(makers[0], family.fused, count)
         else:
             q, k, v = (tuple(_split(t, len(t) // size) for t in maker) for maker in makers)
-        found.append(Attention(prefix, q, k, v, columns, o))
-    return found
+        parts.append(Attention(prefix, q, k, v, columns, o))
+    return parts
 
 
 def feeds(model: nn.Module, family: Family) -> list[Feed]:
     """The feed-forward networks of a model, in its order."""
-    found = []
+    parts = []
     for prefix, names in _matches(model, family.feeds):
         *makers, out = (_parameters(model, f"{prefix}.{name}".lstrip(".")) for name in names)
         rows = tuple(maker[0] for maker in makers)
         biases = tuple(t for maker in makers for t in maker[1:])
-        found.append(Feed(prefix, rows, biases, out[0].T, out))
-    return found
+        parts.append(Feed(prefix, rows, biases, out[0].T, out))
+    return parts
 
 
 def _matches(model: nn.Module, patterns: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
@@ -108,9 +108,9 @@ def _parameters(model: nn.Module, name: str) -> tuple[Tensor, ...]:
     if f"{name}_weight" in named:  # of nn.MultiheadAttention
         return named[f"{name}_weight"].detach(), named[f"{name}_bias"].detach()
     module = model.get_submodule(name)
-    turned = isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D"
-    found = [p.detach() for _, p in module.named_parameters(recurse=False)]
-    return tuple(p.movedim(-1, 0) if turned else p for p in found)
+    is_transposed = isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D"
+    tensors = [p.detach() for _, p in module.named_parameters(recurse=False)]
+    return tuple(p.movedim(-1, 0) if is_transposed else p for p in tensors)
 
 
 def _split(value: Tensor, heads: int) -> Tensor:
@@ -129,7 +129,7 @@ def _fused(
     return parts[0], parts[1], parts[2]
 
 
-# The masks. Each writes zeros into the model it is given; `heads` as above.
+# The masks. Each writes zeros into its model; `heads` as above.
 
 Heads = Callable[[str], int]
 
@@ -159,7 +159,8 @@ def head_output(model: nn.Module, family: Family, heads: Heads) -> None:
 def partial(model: nn.Module, family: Family, heads: Heads) -> None:
     """Some positions of every head are zero: others, and another number, in every head.
 
-    Positions half a head apart go together in queries and keys, as rotary embeddings pair them.
+    In queries and keys, positions half a head from each other are zero together, as rotary
+    embeddings pair them.
     """
     for part in attentions(model, family, heads):
         for maker in (part.q, part.k):
@@ -260,12 +261,12 @@ def _dead_positions(part: Attention) -> int:
     values = _alive(part.v[0]) & _alive(part.o).unflatten(0, (-1, shared)).any(1)  # (k heads, d)
     keys = _alive(part.k[0]) & _alive(part.q[0]).unflatten(0, (-1, shared)).any(1)
     lives = values.any(1)
-    kept = int(lives.sum())
-    widths = [int(alive[lives].sum(1).max()) if kept else 0 for alive in (keys, values)]
+    alive_heads = int(lives.sum())
+    widths = [int(alive[lives].sum(1).max()) if alive_heads else 0 for alive in (keys, values)]
     total = 0
     for tensors, width in (((*part.q, *part.k), widths[0]), ((*part.v, part.o), widths[1])):
         for t in tensors:
-            count = kept * len(t) // len(lives) * width
+            count = alive_heads * len(t) // len(lives) * width
             total += t.numel() - t[0, 0].numel() * count
     return total
 

@@ -27,7 +27,7 @@ IMAGE, PATCH = 24, 8
 def transformers() -> ModuleType:
     """The module; ImportError where it is not installed.
 
-    It imports torchvision where that is installed, which fails beside a CPU torch: see there.
+    It imports torchvision where that is installed, which fails with a CPU torch: see there.
     """
     with contextlib.suppress(ImportError):
         torchvision()
@@ -97,10 +97,10 @@ def ids(batch: int, length: int, generator: torch.Generator) -> dict[str, Tensor
 
 def padded(batch: int, length: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Texts of different lengths, padded on the right."""
-    given = token_ids(batch, length, generator)
-    mask = torch.ones_like(given)
+    tokens = token_ids(batch, length, generator)
+    mask = torch.ones_like(tokens)
     mask[1::2, length - 2 :] = 0
-    return {"input_ids": given, "attention_mask": mask}
+    return {"input_ids": tokens, "attention_mask": mask}
 
 
 def pair(batch: int, length: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -141,10 +141,10 @@ def of(model: str, config: str, attention: str = "sdpa", **options: Any) -> Call
 
     def make() -> nn.Module:
         module = transformers()
-        made = getattr(module, config)(**options)
-        made._attn_implementation = attention
-        made.use_cache = False
-        return getattr(module, model)(made)
+        settings = getattr(module, config)(**options)
+        settings._attn_implementation = attention
+        settings.use_cache = False
+        return getattr(module, model)(settings)
 
     return make
 
@@ -331,8 +331,8 @@ class Block(nn.Module):
         n, t, c = x.shape
         qkv = self.qkv(self.norm1(x)).view(n, t, 3, HEADS, c // HEADS).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
-        made = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, c)
-        x = x + self.proj(made)
+        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, c)
+        x = x + self.proj(y)
         return x + self.fc2(nn.functional.gelu(self.fc1(self.norm2(x))))
 
 
@@ -354,7 +354,7 @@ class Encoder(nn.Module):
 def with_exact_norms(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """The network with torch's RMSNorm for its own, which casts to float32 in any dtype."""
 
-    def made() -> nn.Module:
+    def make_with_exact_norms() -> nn.Module:
         model = make()
         for name, norm in list(model.named_modules()):
             if type(norm).__name__.endswith("RMSNorm"):
@@ -363,7 +363,7 @@ def with_exact_norms(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
                 setattr(model.get_submodule(parent), leaf, nn.RMSNorm(len(weight), eps=1e-6))
         return model
 
-    return made
+    return make_with_exact_norms
 
 
 def torch_encoder() -> nn.Module:

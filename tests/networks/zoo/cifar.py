@@ -2,8 +2,8 @@
 
 He et al. 2015, "Deep residual learning for image recognition", section 4.2, with option-A
 shortcuts: where a stage widens, every second row and column, and zeros for the new channels on both
-sides. The weights, and the images as JPEG, are in `shared/data` beside the project; its README
-names sources.
+sides. The weights, and the images as JPEG, are in `shared/data` next to the project; its
+README names sources.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def masked(model: ResNet, generator: torch.Generator, *, shifts: bool) -> ResNet
 
 
 class HandBlock(nn.Module):
-    """A block as one would write it for given widths: the branch added at its channels."""
+    """A block as one would write it for its widths: the branch added at its channels."""
 
     def __init__(self, block: Block, stream: list[int]):
         super().__init__()
@@ -141,7 +141,7 @@ class HandBlock(nn.Module):
 
 class HandResNet(nn.Module):
     """The network someone would build for the channels a mask leaves: the same convolutions and
-    batch norms at their kept widths, joins by slices and index_add with constant indices.
+    batch norms at the remaining widths, joins by slices and index_add with constant indices.
 
     Equal to the masked network where shifts are zeroed; else it lacks what constants give, and is
     the same work but for that.
@@ -180,7 +180,7 @@ def _before(block: Block, stream: list[int]) -> list[int]:
 
 @torch.no_grad()
 def cut(conv: nn.Conv2d, norm: nn.BatchNorm2d, rows: list[int], columns: list[int]):
-    """A convolution and its batch norm at the given output and input channels."""
+    """A convolution and its batch norm at these output and input channels."""
     small = nn.Conv2d(len(columns), len(rows), 3, conv.stride, 1, bias=False)
     small.weight.copy_(conv.weight[rows][:, columns])
     after = nn.BatchNorm2d(len(rows), eps=norm.eps)

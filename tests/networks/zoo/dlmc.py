@@ -1,12 +1,12 @@
 """Where the weights of a really pruned ResNet-50 are not zero: the Deep Learning Matrix Collection
 (Gale, Zaharia, Young, Elsen, "Sparse GPU kernels for deep learning", SC20), read from
-shared/data/dlmc_subset.zip beside the project.
+shared/data/dlmc_subset.zip next to the project.
 
 A file holds one weight's positions, a row per output. Its columns are in the order of TensorFlow,
 (kernel row, kernel column, input channel), the channel fastest. The collection does not say so; the
 patterns do (magnitude pruning, 0.9): read this way, the corner taps of 7x7 and the first stage's
 3x3 kernels keep about half of what the centre keeps, and how much a 3x3 layer reads of a channel
-goes with how much makes that channel (correlation 0.24 to 0.69); in torch's order (input channel,
+correlates with how much writes to it (0.24 to 0.69); in torch's order (input channel,
 kernel row, kernel column) all taps keep the same share, and the correlation is about zero.
 """
 
@@ -30,16 +30,16 @@ def names() -> dict[str, str]:
     >>> names()["layer3.0.conv2"], names()["layer3.5.conv2"]
     ('bottleneck_2_block_group_projection_block_group3', 'bottleneck_2_block_group3_5_1')
     """
-    found = {"conv1": "initial_conv", "fc": "final_dense"}
+    names_of = {"conv1": "initial_conv", "fc": "final_dense"}
     for stage, blocks in enumerate(BLOCKS, 1):
         first = f"block_group_projection_block_group{stage}"
-        found[f"layer{stage}.0.downsample.0"] = f"bottleneck_projection_{first}"
+        names_of[f"layer{stage}.0.downsample.0"] = f"bottleneck_projection_{first}"
         for part in (1, 2, 3):
-            found[f"layer{stage}.0.conv{part}"] = f"bottleneck_{part}_{first}"
+            names_of[f"layer{stage}.0.conv{part}"] = f"bottleneck_{part}_{first}"
             for block in range(1, blocks):
                 words = f"bottleneck_{part}_block_group{stage}_{block}_1"
-                found[f"layer{stage}.{block}.conv{part}"] = words
-    return found
+                names_of[f"layer{stage}.{block}.conv{part}"] = words
+    return names_of
 
 
 def parsed(text: str) -> Tensor:
@@ -89,7 +89,7 @@ def masks(sparsity: float, path: Path = DATA) -> dict[str, Tensor]:
     """The mask of every convolution and of the classifier of a ResNet-50, (rows, columns) as the
     collection has them, by torchvision's name of the layer. sparsity: one of `SPARSITIES`.
 
-    FileNotFoundError where the collection is not beside the project.
+    FileNotFoundError where the collection is not next to the project.
     """
     with ZipFile(path) as archive:
         return {

@@ -28,7 +28,7 @@ def torchvision() -> ModuleType:
     """The module, also where its compiled ops do not fit this torch; ImportError where it is not
     installed.
 
-    Its wheels are built beside a CUDA torch, and their ops do not load beside a CPU one. Importing
+    Its wheels are built with a CUDA torch, and their ops do not load with a CPU one. Importing
     then fails at two ops of which it wants to know the shapes. They are declared here, with an nms
     in plain torch: classifiers need neither, detectors need nms.
     """
@@ -74,11 +74,11 @@ def nms(boxes: Tensor, scores: Tensor, threshold: float) -> Tensor:
     shared = torch.minimum(high[:, None], high) - torch.maximum(low[:, None], low)
     shared = shared.clamp(min=0).prod(2)
     overlaps = shared / (area[:, None] + area - shared) > threshold
-    kept = torch.ones(len(order), dtype=torch.bool)
+    selected = torch.ones(len(order), dtype=torch.bool)
     for k in range(len(order)):
-        if kept[k]:
-            kept[k + 1 :] &= ~overlaps[k, k + 1 :]
-    return order[kept]
+        if selected[k]:
+            selected[k + 1 :] &= ~overlaps[k, k + 1 :]
+    return order[selected]
 
 
 def zoo(limit: float = LIMIT) -> list[str]:
@@ -129,7 +129,7 @@ def randomised(model: nn.Module, generator: torch.Generator, gain: float = GAIN)
 def mask(model: nn.Module, generator: torch.Generator, amount: float = 0.5) -> nn.Module:
     """The model with a part of each convolution's output channels zeroed, a draw per layer.
 
-    By torch.nn.utils.prune: every other layer keeps its mask beside the weights, the rest have it
+    By torch.nn.utils.prune: every other layer keeps its mask and its weights, the rest have it
     multiplied in. Biases are left, and so are batch norms: a masked channel is a constant.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
@@ -189,8 +189,8 @@ def mask_inside(model: nn.Module, share: float = 0.5) -> int:
 
 def _groups(reader: nn.Module, channels: int) -> int:
     """The groups in which a layer reads channels: as many as channels, where it has none."""
-    found = getattr(reader, "groups", 1)
-    return found if found > 1 else channels
+    groups = getattr(reader, "groups", 1)
+    return groups if groups > 1 else channels
 
 
 def _has(block: nn.Module, name: str) -> bool:

@@ -40,8 +40,8 @@ def uniform(shape: torch.Size, sparsity: float, generator: torch.Generator) -> T
     10
     """
     mask = torch.zeros(shape.numel(), dtype=torch.bool)
-    kept = round((1 - sparsity) * shape.numel())
-    mask[torch.randperm(shape.numel(), generator=generator)[:kept]] = True
+    count = round((1 - sparsity) * shape.numel())
+    mask[torch.randperm(shape.numel(), generator=generator)[:count]] = True
     return mask.view(shape)
 
 
@@ -185,8 +185,8 @@ def of_tokens(
     title: str, sparsity: float, make: Callable[[], nn.Module],
     inputs: Callable[[int, torch.Generator], Tensor] = sequence,
 ) -> list[Case]:  # fmt: skip
-    made = partial(sparse, make, sparsity)
-    return [Case(title, sparsity, count, "tokens", made, inputs) for count in (1, 16, 128)]
+    build = partial(sparse, make, sparsity)
+    return [Case(title, sparsity, count, "tokens", build, inputs) for count in (1, 16, 128)]
 
 
 RESNET, RANDOM, MOBILENET, FORWARD, ATTENTION, LINEAR = (
@@ -201,12 +201,12 @@ KEYS = {
 
 def cases() -> list[Case]:
     """All settings, in the order of the tables."""
-    found = of_images(RANDOM, 0.7, partial(resnet, 0.7, pruned=False))
+    all_cases = of_images(RANDOM, 0.7, partial(resnet, 0.7, pruned=False))
     for sparsity in dlmc.SPARSITIES:
-        found += of_images(RESNET, sparsity, partial(resnet, sparsity, pruned=True))
-    found += of_images(MOBILENET, 0.9, partial(mobilenet, 0.9))
-    found += of_tokens(FORWARD, 0.9, feed_forward)
-    found += of_tokens(ATTENTION, 0.9, Projections)
+        all_cases += of_images(RESNET, sparsity, partial(resnet, sparsity, pruned=True))
+    all_cases += of_images(MOBILENET, 0.9, partial(mobilenet, 0.9))
+    all_cases += of_tokens(FORWARD, 0.9, feed_forward)
+    all_cases += of_tokens(ATTENTION, 0.9, Projections)
     for sparsity in (0.7, 0.8, 0.9, 0.95):
-        found += of_tokens(LINEAR, sparsity, linear, tokens)
-    return found
+        all_cases += of_tokens(LINEAR, sparsity, linear, tokens)
+    return all_cases

@@ -1,6 +1,6 @@
 """Networks on images that the benchmarks of traverse share: by name, seeded, in eval mode.
 
-TAEF2 has its trained weights and the latent of a real photograph, from shared/data beside the
+TAEF2 has its trained weights and the latent of a real photograph, from shared/data next to the
 project; the others are laid out as their papers say, with random weights.
 """
 
@@ -29,7 +29,7 @@ SAMPLE = 32  # positions a side of the input that random weights are scaled with
 
 
 class Clamp(nn.Module):
-    """Values softly kept within -3 and 3."""
+    """Values softly limited to -3 and 3."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x / 3) * 3
@@ -93,11 +93,11 @@ def latent(height: int, width: int) -> Tensor:
 def write_latent(path: Path, height: int, width: int) -> None:
     """The same as a .npy file, written channel by channel: it may be larger than memory."""
     rows, columns = _places(height, width)
-    given = _photograph()
-    shape = (1, given.shape[1], height, width)
+    latent = _photograph()
+    shape = (1, latent.shape[1], height, width)
     file = np.lib.format.open_memmap(path, "w+", np.float32, shape)
-    for k in range(given.shape[1]):
-        file[0, k] = given[0, k][rows][:, columns].numpy()
+    for k in range(latent.shape[1]):
+        file[0, k] = latent[0, k][rows][:, columns].numpy()
     file.flush()
 
 
@@ -120,7 +120,7 @@ def mirrored(length: int, count: int) -> Tensor:
     return torch.minimum(place, 2 * (length - 1) - place)
 
 
-# --- Real-ESRGAN: pictures made four times as large ---------------------------------------------
+# --- Real-ESRGAN: pictures enlarged four times --------------------------------------------------
 
 
 class Dense(nn.Module):
@@ -133,10 +133,10 @@ class Dense(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        held = [x]
+        values = [x]
         for layer in self.convs[:-1]:
-            held.append(F.leaky_relu(layer(torch.cat(held, 1)), 0.2))
-        return self.convs[-1](torch.cat(held, 1)) * 0.2 + x
+            values.append(F.leaky_relu(layer(torch.cat(values, 1)), 0.2))
+        return self.convs[-1](torch.cat(values, 1)) * 0.2 + x
 
 
 class DenseTriple(nn.Module):
@@ -209,10 +209,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.norm(x).flatten(2).transpose(1, 2).unsqueeze(1)
-        found = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             self.query(tokens), self.key(tokens), self.value(tokens)
         )
-        return x + self.out(found).transpose(2, 3).reshape(x.shape)
+        return x + self.out(attended).transpose(2, 3).reshape(x.shape)
 
 
 class Half(nn.Module):
@@ -272,12 +272,12 @@ class UNet(nn.Module):
         self.last = nn.Conv2d(widths[0], 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        held = [self.first(x)]
+        values = [self.first(x)]
         for down in self.downs:
-            held.append(down(F.max_pool2d(held[-1], 2)))
-        x = held.pop()
+            values.append(down(F.max_pool2d(values[-1], 2)))
+        x = values.pop()
         for grow, up in zip(self.grows, self.ups, strict=True):
-            x = up(torch.cat([held.pop(), grow(x)], 1))
+            x = up(torch.cat([values.pop(), grow(x)], 1))
         return self.last(x)
 
 
@@ -318,7 +318,7 @@ def squeeze_excite(width: int = 16, inner: int = 64) -> nn.Sequential:
 
 
 class Grown(nn.Module):
-    """DenseNet's layer: what comes in, and beside it a few channels made of it."""
+    """DenseNet's layer: its input, and a few channels computed from it."""
 
     def __init__(self, inner: int, growth: int):
         super().__init__()
@@ -409,11 +409,11 @@ def drawn(
 @torch.no_grad()
 def _as_pictures(model: nn.Module, sample: Tensor, middle: float) -> nn.Module:
     last = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)][-1]
-    found = model(sample)
-    scale = 0.2 / found.std()
+    y = model(sample)
+    scale = 0.2 / y.std()
     last.weight.mul_(scale)
     if last.bias is not None:
-        last.bias.mul_(scale).add_(middle - scale * found.mean())
+        last.bias.mul_(scale).add_(middle - scale * y.mean())
     return model
 
 
@@ -447,5 +447,5 @@ def named(names: Iterable[str]) -> dict[str, Network]:
     if unknown:
         raise SystemExit(f"expected some of {', '.join(NETWORKS)}; got {', '.join(unknown)}")
     if "TAEF2" in names and not WEIGHTS.exists():
-        raise SystemExit("TAEF2's weights are expected in shared/data beside the project")
+        raise SystemExit("TAEF2's weights are expected in shared/data next to the project")
     return {name: NETWORKS[name] for name in names}
