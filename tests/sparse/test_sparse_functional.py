@@ -102,7 +102,6 @@ def test_threads(threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "change",
     [lambda x: x.T.contiguous().T, lambda x: x.repeat(1, 2)[:, : x.shape[1]],

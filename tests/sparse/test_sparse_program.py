@@ -218,7 +218,6 @@ CONVS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fields", CONVS, ids=str)
 @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
 def test_convolutions_by_their_definition(fields, density):
