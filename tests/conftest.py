@@ -57,11 +57,20 @@ def pytest_unconfigure():
     gc.unfreeze()
 
 
+LINES: dict[tuple[str, int], dict[str, int]] = {}  # by test and table: lines in order
+
+
 def pytest_itemcollected(item):
-    """By day the cases of a test that is marked `sampled(n)` run of which the indices (one of each
-    table of parameters) sum to a multiple of n: each line of a table is met beside another."""
+    """By day the cases of a test that is marked `sampled(n)` run of which the places in the tables
+    of parameters sum to a multiple of n: each line of a table is met beside others of the next."""
     mark = item.get_closest_marker("sampled")
-    if mark is not None and sum(set(item.callspec.indices.values())) % mark.args[0]:
+    if mark is None:
+        return
+    test, place = item.nodeid.partition("[")[0], 0
+    for k, line in enumerate(item.callspec._idlist):
+        lines = LINES.setdefault((test, k), {})
+        place += lines.setdefault(line, len(lines))
+    if place % mark.args[0]:
         item.add_marker(pytest.mark.nightly)
 
 
