@@ -71,7 +71,6 @@ def check(device, name, dtype, n, choice, act, lies="columns", shift=0):
     assert error(found, wanted) <= CLOSE[dtype], (name, choice, error(found, wanted))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.parametrize("choice", [ROWS[0], TILES[0], TILES[1]], ids=str)
 def test_every_matrix(device, name, choice):
@@ -97,7 +96,6 @@ def test_memory_that_begins_anywhere(device, choice):
         run_on(device, check, "empty rows", torch.float16, 8, choice, None, "columns", shift)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("choice", [ROWS[0], TILES[1]], ids=["rows", "bitmap"])
 def test_activations(device, name, choice):
@@ -140,7 +138,6 @@ def check_turned(device, name, dtype, choice):
     assert error(found, wanted) <= CLOSE[dtype], error(found, wanted)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["odd", "no nonzeros", "one element", "no columns"])
 @pytest.mark.parametrize("choice", [ROWS[0], TILES[0], TILES[1], KernelChoice("dense")], ids=str)
 def test_the_transposed_product(device, name, choice):
