@@ -44,6 +44,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     set_strict(True)  # what fails inside is seen here, where users get a network and a reason
+    gc.set_threshold(100_000, 20, 20)  # exports make so many objects: a tenth of the time went here
+    config.addinivalue_line(
+        "markers", "sampled(n): by day each n-th case runs, the others by night"
+    )
     path, on_worker = config.getoption("--results"), hasattr(config, "workerinput")
     if path and not on_worker:
         config.pluginmanager.register(Results(Path(path)))
@@ -51,6 +55,23 @@ def pytest_configure(config):
 
 def pytest_unconfigure():
     gc.unfreeze()
+
+
+LINES: dict[tuple[str, int], dict[str, int]] = {}  # by test and table: lines in order
+
+
+def pytest_itemcollected(item):
+    """By day the cases of a test that is marked `sampled(n)` run of which the places in the tables
+    of parameters sum to a multiple of n: each line of a table is met beside others of the next."""
+    mark = item.get_closest_marker("sampled")
+    if mark is None:
+        return
+    test, place = item.nodeid.partition("[")[0], 0
+    for k, line in enumerate(item.callspec._idlist):
+        lines = LINES.setdefault((test, k), {})
+        place += lines.setdefault(line, len(lines))
+    if place % mark.args[0]:
+        item.add_marker(pytest.mark.nightly)
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k

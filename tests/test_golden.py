@@ -42,7 +42,9 @@ def raised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_dump_is_the_same_twice_and_another_for_other_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: list[str]
 ) -> None:
-    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    first, second, right, wrong = (
+        tmp_path / name for name in ("first", "second", "right", "wrong")
+    )
     for folder in (first, second):
         dump.written((NAME, folder))
     assert dump.hash_of(first) == dump.hash_of(second)
@@ -60,10 +62,12 @@ def test_a_dump_is_the_same_twice_and_another_for_other_code(
     def planted(node: Any, effect: str) -> Any:
         return marked(node, "gather" if effect == "slice" else effect)
 
+    monkeypatch.setattr(dump, "PARTS", (dump.graphs,))
+    dump.written((NAME, right))
     monkeypatch.setattr(adapt, "mark_effect", planted)
-    dump.written((NAME, third))
-    assert dump.hash_of(first) != dump.hash_of(third)
-    _, differ, _ = filecmp.cmpfiles(first, third, files(first), shallow=False)
+    dump.written((NAME, wrong))
+    assert dump.hash_of(right) != dump.hash_of(wrong)
+    _, differ, _ = filecmp.cmpfiles(right, wrong, files(right), shallow=False)
     assert {Path(name).stem for name in differ} >= {"graph", "record", "report"}
 
 

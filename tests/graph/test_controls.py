@@ -169,6 +169,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bias", [0.0, 0.6])
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_dead_channel_counts_in_the_whole_axis(name, bias):

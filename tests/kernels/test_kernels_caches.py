@@ -99,6 +99,7 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("inference", [False, True], ids=["", "inference mode"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_changed_weights_are_seen(name: str, inference: bool) -> None:
@@ -171,6 +172,7 @@ def test_a_full_cache_is_cleared_with_its_finalizers() -> None:
     assert not cache.entries and not cache.finalizers
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (64, 70)])
 def test_probes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -135,6 +135,7 @@ GUARDED = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("end", [True, False], ids=["end", "beginning"])
 @pytest.mark.parametrize("window", GUARDED, ids=str)

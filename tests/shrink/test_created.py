@@ -53,12 +53,26 @@ class Net(nn.Module):
         return y[..., :5], self.b(y) if y.shape[-1] == 8 else y
 
 
-@pytest.mark.parametrize("name", CREATED)
-def test_created_tensors(name):
-    torch.manual_seed(0)
-    net = Net(CREATED[name]).eval()
-    slim = demask.demask(net, (torch.randn(3, 8),))
+class Nets(nn.Module):
+    """Several networks of one input, exported as one."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.nets = nn.ModuleDict()
+        for k, name in enumerate(names):
+            torch.manual_seed(0)
+            self.nets[f"net_{k}"] = Net(CREATED[name])
+
+    def forward(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [net(x) for net in self.nets.values()]
+
+
+@pytest.mark.parametrize("names", list(zip(*[iter(CREATED)] * 5, strict=True)), ids=", ".join)
+def test_created_tensors(names):
+    nets = Nets(names).eval()
+    slim = demask.demask(nets, (torch.randn(3, 8),))
     for batch in (3, 1, 5):
         x = torch.randn(batch, 8)
-        for a, b in zip(net(x), slim(x), strict=True):
-            torch.testing.assert_close(a, b, equal_nan=True)
+        for name, expected, found in zip(names, nets(x), slim(x), strict=True):
+            for a, b in zip(expected, found, strict=True):
+                torch.testing.assert_close(a, b, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")

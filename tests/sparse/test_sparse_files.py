@@ -265,8 +265,21 @@ def optimized(model: nn.Module, **options: Any) -> Demasked:
     return demask.optimize(model, (X,), cache=False, **options)
 
 
-def test_a_sparse_network_becomes_a_segment(model, quick):
-    fast = optimized(model)
+@pytest.fixture(scope="module")
+def results() -> list[Demasked]:
+    """Holds what `fast` gives."""
+    return []
+
+
+@pytest.fixture
+def fast(model, quick, results) -> Demasked:
+    """The network optimized, once for all tests that do not change it."""
+    if not results:
+        results.append(optimized(model))
+    return results[0]
+
+
+def test_a_sparse_network_becomes_a_segment(model, fast):
     assert isinstance(fast, Optimized) and has_segments(fast)
     for x in (X, X[:1], torch.randn(3, 3, 33, 32)):
         close(fast(x), model(x))
@@ -278,8 +291,7 @@ def test_a_sparse_network_becomes_a_segment(model, quick):
     assert after.parameters < before.parameters and after.macs < 0.7 * before.macs
 
 
-def test_the_report_says_which_layers_and_how_much_is_stored(model, quick, tmp_path):
-    fast = optimized(model)
+def test_the_report_says_which_layers_and_how_much_is_stored(model, fast, tmp_path):
     report = demask.report(fast)
     weight = model.get_parameter("9.weight")
     stored = float(weight.count_nonzero()) / weight.numel()

@@ -108,6 +108,7 @@ CONVS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", CONVS)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
@@ -148,6 +149,7 @@ TRANSPOSED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", TRANSPOSED)
 def test_transposed_convolutions(name, threads, by_kernels):
@@ -365,6 +367,7 @@ def test_compiled_training_makes_no_dense_weights(name, dtype):
     assert not [shape for shape in shapes if math.prod(shape) == area]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stride", [(1, 3), (3, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize("shape", [(7, 7), (1, 5), (2, 1)], ids=str)

@@ -42,6 +42,7 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["module", "file"])
 @pytest.mark.parametrize("kind", NETWORKS)
 @pytest.mark.parametrize("at_once", [None, 2])

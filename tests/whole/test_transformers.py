@@ -207,7 +207,7 @@ def test_nothing_is_missed(name: str, kind: str) -> None:
 
 def test_the_oracle_sees_a_planted_miss() -> None:
     chosen, draw = ARCHITECTURES["fused_qkv"], generator()
-    model = masked("fused_qkv", "unit", draw)
+    model = built("fused_qkv", draw)
     with torch.no_grad():
         model.get_parameter("blocks.0.fc2.weight")[:, 5] = 0
     lines = missed(Called(model), (chosen.inputs(24, LENGTH, draw),))

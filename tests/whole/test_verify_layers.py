@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import importlib
 import math
@@ -43,6 +45,11 @@ class Model(nn.Module):
 
 def pair(count: int = 3, dtype: torch.dtype = torch.float32, modules: Any = "auto") -> Any:
     """A model, it demasked, and its input."""
+    return copy.deepcopy(shared_pair(count, dtype, modules))
+
+
+@functools.cache
+def shared_pair(count: int, dtype: torch.dtype, modules: Any) -> Any:
     torch.manual_seed(0)
     model = Model(count).eval()
     with torch.no_grad():

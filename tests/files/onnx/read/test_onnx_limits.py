@@ -20,6 +20,7 @@ from demask.files.onnx.read import external_data as beside
 from demask.files.onnx.read import wire
 from demask.files.onnx.read.reader import parse_model
 from fuzz import onnx_bytes
+from night import at_night
 from onnx_files import BOOL, INT64, constant, node, planted, value, varint
 
 LAYERS = onnx_files.layers
@@ -50,9 +51,19 @@ AMPLIFIED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", AMPLIFIED)
+LONG = ("names", "unknown fields")  # as many fields as may be take seconds: by night
+
+
+@pytest.mark.parametrize("name", [*(n for n in AMPLIFIED if n not in LONG), *at_night(*LONG)])
 def test_small_files_that_would_fill_the_memory(tmp_path, name):
     planted(tmp_path, *AMPLIFIED[name], RefusedFile)
+
+
+@pytest.mark.parametrize("tag", [b"\x0a", b"\x78"], ids=LONG)
+def test_more_fields_than_there_may_be(tmp_path, monkeypatch, tag):
+    monkeypatch.setattr(wire, "MAX_FIELDS", 1000)
+    made = inside(GRAPH, NODE)((tag + b"\x00") * 1001)
+    planted(tmp_path, made, "more than 1000 fields", RefusedFile)
 
 
 def test_packed_numbers_that_would_fill_the_memory(tmp_path, monkeypatch):

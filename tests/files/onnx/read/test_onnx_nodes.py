@@ -24,6 +24,15 @@ def wrong(chosen: Iterable[Case]) -> list[str]:
     ]
 
 
+def test_a_node_test_of_each_op_passes():
+    """The first of each op, and the first that is written in other ops."""
+    first = {(case.key, "_expanded" in case.name): case for case in reversed(cases())}
+    assert len(first) > 200
+    found = wrong(first.values())
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_node_test_passes_that_is_not_listed(part):
     found = wrong(cases()[part::PARTS])

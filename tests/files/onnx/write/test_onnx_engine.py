@@ -33,7 +33,7 @@ ort = pytest.importorskip("onnxruntime")
 
 from conformance import Case, cases, compare, to_torch  # noqa: E402
 
-PARTS, SAMPLE, WRITTEN = 16, 40, 5
+PARTS, SAMPLE, WRITTEN = 16, 20, 5
 DRAWS = 2
 RUNTIME = 1e-5  # of the largest output: 84 units in the last place, for sums in another order
 #: by stage, kind and name (with `*`), why a case may come through no further

@@ -1,5 +1,6 @@
 """Quantized ONNX files stay quantized: the pairs of ops, the weights, what the runtime fuses."""
 
+import copy
 import functools
 import importlib
 import itertools
@@ -110,6 +111,14 @@ def made(folder, kind=Net, per_channel=True, values=Kind.QUInt8, weights=Kind.QI
     path = folder / "given.onnx"
     path.write_bytes(quantized_file(kind, per_channel, values, weights))
     return path
+
+
+@functools.cache
+def demasked_file() -> nn.Module:
+    """The network of `made` in its usual form, demasked: shared, so never to be changed."""
+    with tempfile.TemporaryDirectory() as name:
+        net = demask.from_onnx(made(Path(name)))
+    return demask.demask(net, (torch.from_numpy(image(9)),))
 
 
 def slimmed(path, out, x=None):
@@ -350,7 +359,7 @@ def test_a_bias_is_not_placed_by_chance():
 
 def test_a_wrong_scale_in_the_history_leaves_a_weight_float(tmp_path):
     path, out = made(tmp_path), tmp_path / "slim.onnx"
-    slim = slimmed(path, out)
+    slim = copy.deepcopy(demasked_file())
     interface = slim.demasked.interface
     wrong = interface.grids["b.weight_quantized"]
     scales = list(wrong.scales)
@@ -374,7 +383,7 @@ def test_the_file_to_run_has_round_widths(tmp_path, monkeypatch):
     monkeypatch.setattr(deploying, "PAIRS", 4)
     path, out = made(tmp_path), tmp_path / "out.onnx"
     net, x = demask.from_onnx(path), torch.from_numpy(image(9))
-    program = captured(demask.demask(net, (x,)), (x,), None, None)
+    program = captured(demasked_file(), (x,), None, None)
     wide = for_runtime(program, TABLE, 5)
     shapes = {k: tuple(c.tensor.shape) for k, c in wide.constants.items() if "weight" in k}
     assert shapes["b.weight_quantized"][1] == shapes["a.weight_quantized"][0] == 15
@@ -388,7 +397,7 @@ def test_the_file_to_run_has_round_widths(tmp_path, monkeypatch):
 
 def test_archives_and_pt2_files(tmp_path):
     net, x = demask.from_onnx(made(tmp_path)), torch.from_numpy(image(9))
-    slim = demask.demask(net, (x,))
+    slim = demasked_file()
     assert Provenance.from_dict(json.loads(json.dumps(slim.demasked.to_dict()))) == slim.demasked
     demask.save(slim, tmp_path / "slim.demask")
     again = demask.load(tmp_path / "slim.demask")
@@ -408,8 +417,7 @@ def test_archives_and_pt2_files(tmp_path):
 def entries(tmp_path_factory) -> dict[str, bytes]:
     """What an archive of the demasked network holds."""
     folder = tmp_path_factory.mktemp("archive")
-    slim = demask.demask(demask.from_onnx(made(folder)), (torch.from_numpy(image(9)),))
-    demask.save(slim, folder / "slim.demask")
+    demask.save(demasked_file(), folder / "slim.demask")
     with zipfile.ZipFile(folder / "slim.demask") as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
