@@ -29,8 +29,8 @@ class Report(ReportValues):
         removed: removed parameters by module name, largest first.
         scatters: number of ops in the result that only restore shapes, by kind: "scatter",
             "scatter-add", "gather", "slice", "pad", "border map" (constants near padded borders).
-        declined: a tuple of `Decline`, most slices first: zero rows and columns of weights that were
-            not removed, and the reasons.
+        declined: a tuple of `Decline`, most slices first: zero rows and columns of weights that
+            were not removed, and the reasons.
         notes: further remarks as texts, such as the dynamic dimensions.
         speed: timings of `demask.optimize`; None without them. Its first field has the seconds of a
             call of the original, `result` those of the result (median, 10 % and 90 % quantile);
