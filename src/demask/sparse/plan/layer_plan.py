@@ -15,17 +15,28 @@ import numpy as np
 from torch import Tensor
 
 from demask.kernels.cpu import relayout as move
+from demask.kernels.cpu.dense_tile import CALL as DENSE_CALL
+from demask.kernels.cpu.dense_tile import DenseTileKernel
 from demask.kernels.cpu.sparse_tile import CALL, TILE, SparseTileKernel
 from demask.kernels.cpu.sparse_vector import CALL as NARROW
 from demask.kernels.cpu.sparse_vector import SparseVectorKernel
 from demask.kernels.llvm.isa import Isa
+from demask.sparse.plan.dense_tiling import (
+    UNROLLED,
+    DenseProblem,
+    DenseTiling,
+    best_tiling,
+    pack,
+    split_outputs,
+)
 from demask.sparse.plan.pack_weights import Csr, Places, Stream, dealt, packed, read, sliced
-from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, Tape
+from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import NO_BORDER, Area, At, Border, GridLayout, TileGrid
 from demask.sparse.plan.tiling import Tiling, TilingProblem, best, rects, strips
 from demask.sparse.segment_program import ConvStep, LinearStep
 
 BARRIER = 3000.0  # cycles of a barrier
+DENSE = 0.9  # share of nonzeros from which a weight is multiplied with its zeros
 CACHE = 128 * 1024  # bytes that the layers of a chain compute for one strip of positions
 
 
@@ -178,6 +189,10 @@ def emit_alone(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> li
         if is_narrow(piece):
             emit_narrow(tape, isa, piece)
             continue
+        weight = dense_weight(piece)
+        if weight is not None:
+            tilings.append(emit_dense(tape, isa, piece, weight))
+            continue
         tiling = best(piece.shape, tape.threads, isa)[1]
         tilings.append(tiling)
         areas = [(0, 0, *part) for part in piece.shape.parts]
@@ -247,6 +262,76 @@ def _compacted(tape: Tape, isa: Isa, thread: int, x: Buffer) -> Buffer:
     return compact
 
 
+def is_dense(shape: TilingProblem) -> bool:
+    """Whether the weight of a pixelwise layer has few zeros, so that the dense kernel is faster."""
+    return shape.groups == 1 and shape.nonzeros >= DENSE * shape.outputs * shape.channels
+
+
+def dense_weight(piece: WindowPiece) -> np.ndarray | None:
+    """The weight of a layer as [outputs, channels, taps], zeros included, if it has few zeros and
+    the dense kernel supports the layer."""
+    step, weight, channels = piece.step, piece.weight, piece.x.layout.size[1]
+    taps = math.prod(step.kernel)
+    if step.groups != 1 or step.transposed or weight.kind != "float32":
+        return None
+    if len(weight) < DENSE * weight.count * channels * taps:
+        return None
+    dense = np.zeros((weight.count, channels * taps), np.float32)
+    dense[weight.rows, weight.columns] = weight.values
+    return dense.reshape(weight.count, channels, taps)
+
+
+def emit_dense(tape: Tape, isa: Isa, piece: WindowPiece, weight: np.ndarray) -> Tiling:
+    """Write a dense layer as a phase of its own; returns its tiling.
+
+    Threads share positions where the layout has a part for each, otherwise output channels.
+    """
+    areas = {part: (0, 0, *size) for part, size in enumerate(piece.shape.parts)}
+    by_rows = len(areas) != tape.threads
+    if by_rows:
+        shares = [(thread, areas, rows) for thread, rows in
+                  enumerate(by_thread(len(weight), tape.threads)) if rows[0] < rows[1]]  # fmt: skip
+    else:
+        shares = [(part, {part: area}, (0, len(weight))) for part, area in areas.items()]
+    packs: dict[tuple[int, int], tuple[DenseTiling, np.ndarray]] = {}
+    for thread, own_areas, rows in shares:
+        if rows not in packs:
+            problem = DenseProblem(piece.shape.parts, rows[1] - rows[0], weight.shape[1],
+                                   weight.shape[2], piece.shape.stride, piece.shape.reach)  # fmt: skip
+            tiling = best_tiling(problem, isa)
+            packs[rows] = tiling, pack(weight[slice(*rows)], tiling)
+        tiles = [(part, rect) for part, area in own_areas.items()
+                 for rect in rects(area, packs[rows][0].tile)]  # fmt: skip
+        for size in dict.fromkeys(rect[2:] for _, rect in tiles):
+            size_tiles = [(part, *rect[:2]) for part, rect in tiles if rect[2:] == size]
+            tape.add(thread, _dense_call(piece, packs[rows], rows, size_tiles, size, isa))
+    tiling = next(iter(packs.values()))[0]
+    return Tiling(tiling.tile, tiling.inner, tiling.rows, by_rows)
+
+
+def _dense_call(piece: WindowPiece, pack: tuple[DenseTiling, np.ndarray], rows: tuple[int, int],
+                tiles: Sequence[At], size: tuple[int, int], isa: Isa) -> KernelCall:  # fmt: skip
+    """The call of the dense kernel for tiles of one size and output channels rows[0]:rows[1]."""
+    (tiling, stream), (ys, xs) = pack, piece.window.taps
+    x, out, add = piece.x.layout, piece.out.layout, piece.add.layout
+    taps = [(y + x.border[0]) * x.row + z + x.border[2] for y in ys for z in xs
+            if y is not None and z is not None]  # fmt: skip
+    x_lines, out_lines, add_lines, table = _tile_lines(piece, tiles, size)
+    table["x"] += min(taps)
+    relative, unroll = tuple(tap - min(taps) for tap in taps), UNROLLED if len(taps) == 1 else 1
+    kernel = DenseTileKernel(x_lines, out_lines, add_lines, relative, tiling.rows, piece.step.act,
+                             unroll)  # fmt: skip
+    wide, thin = split_outputs(rows[1] - rows[0], tiling.rows) or (0, 0)
+    pitches = [layout.pitch * isa.line for layout in (x, out, add)]
+    buffers = {"x": (piece.x, 0), "out": (piece.out, rows[0] * pitches[1]),
+               "add": (piece.add, rows[0] * pitches[2] if add_lines else 0)}  # fmt: skip
+    return KernelCall(kernel, DENSE_CALL, buffers, {
+        "x_pitch": pitches[0], "out_pitch": pitches[1], "add_pitch": pitches[2],
+        "channels": x.size[1], "inner": tiling.inner, "wide": wide, "thin": thin,
+        "weights": stream, "biases": piece.weight.bias[slice(*rows)].astype(np.float32),
+        "tiles": table, "tile_begin": 0, "tile_end": len(table)})  # fmt: skip
+
+
 def emit_chain(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> list[Tiling]:
     """Write layers of one grid as one phase, strip by strip; returns their tilings."""
     tilings = [best(piece.shape, tape.threads, isa, by_rows=False)[1] for piece in window_pieces]
@@ -264,7 +349,7 @@ def emit_chain(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> li
 
 def chain_pays(shapes: Sequence[TilingProblem], threads: int, isa: Isa) -> bool:
     """Whether a chain of layers is estimated to be faster than separate phases."""
-    if any(len(shape.parts) != threads for shape in shapes):
+    if any(len(shape.parts) != threads or is_dense(shape) for shape in shapes):
         return False
     together = sum(best(shape, threads, isa, by_rows=False)[0] for shape in shapes)
     alone = sum(best(shape, threads, isa)[0] for shape in shapes)
@@ -288,23 +373,33 @@ def _emit(tape: Tape, thread: int, piece: WindowPiece, tiling: Tiling, stream: S
 def _call(piece: WindowPiece, stream: Stream, tiles: Sequence[At], size: tuple[int, int],
           side: int) -> KernelCall:  # fmt: skip
     """The call for tiles of one size."""
-    x, out, add = piece.x.layout, piece.out.layout, piece.add.layout
-    step, ((sy, sx), (oy, ox)) = piece.step, (piece.window.stride, piece.window.step)
-    positions = [(i, j) for i in range(size[0]) for j in range(size[1])]
-    adds = None if step.add is None else tuple(oy * i * add.row + ox * j for i, j in positions)
-    kernel = SparseTileKernel(tuple(sy * i * x.row + sx * j for i, j in positions),
-                  tuple(oy * i * out.row + ox * j for i, j in positions), adds, side, step.act,
-                  piece.weight.kind, stream.offsets.dtype == np.uint32)  # fmt: skip
-    table = np.zeros(len(tiles), TILE)
-    for k, (part, i, j) in enumerate(tiles):
-        out_position = part, oy * i + piece.window.start[0], ox * j + piece.window.start[1]
-        table[k] = (first_read(piece.window, x, out, (part, i, j)), out.line(*out_position),
-                    add.line(*out_position) if step.add is not None else 0, 0)  # fmt: skip
+    x_lines, out_lines, add_lines, table = _tile_lines(piece, tiles, size)
+    kernel = SparseTileKernel(x_lines, out_lines, add_lines, side, piece.step.act,
+                              piece.weight.kind, stream.offsets.dtype == np.uint32)  # fmt: skip
     buffers = {"x": (piece.x, 0), "out": (piece.out, 0), "add": (piece.add, 0)}
     return KernelCall(kernel, CALL, buffers, {
         "blocks": stream.blocks, "block_count": len(stream.blocks), "records": stream.records,
         "offsets": stream.offsets, "values": stream.values, "first": 0, "tiles": table,
         "tile_begin": 0, "tile_end": len(table)})  # fmt: skip
+
+
+def _tile_lines(
+    piece: WindowPiece, tiles: Sequence[At], size: tuple[int, int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None, np.ndarray]:
+    """The lines of the positions of a tile in x, out and the added tensor, relative to its first;
+    and the table of the first lines of all tiles."""
+    x, out, add = piece.x.layout, piece.out.layout, piece.add.layout
+    (sy, sx), (oy, ox) = piece.window.stride, piece.window.step
+    positions = [(i, j) for i in range(size[0]) for j in range(size[1])]
+    has_add = piece.step.add is not None
+    table = np.zeros(len(tiles), TILE)
+    for k, (part, i, j) in enumerate(tiles):
+        out_position = part, oy * i + piece.window.start[0], ox * j + piece.window.start[1]
+        table[k] = (first_read(piece.window, x, out, (part, i, j)), out.line(*out_position),
+                    add.line(*out_position) if has_add else 0, 0)  # fmt: skip
+    adds = tuple(oy * i * add.row + ox * j for i, j in positions) if has_add else None
+    return (tuple(sy * i * x.row + sx * j for i, j in positions),
+            tuple(oy * i * out.row + ox * j for i, j in positions), adds, table)  # fmt: skip
 
 
 def first_read(window: OutputWindow, x: GridLayout, out: GridLayout, at: At) -> int:
