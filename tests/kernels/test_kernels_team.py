@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from demask.kernels.cpu import thread_team as team
+from demask.kernels import thread_team as team
 from demask.kernels.llvm import availability as llvm
 from demask.kernels.llvm import isa
 from demask.kernels.llvm.availability import NoPlan

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from demask.errors import BadInput
-from demask.kernels.cpu import thread_team as team
+from demask.kernels import thread_team as team
 from demask.kernels.cpu.relayout import (
     BorderKernel,
     Gather,
@@ -27,9 +27,9 @@ from demask.kernels.cpu.relayout import (
 )
 from demask.kernels.cpu.sparse_tile import SparseTileKernel
 from demask.kernels.cpu.sparse_vector import SparseVectorKernel
-from demask.kernels.cpu.thread_team import TeamWork
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
 from demask.kernels.llvm.jit import assembly
+from demask.kernels.thread_team import TeamWork
 from demask.ops.activations import ACTIVATIONS
 from demask.sparse import reference as dense
 from demask.sparse.plan import segment_plan as plan

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from demask.kernels.cpu import gemv
 from demask.kernels.cpu import zero_proof as certify
-from demask.kernels.cpu.thread_team import Job
 from demask.kernels.llvm.isa import Isa, host
+from demask.kernels.thread_team import Job
 from demask.pilot.chains import packing
 from demask.sparse.plan.tape import HEADER, KernelCall, NoPlan, Tape, TapeArena
 

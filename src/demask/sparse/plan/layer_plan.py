@@ -296,8 +296,10 @@ def emit_dense(tape: Tape, isa: Isa, piece: WindowPiece, weight: np.ndarray) -> 
     packs: dict[tuple[int, int], tuple[DenseTiling, np.ndarray]] = {}
     for thread, own_areas, rows in shares:
         if rows not in packs:
-            problem = DenseProblem(piece.shape.parts, rows[1] - rows[0], weight.shape[1],
-                                   weight.shape[2], piece.shape.stride, piece.shape.reach)  # fmt: skip
+            shape, (_, channels, taps) = piece.shape, weight.shape
+            problem = DenseProblem(
+                shape.parts, rows[1] - rows[0], channels, taps, shape.stride, shape.reach
+            )
             tiling = best_tiling(problem, isa)
             packs[rows] = tiling, pack(weight[slice(*rows)], tiling)
         tiles = [(part, rect) for part, area in own_areas.items()

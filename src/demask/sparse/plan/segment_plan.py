@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.kernels.cpu.thread_team import Job
 from demask.kernels.llvm.isa import Isa, host
+from demask.kernels.thread_team import Job
 from demask.sparse.plan.tape import MAX_SLOTS, EncodedTape, NoPlan, TapeArena
 from demask.sparse.plan.tape_builder import TapeBuilder
 from demask.sparse.plan.tiling import Tiling

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from demask.kernels.cpu.thread_team import ENTRY
 from demask.kernels.llvm.availability import NoPlan
 from demask.kernels.llvm.isa import Isa
 from demask.kernels.llvm.jit import CODE
+from demask.kernels.thread_team import ENTRY
 from demask.machine.arena import Block, plan_arena
 from demask.sparse.plan.tile_layout import GridLayout
 

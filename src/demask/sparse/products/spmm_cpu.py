@@ -11,10 +11,10 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.kernels.cpu.csr import CALL, pieces, vector
-from demask.kernels.cpu.thread_team import ENTRY, Job
 from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
 from demask.kernels.plan_cache import TensorCache, identity, version
+from demask.kernels.thread_team import ENTRY, Job
 from demask.ops.activations import Act, apply_activation
 from demask.sparse.csr_matrix import CsrMatrix
 

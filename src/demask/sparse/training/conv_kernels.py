@@ -15,9 +15,9 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.kernels.cpu import csr, sddmm
-from demask.kernels.cpu.thread_team import ENTRY, Job
 from demask.kernels.llvm.isa import host
 from demask.kernels.llvm.jit import CODE
+from demask.kernels.thread_team import ENTRY, Job
 from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.spmm_cpu import LINE, WORK
 from demask.sparse.segment_program import ConvStep
