@@ -16,6 +16,7 @@ import torch
 
 from demask.errors import BadInput
 from demask.kernels import thread_team as team
+from demask.kernels.cpu.dense_tile import DenseTileKernel
 from demask.kernels.cpu.relayout import (
     BorderKernel,
     Gather,
@@ -334,9 +335,9 @@ def test_nothing_beside_its_memory_is_touched(monkeypatch, end):
     monkeypatch.setattr(tape.Tape, "_fields", held)
     monkeypatch.setattr(plan, "TapeArena", Guarded)
     cases = [network(1, 23), network(3, 12)]
-    for place in (3, 6, 7):
+    for place, density in ((3, 0.3), (6, 0.3), (7, 0.3), (0, 1.0), (3, 1.0), (5, 1.0)):
         kernel, stride, padding, dilation, groups, transposed = GEOMETRY[place]
-        weight = matrix(12, 12 // groups * kernel[0] * kernel[1], 0.3, dtype=torch.float32)
+        weight = matrix(12, 12 // groups * kernel[0] * kernel[1], density, dtype=torch.float32)
         cases.append((*layer("image", weight, draw(12), kernel=kernel, stride=stride,
                              padding=padding, dilation=dilation, groups=groups,
                              transposed=transposed), [draw(1, 12, 11, 13)]))  # fmt: skip
@@ -358,6 +359,8 @@ def test_nothing_beside_its_memory_is_touched(monkeypatch, end):
 KERNELS = [
     SparseTileKernel((0, 1, 2), (0, 1, 2), (0, 3, 6), 2, ("gelu", ())),
     SparseTileKernel((0,), (0,), None, 4, ("silu", ()), "bfloat16", True),
+    DenseTileKernel((0, 1, 2), (0, 1, 2), (0, 3, 6), (0, 1, 8), 4, ("silu", ())),
+    DenseTileKernel((0, 1), (0, 1), None, (0,), 3, None, 4),
     SparseTileKernel((0, 9), (0, 1), None, 1, ("gelu_tanh", ()), "int8"),
     SparseVectorKernel(True, ("hardswish", ()), "int8"),
     SparseVectorKernel(False, None, "bfloat16"),
