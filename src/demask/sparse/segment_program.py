@@ -163,11 +163,16 @@ NAMES = {kind: name for name, kind in STEPS.items()}
 
 @dataclass(frozen=True, slots=True)
 class SegmentProgram:
-    """Steps from inputs to outputs. inputs: kind of each input; outputs: numbers of values."""
+    """Steps from inputs to outputs. inputs: kind of each input; outputs: numbers of values.
+
+    static: numbers of inputs that are the same tensors in many calls, such as border maps: a plan
+    converts them to its layout once, and again only when they change.
+    """
 
     inputs: tuple[str, ...]
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]
+    static: tuple[int, ...] = ()
     kinds: tuple[str, ...] = field(init=False, compare=False)  # of every value
 
     def __post_init__(self) -> None:
@@ -176,7 +181,9 @@ class SegmentProgram:
     def text(self) -> str:
         """The program as one line of JSON, read by `SegmentProgram.parse`."""
         steps = [{"op": NAMES[type(s)], **_plain(s)} for s in self.steps]
-        document = {"inputs": self.inputs, "steps": steps, "outputs": self.outputs}
+        document: dict[str, Any] = {"inputs": self.inputs, "steps": steps, "outputs": self.outputs}
+        if self.static:
+            document["static"] = self.static
         return json.dumps(document, separators=(",", ":"))
 
     @classmethod
@@ -187,7 +194,8 @@ class SegmentProgram:
         try:
             document = json.loads(text)
             steps = tuple(_step(dict(entry)) for entry in document["steps"])
-            return cls(tuple(document["inputs"]), steps, tuple(document["outputs"]))
+            numbers = (tuple(document.get(key, ())) for key in ("outputs", "static"))
+            return cls(tuple(document["inputs"]), steps, *numbers)
         except BadInput:
             raise
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -284,6 +292,9 @@ def _kinds(program: SegmentProgram) -> tuple[str, ...]:
             raise BadInput(f"step {number} ({NAMES[type(step)]}): {error}") from None
     if not program.outputs or not all(_is_count(v) and v < len(kinds) for v in program.outputs):
         raise BadInput(f"expected outputs among {len(kinds)} values, got {program.outputs!r:.80}")
+    input_count = len(program.inputs)
+    if not all(_is_count(v) and v < input_count for v in program.static):
+        raise BadInput(f"expected static inputs below {input_count}, got {program.static!r:.80}")
     return tuple(kinds)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.thread_team import Job
-from demask.sparse.plan.tape import MAX_SLOTS, EncodedTape, NoPlan, TapeArena
+from demask.sparse.plan.static_inputs import StaticInputs
+from demask.sparse.plan.tape import STATIC, EncodedTape, NoPlan, TapeArena
 from demask.sparse.plan.tape_builder import TapeBuilder
 from demask.sparse.plan.tiling import Tiling
 from demask.sparse.segment_program import SegmentProgram
@@ -36,6 +37,7 @@ class Batch:
     """Images of a batch computed by one tape: `runs` times `images`, starting at image `first`.
 
     alone: whether each thread computes whole runs; otherwise all threads share the only run.
+    static: the inputs that are converted once.
     """
 
     ready: EncodedTape
@@ -43,6 +45,7 @@ class Batch:
     images: int
     runs: int
     alone: bool
+    static: StaticInputs | None
     spare: list[SegmentMemory] = field(default_factory=list)
 
     def take(self, threads: int, tensors: int) -> SegmentMemory:
@@ -60,6 +63,7 @@ class Batch:
 
     def run(self, threads: int, tensors: Sequence[Tensor]) -> None:
         """Compute the batch. tensors: inputs, then outputs."""
+        static = None if self.static is None else self.static.arena(tensors, threads)
         memory = self.take(threads, len(tensors))
         for k, tensor in enumerate(tensors):
             step = tensor.stride(0) * 4 if tensor.ndim and (self.alone or self.first) else 0
@@ -67,6 +71,9 @@ class Batch:
             memory.slots[:, k] = begin + step * self.images * np.arange(self.runs)
         if not self.alone:
             memory.arenas[0].slots[1 : 1 + len(tensors)] = memory.slots[0]
+        if static is not None:
+            for arena in memory.arenas:
+                arena.slots[STATIC] = static.address
         memory.job.run(threads)
         if len(self.spare) < SPARE:
             self.spare.append(memory)
@@ -93,18 +100,25 @@ class SegmentPlan:
         isa = isa or host()
         if any(x.dtype is not torch.float32 or x.device.type != "cpu" for x in inputs):
             raise NoPlan("inputs are not float32 on the CPU")
-        if len(inputs) + len(program.outputs) >= MAX_SLOTS:
+        if len(inputs) + len(program.outputs) >= STATIC:
             raise NoPlan(f"{len(inputs)} inputs and {len(program.outputs)} outputs")
         shapes = program.shapes([tuple(x.shape) for x in inputs])
         batches, cuts = [], []
         for first, images, runs in _batches(program, weights, inputs, threads, isa):
             batch_inputs = [x[:images] for x in inputs] if images else inputs
             alone = images > 0 and runs > 1
-            builder = TapeBuilder(program, weights, batch_inputs, isa, 1 if alone else threads)
+            # Images of a split batch may have different values: only expanded ones are static.
+            numbers = tuple(k for k in program.static if not images or not inputs[k].stride(0))
+            part = replace(program, static=numbers)
+            builder = TapeBuilder(part, weights, batch_inputs, isa, 1 if alone else threads)
             builder.build(
                 [_strides(kind, x) for kind, x in zip(program.inputs, batch_inputs, strict=True)]
             )
-            batches.append(Batch(builder.tape.done(isa), first, images, runs, alone))
+            static = None
+            if numbers:
+                static_tape = builder.static_tape.done(isa)
+                static = StaticInputs(numbers, inputs, static_tape, builder.static_bytes, first)
+            batches.append(Batch(builder.tape.done(isa), first, images, runs, alone, static))
             cuts += builder.cuts
         return cls(batches, [shapes[v] for v in program.outputs], threads, cuts)
 

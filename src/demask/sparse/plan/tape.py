@@ -23,17 +23,22 @@ HEADER = 4096  # bytes of slots before the buffers of an arena
 # no other thread should use the same memory later.
 THREAD_BYTES = 2**27 + 2**13
 MAX_SLOTS = HEADER // 8
+STATIC = MAX_SLOTS - 1  # slot with the address of static values
 MOST = 2**31 - 1  # elements of a value: kernels use 32-bit element numbers
 
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Memory of one value in one layout, in use from phase `start` to phase `end`."""
+    """Memory of one value in one layout, in use from phase `start` to phase `end`.
+
+    offset: where it starts in the memory of static values; None for memory of the arena.
+    """
 
     layout: GridLayout
     fill: float = 0.0
     start: int = 2**31
     end: int = -1
+    offset: int | None = None
 
     def used(self, phase: int) -> None:
         """Extend the time in use to a phase."""
@@ -85,7 +90,7 @@ class Tape:
         flat = [call for phase in self.phases for calls in phase for call in calls]
         for call in flat:
             for buffer, _ in call.buffers.values():
-                if isinstance(buffer, Buffer):
+                if isinstance(buffer, Buffer) and buffer.offset is None:
                     buffers[id(buffer)] = buffer
         offsets, size = self._assigned(buffers)
         code = CODE.addresses((call.kernel for call in flat), isa)
@@ -133,8 +138,10 @@ class Tape:
                 value = value.ctypes.data
             fields[key] = value
         for key, (location, offset) in call.buffers.items():
-            if isinstance(location, Buffer):
+            if isinstance(location, Buffer) and location.offset is None:
                 fields[f"{key}_slot"], fields[key] = 0, offsets[id(location)] + offset
+            elif isinstance(location, Buffer):
+                fields[f"{key}_slot"], fields[key] = STATIC, location.offset + offset
             else:
                 fields[f"{key}_slot"], fields[key] = location, offset
         return fields

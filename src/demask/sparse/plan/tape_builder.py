@@ -25,7 +25,7 @@ from demask.sparse.plan.layer_plan import (
     touched,
     windows,
 )
-from demask.sparse.plan.tape import Buffer, NoPlan, Tape
+from demask.sparse.plan.tape import HEADER, Buffer, NoPlan, Tape
 from demask.sparse.plan.tile_layout import (
     NO_BORDER,
     At,
@@ -70,7 +70,7 @@ class Need:
 
 @dataclass(slots=True)
 class TapeBuilder:
-    """Writes the tape of a program."""
+    """Writes the tape of a program, and the tape that converts its static inputs."""
 
     program: SegmentProgram
     weights: Sequence[Tensor]
@@ -78,7 +78,8 @@ class TapeBuilder:
     isa: Isa
     threads: int
     tape: Tape = field(init=False)
-    moves: Moves = field(init=False)
+    static_tape: Tape = field(init=False)
+    static_bytes: int = HEADER  # of the memory of static inputs in their layouts
     shapes: list[tuple[int, int, int, int]] = field(init=False)
     grids: list[TileGrid] = field(default_factory=list)
     needs: dict[int, list[Need]] = field(default_factory=dict)
@@ -88,8 +89,7 @@ class TapeBuilder:
     remaining: list[int] = field(default_factory=list)  # values not yet computed
 
     def __post_init__(self) -> None:
-        self.tape = Tape(self.threads)
-        self.moves = Moves(self.tape, self.isa)
+        self.tape, self.static_tape = Tape(self.threads), Tape(self.threads)
         shapes = self.program.shapes([tuple(x.shape) for x in self.inputs])
         self.shapes = [canonical(*both) for both in zip(self.program.kinds, shapes, strict=True)]
         for value, size in enumerate(self.shapes):
@@ -175,8 +175,12 @@ class TapeBuilder:
 
     def layout(self, value: int, grid: TileGrid, border: Border) -> GridLayout:
         """The layout of a value in a grid."""
-        part_pitch = self.tape.thread_bytes // self.isa.line if grid.parts > 1 else 0
-        return GridLayout(self.shapes[value], grid, border, self.isa.lanes, part_pitch)
+        size, lanes = self.shapes[value], self.isa.lanes
+        part_bytes = self.tape.thread_bytes
+        if value in self.program.static:
+            part_bytes = GridLayout(size, grid, border, lanes).bytes
+        part_pitch = part_bytes // self.isa.line if grid.parts > 1 else 0
+        return GridLayout(size, grid, border, lanes, part_pitch)
 
     # -- buffers
 
@@ -185,8 +189,22 @@ class TapeBuilder:
         key = (value, self.grids[value], 0.0)
         if key not in self.buffers:
             layout = self.layout(value, self.grids[value], self._border(value))
-            self.buffers[key] = Buffer(layout)
+            self.buffers[key] = self._new_buffer(value, layout, 0.0)
         return self.buffers[key]
+
+    def _new_buffer(self, value: int, layout: GridLayout, fill: float) -> Buffer:
+        """Memory for a value: of the arena, or for a static input in its own memory."""
+        if value not in self.program.static:
+            return Buffer(layout, fill)
+        buffer = Buffer(layout, fill, offset=self.static_bytes)
+        self.static_bytes += layout.bytes * layout.grid.parts
+        return buffer
+
+    def _moves(self, value: int) -> Moves:
+        """Moves that convert a value, on the tape of its kind."""
+        tape = self.static_tape if value in self.program.static else self.tape
+        tape.phase()
+        return Moves(tape, self.isa)
 
     def _border(self, value: int) -> Border:
         """The border that readers of a value need in its own grid."""
@@ -207,9 +225,10 @@ class TapeBuilder:
         for other in self.needs[need.value]:
             if other.grid == need.grid and (other.fill == fill or other.border == NO_BORDER):
                 copy_border = widened(copy_border, other.border)
-        copy = Buffer(self.layout(need.value, need.grid, copy_border), fill)
+        layout = self.layout(need.value, need.grid, copy_border)
+        copy = self._new_buffer(need.value, layout, fill)
         self.buffers[key] = copy
-        self._copy(self.main(need.value), copy, self._read_of(need.value, copy.layout))
+        self._copy(need.value, copy, self._read_of(need.value, copy.layout))
         return copy
 
     def _read_of(self, value: int, layout: GridLayout) -> set[At]:
@@ -226,17 +245,16 @@ class TapeBuilder:
                 positions |= touched(window, layout.grid, out_grid)
         return positions
 
-    def _copy(self, source: Buffer, to: Buffer, positions: set[At]) -> None:
+    def _copy(self, value: int, to: Buffer, positions: set[At]) -> None:
         """Write a copy of a value in another layout, including borders, at these positions."""
-        self.tape.phase()
-        rows = []
+        source, moves, rows = self.main(value), self._moves(value), []
         for position in sorted(positions & set(to.layout.around())):
             image, y, x, is_inside = to.layout.pixels(position)
             pixel = [np.where(is_inside, a, 0) for a in (image, y, x)]
             element_numbers = np.where(is_inside, source.layout.element(*pixel), -1)
             rows.append((position[0], to.layout.line(*position), element_numbers))
-        self.moves.moved(move.Gather(to.fill), (source, 0), (to, 0), to.layout,
-                    (self.moves.pitch(source), self.moves.pitch(to)), rows)  # fmt: skip
+        moves.moved(move.Gather(to.fill), (source, 0), (to, 0), to.layout,
+                    (moves.pitch(source), moves.pitch(to)), rows)  # fmt: skip
 
     # -- steps
 
@@ -315,7 +333,7 @@ class TapeBuilder:
             (p.step.name, tiling) for p, tiling in zip(window_pieces, tilings, strict=True)
         ]
         for piece in window_pieces:
-            self.moves.borders(piece.out)
+            Moves(self.tape, self.isa).borders(piece.out)
 
     def _pieces(
         self, step: ConvStep | LinearStep, sources: list[Buffer], out: Buffer
@@ -331,7 +349,8 @@ class TapeBuilder:
         """
         step = self.step(value)
         add = getattr(step, "add", None)
-        if add is None or add in self.program.outputs or add == reads(step)[0]:
+        fixed = (*self.program.outputs, *self.program.static, reads(step)[0])
+        if add is None or add in fixed:
             return self.main(value)
         readers = [v for v in self.remaining if v != value and add in reads(self.step(v))]
         if any(v not in earlier or not is_pixelwise(self.step(v)) for v in readers):  # type: ignore[arg-type]
@@ -348,23 +367,21 @@ class TapeBuilder:
 
     def _load(self, value: int, stride: tuple[int, int, int, int]) -> None:
         """Write the gather of an input."""
-        to = self.main(value)
-        self.tape.phase()
+        to, moves = self.main(value), self._moves(value)
         rows = elements(to.layout, stride, to.layout.around())
-        self.moves.moved(move.Gather(to.fill), (1 + value, 0), (to, 0), to.layout,
-                    (4 * stride[1], self.moves.pitch(to)), rows)  # fmt: skip
+        moves.moved(move.Gather(to.fill), (1 + value, 0), (to, 0), to.layout,
+                    (4 * stride[1], moves.pitch(to)), rows)  # fmt: skip
 
     def _store(self, value: int, slot: int) -> None:
         """Write the scatter to an output."""
-        source = self.main(value)
-        self.tape.phase()
+        source, moves = self.main(value), self._moves(value)
         _, channels, height, width = self.shapes[value]
         is_tokens = self.program.kinds[value] == "tokens"
         stride = ((0, 1, 0, channels) if is_tokens
                   else (channels * height * width, height * width, width, 1))  # fmt: skip
         rows = elements(source.layout, stride, source.layout.inside())
-        self.moves.moved(move.Scatter(), (source, 0), (slot, 0), source.layout,
-                    (self.moves.pitch(source), 4 * stride[1]), rows)  # fmt: skip
+        moves.moved(move.Scatter(), (source, 0), (slot, 0), source.layout,
+                    (moves.pitch(source), 4 * stride[1]), rows)  # fmt: skip
 
     def _step(self, step: Step, value: int) -> None:
         """Write one step."""
@@ -372,23 +389,24 @@ class TapeBuilder:
         sources = [self.buffer(need) for need in self._reads(step, grid)]
         out = self._out(value, ()) if isinstance(step, (ConvStep, LinearStep)) else self.main(value)
         self.tape.phase()
+        moves = Moves(self.tape, self.isa)
         if isinstance(step, (ConvStep, LinearStep)):
             cuts = emit_alone(self.tape, self.isa, self._pieces(step, sources, out))
             self.cuts += [(step.name, cut) for cut in cuts]
         elif isinstance(step, PoolStep):
-            self.moves.pool(step, sources[0], out)
+            moves.pool(step, sources[0], out)
         elif isinstance(step, MeanStep):
-            self.moves.mean(sources[0], out)
+            moves.mean(sources[0], out)
         elif isinstance(step, FlattenStep):
-            self.moves.flat(sources[0], out)
+            moves.flat(sources[0], out)
         elif isinstance(step, ConcatStep):
             first = 0
             for source in sources:
-                self.moves.pointwise(None, [source], out, first)
+                moves.pointwise(None, [source], out, first)
                 first += source.layout.size[1]
         else:
-            self.moves.pointwise(step.act, sources, out, 0)
-        self.moves.borders(out)
+            moves.pointwise(step.act, sources, out, 0)
+        moves.borders(out)
 
 
 def _multiple(grid: TileGrid, factors: tuple[int, int]) -> TileGrid:

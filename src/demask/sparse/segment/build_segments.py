@@ -22,10 +22,11 @@ from torch import Tensor, fx
 import demask.sparse.segment.segment_op  # noqa: F401  (registers the op that graphs call)
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program as Whole
+from demask.graph.queries import input_dependent
 from demask.ops import schema
 from demask.ops.activations import Act
 from demask.sparse.segment.convex_groups import SegmentRegion, Wanted, regions
-from demask.sparse.segment.match_calls import MatchedCall, matrix
+from demask.sparse.segment.match_calls import MatchedCall, has_shape, matrix
 from demask.sparse.segment_program import (
     AddStep,
     ConcatStep,
@@ -55,6 +56,7 @@ def segmented(
     (with a scale per row), or None to leave them as they are.
     """
     editor = GraphEditor(program)
+    _expand_static_addends(editor)
     _read_sizes_from_inputs(editor)
     for node in editor.calls(aten.dropout.default):
         arguments = schema.arguments(node)
@@ -131,6 +133,23 @@ def _read_sizes_from_inputs(editor: GraphEditor) -> None:
             node.args = known[size.node.expr]
 
 
+def _expand_static_addends(editor: GraphEditor) -> None:
+    """Expand values that depend on sizes alone, such as border maps, to the shapes to which they
+    are added: segments add values of one shape."""
+    live = input_dependent(editor.graph)
+    for node in editor.calls(aten.add.Tensor):
+        shape = node.meta["val"].shape
+        for side, other in ((0, 1), (1, 0)):
+            value, x = node.args[side], node.args[other]
+            if not isinstance(value, fx.Node) or value in live or x not in live:
+                continue
+            is_tensor = isinstance(value.meta.get("val"), Tensor) and len(shape) > 2
+            if is_tensor and has_shape(x, shape) and not has_shape(value, shape):
+                with editor.graph.inserting_before(node):
+                    expanded = editor.call(aten.expand.default, value, editor.sizes(x))
+                node.update_arg(side, expanded)
+
+
 def _replaced(
     editor: GraphEditor,
     region: SegmentRegion,
@@ -205,6 +224,7 @@ class _Steps:
         self.calls = {call.node: call for call in calls}
         sources = ((s, c.kind) for c in calls for s in c.reads if s not in self.calls)
         self.inputs = {source: number for number, source in enumerate(dict.fromkeys(sources))}
+        self.live = input_dependent(editor.graph)
         self.steps: list[Step] = []
         self.values: dict[fx.Node, int] = {}
 
@@ -213,7 +233,9 @@ class _Steps:
         for chain in self._chains():
             self._append(chain)
         numbers = tuple(self.values[node] for node in outputs)
-        return SegmentProgram(tuple(kind for _, kind in self.inputs), tuple(self.steps), numbers)
+        static = tuple(k for (source, _), k in self.inputs.items() if source not in self.live)
+        kinds = tuple(kind for _, kind in self.inputs)
+        return SegmentProgram(kinds, tuple(self.steps), numbers, static)
 
     def _chains(self) -> list[_LayerChain]:
         """The calls in the order of the last node of each chain.

@@ -235,7 +235,7 @@ def _activation(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Mat
 def _same(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     """A call whose output equals its operand, as a view or a copy."""
     x = arguments["self"]
-    return MatchedCall(node, (x,), "", "", None) if _alike(node, x) else None
+    return MatchedCall(node, (x,), "", "", None) if has_shape(x, node.meta["val"].shape) else None
 
 
 def _sum(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
@@ -244,7 +244,7 @@ def _sum(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCal
         return None
     return (
         MatchedCall(node, sides, "", "", AddStep(0, 0))
-        if all(_alike(node, s) for s in sides)
+        if all(has_shape(s, node.meta["val"].shape) for s in sides)
         else None
     )
 
@@ -283,7 +283,7 @@ def _adaptive(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Match
     x = arguments["self"]
     if node.meta["val"].ndim != 4:
         return None
-    if _alike(node, x):
+    if has_shape(x, node.meta["val"].shape):
         return MatchedCall(node, (x,), "", "", None)
     is_global = _spread(arguments["output_size"], 2) == (1, 1)
     return MatchedCall(node, (x,), "image", "image", MeanStep(0, keep=True)) if is_global else None
@@ -303,7 +303,7 @@ def _flat(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCa
     x = arguments["self"]
     if not isinstance(x.meta.get("val"), Tensor):
         return None
-    if _alike(node, x):
+    if has_shape(x, node.meta["val"].shape):
         return MatchedCall(node, (x,), "", "", None)
     before, after = x.meta["val"].shape, node.meta["val"].shape
     is_image_to_rows = len(before) == 4 and len(after) == 2 and tuple(before[2:]) == (1, 1)
@@ -312,12 +312,11 @@ def _flat(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCa
     return MatchedCall(node, (x,), "image", "tokens", FlattenStep(0))
 
 
-def _alike(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two values have the same shape."""
-    value, other_value = node.meta["val"], other.meta.get("val")
-    if not isinstance(other_value, Tensor) or other_value.ndim != value.ndim:
-        return False
-    return all(map(same_size, value.shape, other_value.shape))
+def has_shape(node: fx.Node, shape: Sequence[Any]) -> bool:
+    """Whether a value is a tensor of this shape."""
+    value = node.meta.get("val")
+    is_tensor = isinstance(value, Tensor) and value.ndim == len(shape)
+    return is_tensor and all(map(same_size, value.shape, shape))
 
 
 _RULES: dict[Any, Rule] = {

@@ -60,9 +60,14 @@ class SegmentPlans(PlanCache):
 
     parse = staticmethod(parsed)
 
+    def __init__(self, text: str):
+        super().__init__(text)
+        static = self.program.static
+        self.dynamic = [k for k in range(len(self.program.inputs)) if k not in static]
+
     def run(self, inputs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
-        """The outputs, by a plan if there is one."""
-        sizes = tuple([(x.shape, x.stride(), x.dtype) for x in inputs])
+        """The outputs, by a plan if there is one. A plan checks its static inputs itself."""
+        sizes = tuple([((x := inputs[k]).shape, x.stride(), x.dtype) for k in self.dynamic])
         key = self.versions_of(weights), sizes, torch.get_num_threads()
         plan, copied = self.plan(key, inputs, weights)
         if plan is None:
