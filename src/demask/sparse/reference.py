@@ -27,7 +27,9 @@ from demask.sparse.segment_program import (
     LinearStep,
     MeanStep,
     PoolStep,
+    ScaleStep,
     SegmentProgram,
+    SelectStep,
     Span,
     SparseWeight,
     Step,
@@ -50,7 +52,9 @@ def run(
     for step in program.steps:
         operands = [values[value] for value in reads(step)]
         kind = program.kinds[reads(step)[0]]
-        values.append(call(step, kind, operands, *_layer(step, operands[0], weights)))
+        values.append(
+            call(step, kind, operands, *operand_tensors(step, kind, operands[0], weights))
+        )
     return [values[value] for value in program.outputs]
 
 
@@ -161,19 +165,55 @@ def call(
         return x.mean((2, 3), keepdim=step.keep)
     if isinstance(step, FlattenStep):
         return x.flatten(1)
+    if isinstance(step, SelectStep):
+        return _select(step, kind, x, weight)
+    if isinstance(step, ScaleStep):
+        return apply_activation(x * operands[1], step.act)
     if isinstance(step, ConcatStep):
         return torch.cat(list(operands), dim=-1 if kind == "tokens" else 1)
     return apply_activation(x + operands[1] if isinstance(step, AddStep) else x, step.act)
 
 
-def _layer(step: Step, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias of a step in the dtype of x; (None, None) if it is not a layer."""
+def operand_tensors(
+    step: Step, kind: str, x: Tensor, weights: Sequence[Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias of a step in the dtype of x, or (channel numbers, None) of a selection, or
+    (None, None)."""
+    if isinstance(step, SelectStep):
+        return index(step, x.shape[-1 if kind == "tokens" else 1], weights), None
     if not isinstance(step, (ConvStep, LinearStep)):
         return None, None
     step_bias = bias(step, weights)
     return weight(step, weights, x.shape, x.dtype), None if step_bias is None else step_bias.to(
         x.dtype
     )
+
+
+def index(step: SelectStep, channels: int, weights: Sequence[Tensor]) -> Tensor:
+    """The channel numbers of a selection from `channels`, int32.
+
+    Raises BadInput for another dtype and numbers out of range.
+    """
+    numbers = part(step.index, weights)
+    if numbers.dtype != torch.int32:
+        raise BadInput(f"expected int32 channel numbers, got {numbers.dtype}")
+    if not traced([numbers]):
+        least, most = int(numbers.min()), int(numbers.max())
+        if least < (-1 if step.padded else 0) or most >= channels:
+            raise BadInput(f"expected channel numbers below {channels}, got {least} to {most}")
+    return numbers
+
+
+def _select(step: SelectStep, kind: str, x: Tensor, numbers: Tensor | None) -> Tensor:
+    if numbers is None:
+        raise BadInput("expected the channel numbers of a selection")
+    axis = x.ndim - 1 if kind == "tokens" else 1
+    if step.padded:
+        x = F.pad(x, [0, 0] * (x.ndim - 1 - axis) + [0, 1])
+        numbers = numbers.remainder(x.shape[axis])
+    if kind == "image" and step.stride != (1, 1):
+        x = x[:, :, :: step.stride[0], :: step.stride[1]]
+    return x.index_select(axis, numbers)
 
 
 def traced(tensors: Sequence[Tensor]) -> bool:

@@ -137,10 +137,37 @@ class AddStep:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaleStep:
+    """act(x * z) of an image and an image of one pixel."""
+
+    x: int
+    z: int
+    act: Act | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ConcatStep:
     """Channels of several values, concatenated."""
 
     xs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SelectStep:
+    """Channel index[k] of x as channel k, for every `stride`-th row and column of an image.
+
+    index: int32 channel numbers. padded: whether some are -1, for a channel of zeros.
+    """
+
+    x: int
+    index: Span
+    stride: Pair = (1, 1)
+    padded: bool = False
+
+    @property
+    def out(self) -> int:
+        """Number of channels of the output."""
+        return self.index[2] - self.index[1]
 
 
 Step = (
@@ -151,12 +178,15 @@ Step = (
     | FlattenStep
     | ActivationStep
     | AddStep
+    | ScaleStep
     | ConcatStep
+    | SelectStep
 )
 # Names of steps in the text of a program, which is stored in files.
 STEPS: dict[str, type] = {
     "conv": ConvStep, "linear": LinearStep, "pool": PoolStep, "mean": MeanStep, "flat": FlattenStep,
-    "map": ActivationStep, "add": AddStep, "cat": ConcatStep,
+    "map": ActivationStep, "add": AddStep, "scale": ScaleStep, "cat": ConcatStep,
+    "select": SelectStep,
 }  # fmt: skip
 NAMES = {kind: name for name, kind in STEPS.items()}
 
@@ -229,7 +259,7 @@ def reads(step: Step) -> tuple[int, ...]:
     """The values that a step reads."""
     if isinstance(step, ConcatStep):
         return step.xs
-    if isinstance(step, AddStep):
+    if isinstance(step, (AddStep, ScaleStep)):
         return step.x, step.z
     add = getattr(step, "add", None)
     return (step.x,) if add is None else (step.x, add)
@@ -300,14 +330,17 @@ def _kinds(program: SegmentProgram) -> tuple[str, ...]:
 
 def _kind(step: Step, operands: Sequence[str]) -> str:
     """The kind of the output of a step. operands: kinds of its operands."""
-    allowed = {ConvStep: ("image", "signal"), PoolStep: ("image",), MeanStep: ("image",),
-               FlattenStep: ("image",), LinearStep: ("tokens",)}.get(type(step), KINDS)  # fmt: skip
+    images = dict.fromkeys((PoolStep, MeanStep, FlattenStep, ScaleStep), ("image",))
+    some = {ConvStep: ("image", "signal"), LinearStep: ("tokens",), **images}
+    allowed = some.get(type(step), KINDS)
     if operands[0] not in allowed or len(set(operands)) != 1:
         raise BadInput(f"expected values of one kind of {allowed}, got {operands}")
     if isinstance(step, ConvStep) and operands[0] == "signal":
         first = step.kernel[0], step.stride[0], step.dilation[0], step.padding[0]
         if first != (1, 1, 1, (0, 0)):
             raise BadInput(f"expected a kernel of height 1 for a signal, got {step.kernel}")
+    if isinstance(step, SelectStep) and operands[0] != "image" and step.stride != (1, 1):
+        raise BadInput(f"expected stride 1 for {operands[0]}, got {step.stride}")
     if isinstance(step, FlattenStep) or (isinstance(step, MeanStep) and not step.keep):
         return "tokens"
     return operands[0]
@@ -328,6 +361,8 @@ def _check(step: Step, known: int) -> None:
         _check_layer(step)
     if isinstance(step, (ConvStep, PoolStep)):
         _check_window(step)
+    if isinstance(step, SelectStep):
+        _check_select(step)
     act = getattr(step, "act", None)
     if act is not None or isinstance(step, ActivationStep):
         _check_act(act)
@@ -348,6 +383,16 @@ def _check_layer(step: ConvStep | LinearStep) -> None:
     for what, span in (("bias", step.bias), ("scale", weight.scale)):
         if span is not None and span[2] - span[1] != step.out:
             raise BadInput(f"expected a {what} per output channel, got {span}")
+
+
+def _check_select(step: SelectStep) -> None:
+    index, stride = step.index, step.stride
+    if len(index) != 3 or not all(map(_is_count, index)) or index[1] >= index[2]:
+        raise BadInput(f"expected a span (tensor, first, end), got {index!r:.80}")
+    if len(stride) != 2 or not all(_is_count(n, 1) for n in stride):
+        raise BadInput(f"expected two positive strides, got {stride!r:.80}")
+    if type(step.padded) is not bool:
+        raise BadInput(f"expected a flag, got padded={step.padded!r:.40}")
 
 
 def _check_window(step: ConvStep | PoolStep) -> None:
@@ -412,6 +457,14 @@ def _shape(step: Step, shapes: Sequence[tuple[Any, ...]], kind: str) -> tuple[An
         return (x[0], x[1])
     if isinstance(step, ConcatStep):
         return _joined([shapes[v] for v in step.xs], len(x) - 1 if kind == "tokens" else 1)
+    if isinstance(step, SelectStep):
+        if kind != "image":
+            return (*x[:-1], step.out) if kind == "tokens" else (x[0], step.out, x[2])
+        return (x[0], step.out, *(-(-n // s) for n, s in zip(x[2:], step.stride, strict=True)))
+    if isinstance(step, ScaleStep):
+        if tuple(shapes[step.z]) != (x[0], x[1], 1, 1):
+            raise BadInput(f"expected one factor per channel of {x}, got {shapes[step.z]}")
+        return x
     return _same(step, shapes, x)
 
 

@@ -217,6 +217,55 @@ class Pointwise:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaleKernel:
+    """out[line] = act(x[line] * z) for each channel; `table` has pairs (x, out) of lines.
+
+    lanes: the lane of the line of z by which each lane is multiplied.
+    """
+
+    act: Act | None
+    lanes: tuple[int, ...]
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        call = _CallFields(e)
+        with call.channels("x", "z", "out") as (x_c, z_c, out_c):
+            factor = e.permuted(e.read(z_c), self.lanes)
+            with call.lines() as k:
+                pair = e.at(call.pointer("table"), e.b.mul(k, I64(8)))
+                source, to = (
+                    e.line(base, e.load_long(I32, pair, n)) for n, base in enumerate((x_c, out_c))
+                )
+                e.write(activated(e, e.b.fmul(e.read(source), factor), self.act), to)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectKernel:
+    """out[line] of channel c = x[line] of channel `lines`[c], or zeros if that is negative.
+
+    `table` has pairs (x, out) of lines.
+    """
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        call = _CallFields(e)
+        x, out = call.buffer("x"), call.buffer("out")
+        with e.loop(call["begin"], call["end"]) as c:
+            channel = e.b.sext(e.load(I32, call.pointer("lines"), c), I64)
+            is_zero = e.b.icmp_signed("<", channel, I64(0))
+            x_c = call.channel("x", x, e.b.select(is_zero, I64(0), channel))
+            out_c = call.channel("out", out, c)
+            with call.lines() as k:
+                pair = e.at(call.pointer("table"), e.b.mul(k, I64(8)))
+                source, to = (
+                    e.line(base, e.load_long(I32, pair, n)) for n, base in enumerate((x_c, out_c))
+                )
+                e.write(e.b.select(is_zero, e.splat(0.0), e.read(source)), to)
+
+
+@dataclass(frozen=True, slots=True)
 class MeanKernel:
     """The mean of each channel over the positions of an image.
 

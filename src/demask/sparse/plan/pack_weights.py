@@ -17,7 +17,7 @@ from demask.errors import BadInput
 from demask.kernels.cpu import sparse_tile as tile
 from demask.kernels.cpu.sparse_tile import BLOCK, FIRST, LAST, RECORD
 from demask.sparse.plan.tape import NoPlan
-from demask.sparse.segment_program import NAMES, ConvStep, LinearStep, Span
+from demask.sparse.segment_program import NAMES, ConvStep, LinearStep, SelectStep, Span
 
 WIDE = 2**16  # offsets from this on have 32 bits
 
@@ -63,6 +63,17 @@ def read(step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int) -
                    for span, fill in ((step.bias, 0.0), (weight.scale, 1.0)))  # fmt: skip
     kind = {"int16": "bfloat16"}.get(values.dtype.name, values.dtype.name)
     return Csr(rows, column_indices, values, kind, bias, scale, step.out)
+
+
+def selected(step: SelectStep, weights: Sequence[Tensor], channels: int) -> np.ndarray:
+    """The channel numbers of a selection from `channels`, int32.
+
+    Raises BadInput for numbers out of range.
+    """
+    numbers = _span(weights, step.index, (torch.int32,))
+    if numbers.min() < (-1 if step.padded else 0) or numbers.max() >= channels:
+        raise BadInput(f"expected channel numbers below {channels}, got up to {numbers.max()}")
+    return numbers
 
 
 def _span(weights: Sequence[Tensor], span: Span, dtypes: tuple[torch.dtype, ...]) -> np.ndarray:

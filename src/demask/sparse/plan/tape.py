@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +31,8 @@ MOST = 2**31 - 1  # elements of a value: kernels use 32-bit element numbers
 class Buffer:
     """Memory of one value in one layout, in use from phase `start` to phase `end`.
 
-    offset: where it starts in the memory of static values; None for memory of the arena.
+    offset: where it starts in the memory of static values; None for memory of the arena. base,
+    shift: the value whose memory it is a part of, and the bytes of that before it.
     """
 
     layout: GridLayout
@@ -39,10 +40,27 @@ class Buffer:
     start: int = 2**31
     end: int = -1
     offset: int | None = None
+    base: Buffer | None = None
+    shift: int = 0
 
     def used(self, phase: int) -> None:
         """Extend the time in use to a phase."""
-        self.start, self.end = min(self.start, phase), max(self.end, phase)
+        owner = self.owner[0]
+        owner.start, owner.end = min(owner.start, phase), max(owner.end, phase)
+
+    def channels(self, first: int, count: int, line: int) -> Buffer:
+        """Some channels as a buffer in the same memory. line: bytes of a line."""
+        batch, _, height, width = self.layout.size
+        layout = replace(self.layout, size=(batch, count, height, width))
+        return Buffer(layout, self.fill, base=self, shift=first * self.layout.pitch * line)
+
+    @property
+    def owner(self) -> tuple[Buffer, int]:
+        """The buffer that owns the memory, and the bytes of that before this one."""
+        if self.base is None:
+            return self, 0
+        owner, shift = self.base.owner
+        return owner, shift + self.shift
 
 
 Location = tuple[Buffer | int, int]  # a buffer, or the slot of an input or output; byte offset
@@ -90,8 +108,8 @@ class Tape:
         flat = [call for phase in self.phases for calls in phase for call in calls]
         for call in flat:
             for buffer, _ in call.buffers.values():
-                if isinstance(buffer, Buffer) and buffer.offset is None:
-                    buffers[id(buffer)] = buffer
+                if isinstance(buffer, Buffer) and (owner := buffer.owner[0]).offset is None:
+                    buffers[id(owner)] = owner
         offsets, size = self._assigned(buffers)
         code = CODE.addresses((call.kernel for call in flat), isa)
         entries = np.zeros(max(len(flat), 1), ENTRY)
@@ -138,13 +156,19 @@ class Tape:
                 value = value.ctypes.data
             fields[key] = value
         for key, (location, offset) in call.buffers.items():
-            if isinstance(location, Buffer) and location.offset is None:
-                fields[f"{key}_slot"], fields[key] = 0, offsets[id(location)] + offset
-            elif isinstance(location, Buffer):
-                fields[f"{key}_slot"], fields[key] = STATIC, location.offset + offset
-            else:
-                fields[f"{key}_slot"], fields[key] = location, offset
+            slot, first = (
+                (location, 0) if isinstance(location, int) else _address(location, offsets)
+            )
+            fields[f"{key}_slot"], fields[key] = slot, first + offset
         return fields
+
+
+def _address(buffer: Buffer, offsets: Mapping[int, int]) -> tuple[int, int]:
+    """Slot and byte offset of a buffer."""
+    owner, shift = buffer.owner
+    if owner.offset is not None:
+        return STATIC, owner.offset + shift
+    return 0, offsets[id(owner)] + shift
 
 
 @dataclass(frozen=True, slots=True)

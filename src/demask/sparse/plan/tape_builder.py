@@ -25,6 +25,7 @@ from demask.sparse.plan.layer_plan import (
     touched,
     windows,
 )
+from demask.sparse.plan.pack_weights import selected
 from demask.sparse.plan.tape import HEADER, Buffer, NoPlan, Tape
 from demask.sparse.plan.tile_layout import (
     NO_BORDER,
@@ -46,7 +47,9 @@ from demask.sparse.segment_program import (
     LinearStep,
     MeanStep,
     PoolStep,
+    ScaleStep,
     SegmentProgram,
+    SelectStep,
     Step,
     canonical,
     reads,
@@ -84,6 +87,7 @@ class TapeBuilder:
     grids: list[TileGrid] = field(default_factory=list)
     needs: dict[int, list[Need]] = field(default_factory=dict)
     positive: list[bool] = field(default_factory=list)
+    parts: dict[int, tuple[int, int]] = field(default_factory=dict)  # value -> `_part`
     buffers: dict[tuple[int, TileGrid, float], Buffer] = field(default_factory=dict)
     cuts: list[tuple[str, Tiling]] = field(default_factory=list)
     remaining: list[int] = field(default_factory=list)  # values not yet computed
@@ -102,6 +106,7 @@ class TapeBuilder:
             self._choose(common)
             costs.append((self._cost(), number, common))
         self._choose(min(costs)[2])
+        self._find_parts()
 
     # -- grids and borders
 
@@ -147,7 +152,8 @@ class TapeBuilder:
         act = getattr(step, "act", None)
         if act is not None:
             return ACTIVATIONS[act[0]].nonnegative(*act[1])
-        preserves_sign = isinstance(step, (PoolStep, MeanStep, FlattenStep, AddStep, ConcatStep))
+        preserving = PoolStep, MeanStep, FlattenStep, AddStep, ConcatStep, ScaleStep, SelectStep
+        preserves_sign = isinstance(step, preserving)
         return preserves_sign and all(self.positive[v] for v in reads(step))
 
     def _reads(self, step: Step, grid: TileGrid) -> list[Need]:
@@ -164,9 +170,13 @@ class TapeBuilder:
             return [Need(x, input_grid, border, LEAST if needs_minimum else 0.0)]
         if isinstance(step, (MeanStep, FlattenStep)):
             return [Need(x, self.grids[x], NO_BORDER, 0.0)]
+        if isinstance(step, SelectStep):
+            return [Need(x, self.input_grid(step, grid), NO_BORDER, 0.0)]
+        if isinstance(step, ScaleStep):
+            return [Need(x, grid, NO_BORDER, 0.0), Need(step.z, self.grids[step.z], NO_BORDER, 0.0)]
         return [Need(v, grid, NO_BORDER, 0.0) for v in reads(step)]
 
-    def input_grid(self, step: ConvStep | PoolStep, grid: TileGrid) -> TileGrid:
+    def input_grid(self, step: ConvStep | PoolStep | SelectStep, grid: TileGrid) -> TileGrid:
         """The grid of the input of a window step, for an output in `grid`."""
         if isinstance(step, ConvStep) and step.transposed:
             stride = step.stride
@@ -182,14 +192,53 @@ class TapeBuilder:
         part_pitch = part_bytes // self.isa.line if grid.parts > 1 else 0
         return GridLayout(size, grid, border, lanes, part_pitch)
 
+    # -- values that are channels of other values
+
+    def _find_parts(self) -> None:
+        """Find values that need no memory of their own: operands of concatenations, and slices of
+        channels."""
+        for value in range(len(self.program.inputs), len(self.grids)):
+            step = self.step(value)
+            if isinstance(step, ConcatStep):
+                first = 0
+                for x in step.xs:
+                    if step.xs.count(x) == 1:
+                        self._add_part(x, value, first)
+                    first += self.shapes[x][1]
+            elif isinstance(step, SelectStep) and step.stride == (1, 1):
+                numbers = selected(step, self.weights, self.shapes[step.x][1])
+                if numbers[0] >= 0 and (np.diff(numbers) == 1).all():
+                    self._add_part(value, step.x, int(numbers[0]))
+
+    def _add_part(self, value: int, whole: int, first: int) -> None:
+        """Place a value in the memory of another one, from channel `first` on, if possible."""
+        static = self.program.static
+        if self.grids[value] == self.grids[whole] and value not in self.parts:
+            owner, _ = self._part(whole)
+            if value not in static and owner not in static and owner != value:
+                self.parts[value] = whole, first
+
+    def _part(self, value: int) -> tuple[int, int]:
+        """The value whose memory contains this one, and its first channel there."""
+        first = 0
+        while value in self.parts:
+            value, shift = self.parts[value]
+            first += shift
+        return value, first
+
     # -- buffers
 
     def main(self, value: int) -> Buffer:
         """The buffer that the step of a value writes, with the borders that its readers need."""
         key = (value, self.grids[value], 0.0)
         if key not in self.buffers:
-            layout = self.layout(value, self.grids[value], self._border(value))
-            self.buffers[key] = self._new_buffer(value, layout, 0.0)
+            owner, first = self._part(value)
+            if owner == value:
+                layout = self.layout(value, self.grids[value], self._border(value))
+                self.buffers[key] = self._new_buffer(value, layout, 0.0)
+            else:
+                count, line = self.shapes[value][1], self.isa.line
+                self.buffers[key] = self.main(owner).channels(first, count, line)
         return self.buffers[key]
 
     def _new_buffer(self, value: int, layout: GridLayout, fill: float) -> Buffer:
@@ -207,11 +256,13 @@ class TapeBuilder:
         return Moves(tape, self.isa)
 
     def _border(self, value: int) -> Border:
-        """The border that readers of a value need in its own grid."""
-        border = NO_BORDER
-        for need in self.needs.get(value, ()):
-            if need.grid == self.grids[value] and need.fill == 0.0:
-                border = widened(border, need.border)
+        """The border that readers of a value need in its own grid, or those of another value in the
+        same memory."""
+        border, owner = NO_BORDER, self._part(value)[0]
+        for part in [owner, *(v for v in self.parts if self._part(v)[0] == owner)]:
+            for need in self.needs.get(part, ()):
+                if need.grid == self.grids[part] and need.fill == 0.0:
+                    border = widened(border, need.border)
         return border
 
     def buffer(self, need: Need) -> Buffer:
@@ -350,7 +401,8 @@ class TapeBuilder:
         step = self.step(value)
         add = getattr(step, "add", None)
         fixed = (*self.program.outputs, *self.program.static, reads(step)[0])
-        if add is None or add in fixed:
+        owners = {self._part(part)[0] for part in self.parts}
+        if add is None or add in fixed or owners & {self._part(v)[0] for v in (value, add)}:
             return self.main(value)
         readers = [v for v in self.remaining if v != value and add in reads(self.step(v))]
         if any(v not in earlier or not is_pixelwise(self.step(v)) for v in readers):  # type: ignore[arg-type]
@@ -399,14 +451,33 @@ class TapeBuilder:
             moves.mean(sources[0], out)
         elif isinstance(step, FlattenStep):
             moves.flat(sources[0], out)
+        elif isinstance(step, SelectStep):
+            if self.parts.get(value, (-1, 0))[0] == step.x:
+                return  # a slice is already in the memory of x
+            channels = selected(step, self.weights, self.shapes[step.x][1])
+            moves.select(step, channels, sources[0], out)
+        elif isinstance(step, ScaleStep):
+            moves.scale(step.act, *sources, out)
         elif isinstance(step, ConcatStep):
-            first = 0
-            for source in sources:
-                moves.pointwise(None, [source], out, first)
-                first += source.layout.size[1]
+            self._concatenate(step, value, sources)
+            return
         else:
-            moves.pointwise(step.act, sources, out, 0)
+            moves.pointwise(step.act, sources, out)
         moves.borders(out)
+
+    def _concatenate(self, step: ConcatStep, value: int, sources: Sequence[Buffer]) -> None:
+        """Write the operands of a concatenation that are not yet in its memory."""
+        first, copies = 0, []
+        for x, source in zip(step.xs, sources, strict=True):
+            count = source.layout.size[1]
+            if self.parts.get(x) != (value, first):
+                copies.append((source, self.main(value).channels(first, count, self.isa.line)))
+            first += count
+        moves = Moves(self.tape, self.isa)
+        for source, to in copies:
+            moves.pointwise(None, [source], to)
+        for _, to in copies:
+            moves.borders(to)
 
 
 def _multiple(grid: TileGrid, factors: tuple[int, int]) -> TileGrid:

@@ -14,7 +14,7 @@ from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layer_plan import first_read, windows
 from demask.sparse.plan.tape import Buffer, KernelCall, Location, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, permutations
-from demask.sparse.segment_program import ConvStep, PoolStep
+from demask.sparse.segment_program import ConvStep, PoolStep, SelectStep
 
 Row = tuple[int, int, np.ndarray]  # part, line, elements of its lanes
 
@@ -97,8 +97,8 @@ class Moves:
             self.tape.add(thread, KernelCall(kernel, move.CALL, {"out": (buffer, 0)}, {
                 "out_pitch": self.pitch(buffer), "begin": begin, "end": end}))  # fmt: skip
 
-    def pointwise(self, act: Any, sources: list[Buffer], out: Buffer, first: int) -> None:
-        """Write act(x) or act(x + z) to channels of `out` from `first` on."""
+    def pointwise(self, act: Any, sources: list[Buffer], out: Buffer) -> None:
+        """Write act(x) or act(x + z)."""
         x, z = sources[0], sources[-1]
         rows = [(x.layout.line(*at), z.layout.line(*at), out.layout.line(*at))
                 for at in out.layout.inside()]  # fmt: skip
@@ -106,7 +106,7 @@ class Moves:
         kernel = move.Pointwise(act, len(sources) == 2)
         parts = [at[0] for at in out.layout.inside()]
         for thread, picked, begin, end in self._work(x.layout, parts):
-            buffers = {"x": (x, 0), "z": (z, 0), "out": (out, first * self.pitch(out))}
+            buffers = {"x": (x, 0), "z": (z, 0), "out": (out, 0)}
             self.tape.add(thread, KernelCall(kernel, move.CALL, buffers, {
                 "x_pitch": self.pitch(x), "z_pitch": self.pitch(z),
                 "out_pitch": self.pitch(out), "begin": begin, "end": end,
@@ -133,6 +133,39 @@ class Moves:
         for thread, picked, begin, end in self._work(out_layout, parts):
             self._add(kernel, x, out, (thread, begin, end), table[picked],
                       {"weights": _aligned(scale[picked])})  # fmt: skip
+
+    def scale(self, act: Any, x: Buffer, z: Buffer, out: Buffer) -> None:
+        """Write act(x * z). z: images of one pixel."""
+        grid, lanes = x.layout.grid, self.isa.lanes
+        tiles_per_image = grid.rows * grid.columns
+        elements = self._pixel_elements(z, x.layout.size[0])
+        images = [min(lane // tiles_per_image, len(elements) - 1) for lane in range(lanes)]
+        if len({int(e) // lanes for e in elements}) != 1:
+            raise NoPlan("factors of several images are in several lines")
+        line = int(elements[0]) // lanes
+        spread = tuple(int(elements[image]) % lanes for image in images)
+        kernel = move.ScaleKernel(act, spread)
+        positions = list(out.layout.inside())
+        table = np.array([(x.layout.line(*at), out.layout.line(*at)) for at in positions], np.int32)
+        for thread, picked, begin, end in self._work(x.layout, [at[0] for at in positions]):
+            buffers = {"x": (x, 0), "z": (z, line * self.isa.line), "out": (out, 0)}
+            self.tape.add(thread, KernelCall(kernel, move.CALL, buffers, {
+                "x_pitch": self.pitch(x), "z_pitch": self.pitch(z),
+                "out_pitch": self.pitch(out), "begin": begin, "end": end,
+                "count": len(picked), "table": table[picked]}))  # fmt: skip
+
+    def select(self, step: SelectStep, channels: np.ndarray, x: Buffer, out: Buffer) -> None:
+        """Write the selected channels of x. channels: int32, -1 for zeros."""
+        window = ConvStep(0, None, None, 1, (1, 1), step.stride)  # type: ignore[arg-type]
+        (window,) = windows(window)
+        first = x.layout.line(0, 0, 0)
+        positions = list(out.layout.inside())
+        rows = [(first + first_read(window, x.layout, out.layout, at), out.layout.line(*at))
+                for at in positions]  # fmt: skip
+        table = np.array(rows, np.int32)
+        for thread, picked, begin, end in self._work(out.layout, [at[0] for at in positions]):
+            self._add(move.SelectKernel(), x, out, (thread, begin, end), table[picked],
+                      {"lines": channels})  # fmt: skip
 
     def _add(self, kernel: Any, x: Buffer, out: Buffer, share: tuple[int, int, int],
              table: np.ndarray, fields: dict[str, Any]) -> None:  # fmt: skip

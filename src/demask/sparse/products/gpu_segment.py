@@ -31,7 +31,11 @@ def run(
         if isinstance(step, ConvStep | LinearStep):
             values.append(_layer(step, kind, operands, weights))
         else:
-            values.append(dense.call(step, kind, operands))
+            values.append(
+                dense.call(
+                    step, kind, operands, *dense.operand_tensors(step, kind, operands[0], weights)
+                )
+            )
     return [values[value] for value in program.outputs]
 
 

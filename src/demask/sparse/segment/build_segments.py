@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 import demask.sparse.segment.segment_op  # noqa: F401  (registers the op that graphs call)
-from demask.graph.editor import GraphEditor
+from demask.graph.editor import GraphEditor, drop_unread
 from demask.graph.program import Program as Whole
 from demask.graph.queries import input_dependent
 from demask.ops import schema
@@ -32,7 +32,9 @@ from demask.sparse.segment_program import (
     ConcatStep,
     ConvStep,
     LinearStep,
+    ScaleStep,
     SegmentProgram,
+    SelectStep,
     Span,
     SparseWeight,
     Step,
@@ -56,6 +58,7 @@ def segmented(
     (with a scale per row), or None to leave them as they are.
     """
     editor = GraphEditor(program)
+    _slice_splits(editor)
     _expand_static_addends(editor)
     _read_sizes_from_inputs(editor)
     for node in editor.calls(aten.dropout.default):
@@ -131,6 +134,21 @@ def _read_sizes_from_inputs(editor: GraphEditor) -> None:
         size = node.meta["val"]
         if not isinstance(size, int) and size.node.expr in known:
             node.args = known[size.node.expr]
+
+
+def _slice_splits(editor: GraphEditor) -> None:
+    """Replace splits of channels, whose value is a list, by slices."""
+    for node in editor.calls(aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default):
+        parts, axis = node.meta["val"], schema.arguments(node)["dim"]
+        sizes = [part.shape[axis] for part in parts]
+        if not all(type(size) is int for size in sizes):
+            continue
+        for user in list(node.users):
+            begin, size = sum(sizes[: user.args[1]]), sizes[user.args[1]]
+            x = node.args[0]
+            part = editor.insert(user, user, aten.slice.Tensor, x, axis, begin, begin + size)
+            editor.replace(user, part)
+    drop_unread(editor.graph)
 
 
 def _expand_static_addends(editor: GraphEditor) -> None:
@@ -245,10 +263,12 @@ class _Steps:
         chains: dict[fx.Node, _LayerChain] = {}
         fused: set[fx.Node] = set()
         layers = [call for call in reversed(self.calls.values()) if call.is_layer]
-        sums = [call for call in self.calls.values() if isinstance(call.step, AddStep)]
-        for call in [*layers, *sums]:
+        sums = [call for call in self.calls.values() if isinstance(call.step, (AddStep, ScaleStep))]
+        selections = [call for call in self.calls.values() if call.channels is not None]
+        for call in [*layers, *sums, *selections]:
             if call.node not in fused:
-                chain, members = self._chain(call, fused)
+                fuse = self._chain if call.channels is None else self._selections
+                chain, members = fuse(call, fused)
                 chains[chain.last] = chain
                 fused |= members
         single_calls = {
@@ -273,6 +293,18 @@ class _Steps:
             members.add(reader.node)
         return chain, members
 
+    def _selections(
+        self, call: MatchedCall, fused: set[fx.Node]
+    ) -> tuple[_LayerChain, set[fx.Node]]:
+        """A selection of channels with the selections that alone read its result, as one."""
+        chain, members = _LayerChain(call, call.node), {call.node}
+        reader = self._reader(chain.last, fused)
+        while reader is not None and reader.channels is not None:
+            chain = _LayerChain(_composed(chain.call, reader), reader.node)
+            members.add(reader.node)
+            reader = self._reader(chain.last, fused)
+        return chain, members
+
     def _reader(self, node: fx.Node, fused: set[fx.Node]) -> MatchedCall | None:
         """The call that reads a value, if it is the only one."""
         if node in self.outputs or len(node.users) != 1:
@@ -292,8 +324,11 @@ class _Steps:
             add = None if chain.add is None else self._value(chain.add, call.kind)
             step = replace(step, x=reads[0], weight=weight, bias=bias, act=chain.act, add=add,
                            name=name_of(self.editor, call))  # fmt: skip
-        elif isinstance(step, AddStep):
+        elif isinstance(step, (AddStep, ScaleStep)):
             step = replace(step, x=reads[0], z=reads[1], act=chain.act)
+        elif isinstance(step, SelectStep):
+            assert call.channels is not None
+            step = replace(step, x=reads[0], index=self.store.channels(call.channels))
         elif isinstance(step, ConcatStep):
             step = replace(step, xs=tuple(reads))
         else:
@@ -304,6 +339,17 @@ class _Steps:
     def _value(self, source: fx.Node, kind: str) -> int:
         """The number of a value."""
         return self.values[source] if source in self.calls else self.inputs[source, kind]
+
+
+def _composed(first: MatchedCall, second: MatchedCall) -> MatchedCall:
+    """Two selections of channels as one."""
+    assert first.channels is not None and second.channels is not None
+    assert isinstance(first.step, SelectStep) and isinstance(second.step, SelectStep)
+    numbers = first.channels[second.channels.clamp(min=0)]
+    numbers = torch.where(second.channels < 0, -1, numbers)
+    stride = tuple(a * b for a, b in zip(first.step.stride, second.step.stride, strict=True))
+    step = replace(first.step, stride=stride, padded=bool((numbers < 0).any()))
+    return replace(first, step=step, channels=numbers)
 
 
 def csr(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -325,7 +371,7 @@ class _WeightStore:
     def layer(self, call: MatchedCall) -> tuple[SparseWeight, Span | None]:
         """The weight and bias of a layer; a layer that is called twice is stored once."""
         assert call.weight is not None
-        bias = self.editor.tensor(call.bias)
+        bias = self.editor.tensor(call.bias) if call.affine is None else call.affine[1]
         # The name identifies the weight; groups determine its matrix.
         groups = call.step.groups if isinstance(call.step, ConvStep) else 1
         key = call.weight.target, None if call.bias is None else call.bias.target, groups
@@ -335,6 +381,10 @@ class _WeightStore:
             bias_span = None if bias is None else self._add_span(VALUES, bias)
             self.known[key] = self._matrix(matrix(call, weight)), bias_span
         return self.known[key]
+
+    def channels(self, numbers: Tensor) -> Span:
+        """The span of the channel numbers of a selection."""
+        return self._add_span(INDEX, numbers.to(torch.int32))
 
     def constants(self, reader: fx.Node) -> list[fx.Node]:
         """The tensors as constants of the graph."""

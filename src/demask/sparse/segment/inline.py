@@ -28,7 +28,9 @@ from demask.sparse.segment_program import (
     ConvStep,
     LinearStep,
     PoolStep,
+    ScaleStep,
     SegmentProgram,
+    SelectStep,
     SparseWeight,
     Step,
     reads,
@@ -62,6 +64,8 @@ def check(arguments: Mapping[str, Any]) -> None:
         raise BadInput(f"expected {len(program.inputs)} inputs, got {len(arguments['inputs'])}")
     weights = arguments["weights"]
     for step in program.steps:
+        if isinstance(step, SelectStep) and not any(w is None for w in weights):
+            dense.index(step, MAX_SIZE, weights)
         if not isinstance(step, (ConvStep, LinearStep)):
             continue
         _name(step)
@@ -100,6 +104,9 @@ class _InlinedSegment:
             operands = [self.values[value] for value in reads(step)]
             if isinstance(step, (ConvStep, LinearStep)):
                 operands += self._layer(step, kind, channels[0])
+            elif isinstance(step, SelectStep):
+                numbers = dense.index(step, channels[0], self.weights)
+                operands.append(self.editor.add_constant("segment.channels", numbers, self.node))
             self.values.append(self._inlined(_calls(step, kind), operands))
             width = (
                 sum(channels) if isinstance(step, ConcatStep) else getattr(step, "out", channels[0])
@@ -183,8 +190,10 @@ def _calls(step: Step, kind: str) -> fx.Graph:
                        add=None if step.add is None else 0)  # fmt: skip
     elif isinstance(step, ConcatStep):
         step = ConcatStep((0,) * len(step.xs))
+    elif isinstance(step, SelectStep):
+        step = replace(step, x=0, index=(0, 0, 1))
     else:
-        step = replace(step, x=0, **({"z": 0} if isinstance(step, AddStep) else {}))
+        step = replace(step, x=0, **({"z": 0} if isinstance(step, (AddStep, ScaleStep)) else {}))
     return _traced(step, kind)
 
 
@@ -205,6 +214,8 @@ def _traced(step: Step, kind: str) -> fx.Graph:
         if is_layer:
             fakes.append(torch.empty(_weight_shape(step, kind)))
             fakes += [torch.empty(step.out)] * (step.bias is not None)
+        elif isinstance(step, SelectStep):
+            fakes.append(torch.zeros(1, dtype=torch.int32))
         return make_fx(run, pre_dispatch=True)(*fakes).graph
 
 

@@ -24,11 +24,14 @@ from demask.sparse.segment_program import (
     LinearStep,
     MeanStep,
     PoolStep,
+    ScaleStep,
+    SelectStep,
     SparseWeight,
     Step,
 )
 
 aten = torch.ops.aten
+LAST = 2**63 - 1  # end of a slice without an end
 NONE = SparseWeight((0, 0, 0), (0, 0, 0), (0, 0, 0))  # placeholder until the weight is stored
 
 
@@ -38,7 +41,9 @@ class MatchedCall:
 
     reads: its operands; kind, makes: kinds of operands and output ("" if not yet known: elementwise
     calls work with any kind). step: its step without values and weights; None if the output equals
-    the operand. weight, bias: of a layer, nodes that read constants.
+    the operand. weight, bias: of a layer, nodes that read constants. affine: weight and bias of a
+    norm as a layer, tensors [channels]. channels: of a selection, numbers of channels of x, -1 for
+    zeros.
     """
 
     node: fx.Node
@@ -48,6 +53,8 @@ class MatchedCall:
     step: Step | None
     weight: fx.Node | None = None
     bias: fx.Node | None = None
+    affine: tuple[Tensor, Tensor] | None = None
+    channels: Tensor | None = None
 
     @property
     def is_layer(self) -> bool:
@@ -79,6 +86,8 @@ def calls_of(editor: GraphEditor, dtype: torch.dtype) -> dict[fx.Node, MatchedCa
 
 def matrix(call: MatchedCall, weight: Tensor) -> Tensor:
     """The weight of a layer as a matrix [out, in / groups * kernel]."""
+    if call.affine is not None:
+        return call.affine[0].reshape(-1, 1)
     if not isinstance(call.step, ConvStep) or not call.step.transposed:
         return weight.flatten(1)
     in_channels, group_outputs, *kernel = weight.shape
@@ -232,6 +241,96 @@ def _activation(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Mat
     return None
 
 
+def _norm(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    """A batch norm with constant statistics as a convolution of each channel with one weight."""
+    names = ("weight", "bias", "running_mean", "running_var")
+    weight, bias, mean, var = (editor.tensor(arguments[name]) for name in names)
+    is_constant = mean is not None and var is not None and not arguments["training"]
+    has_weights = (weight is None) == (arguments["weight"] is None) and (bias is None) == (
+        arguments["bias"] is None
+    )
+    if not is_constant or not has_weights or node.meta["val"].ndim != 4:
+        return None
+    assert mean is not None and var is not None
+    scale = (var.double() + arguments["eps"]).rsqrt()
+    scale = scale if weight is None else scale * weight.double()
+    shift = -mean.double() * scale
+    shift = shift if bias is None else shift + bias.double()
+    step = ConvStep(0, NONE, None, len(mean), (1, 1), groups=len(mean))
+    return MatchedCall(
+        node, (arguments["input"],), "image", "image", step, arguments["running_mean"],
+        arguments["bias"], affine=(scale.to(mean.dtype), shift.to(mean.dtype)),
+    )  # fmt: skip
+
+
+def _scaled(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    """The product of an image and one factor per channel."""
+    sides, shape = (arguments["self"], arguments["other"]), node.meta["val"].shape
+    if len(shape) != 4 or not all(isinstance(side, fx.Node) for side in sides):
+        return None
+    for x, z in (sides, sides[::-1]):
+        if has_shape(x, shape) and has_shape(z, (*shape[:2], 1, 1)):
+            return MatchedCall(node, (x, z), "image", "image", ScaleStep(0, 0))
+    return None
+
+
+# ------------------------------------------------------------------------- selections of channels
+
+
+def _selected(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    numbers = editor.tensor(arguments["index"])
+    return None if numbers is None else _selection(node, arguments["dim"], numbers.long())
+
+
+def _sliced(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    """A slice of channels, or every n-th row or column of an image."""
+    x, numbers = arguments["self"], [arguments[key] for key in ("start", "end", "step")]
+    start, end, step = (0 if numbers[0] is None else numbers[0]), *numbers[1:]
+    shape = x.meta["val"].shape
+    axis = arguments["dim"] % len(shape)
+    if axis < 2:
+        if not all(type(n) is int for n in (start, step, shape[axis])):
+            return None
+        if end is not None and type(end) is not int:
+            return None
+        return _selection(node, axis, torch.arange(shape[axis])[start:end:step])
+    if len(shape) != 4 or start != 0 or type(step) is not int:
+        return None
+    numbers = end, shape[axis]
+    if all(type(n) is int for n in numbers):
+        reaches_end = -(-min(numbers) // step) == -(-shape[axis] // step)
+    else:
+        reaches_end = end in (None, LAST) or same_size(*numbers)
+    if not reaches_end:
+        return None
+    stride = (step, 1) if axis == 2 else (1, step)
+    return _selection(node, 1, torch.arange(shape[1]), stride) if type(shape[1]) is int else None
+
+
+def _padded(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
+    """Channels of zeros before or after those of an image."""
+    shape, pads = arguments["self"].meta["val"].shape, arguments["pad"]
+    before, after = pads[4:6] if len(pads) == 6 else (0, 0)
+    is_known = all(type(n) is int for n in (*pads, shape[1] if len(shape) == 4 else None))
+    if not is_known or arguments["value"] != 0 or any(pads[:4]) or min(before, after) < 0:
+        return None
+    numbers = [torch.full((before,), -1), torch.arange(shape[1]), torch.full((after,), -1)]
+    return _selection(node, 1, torch.cat(numbers))
+
+
+def _selection(
+    node: fx.Node, axis: int, channels: Tensor, stride: tuple[int, int] = (1, 1)
+) -> MatchedCall | None:
+    """A selection of channels, if the axis is that of channels."""
+    rank = node.meta["val"].ndim
+    kind = {(4, 1): "image", (2, 1): "tokens"}.get((rank, axis % rank))
+    if kind is None or not len(channels):
+        return None
+    step = SelectStep(0, (0, 0, 1), stride, bool((channels < 0).any()))
+    x = next(iter(schema.arguments(node).values()))
+    return MatchedCall(node, (x,), kind, kind, step, channels=channels)
+
+
 def _same(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     """A call whose output equals its operand, as a view or a copy."""
     x = arguments["self"]
@@ -325,6 +424,11 @@ _RULES: dict[Any, Rule] = {
     aten.conv_transpose1d.default: _transposed, aten.conv_transpose2d.input: _transposed,
     aten.linear.default: _linear,
     aten.add.Tensor: _sum,
+    aten.mul.Tensor: _scaled,
+    aten.batch_norm.default: _norm,
+    aten.index_select.default: _selected,
+    aten.slice.Tensor: _sliced,
+    aten.constant_pad_nd.default: _padded,
     aten.cat.default: _joined,
     aten.max_pool2d.default: _largest,
     aten.avg_pool2d.default: _averaged,
