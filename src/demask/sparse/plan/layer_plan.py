@@ -12,11 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from demask.kernels.cpu import relayout as move
 from demask.kernels.cpu.dense_tile import CALL as DENSE_CALL
 from demask.kernels.cpu.dense_tile import DenseTileKernel
+from demask.kernels.cpu.depthwise_tile import CALL as DEPTHWISE_CALL
+from demask.kernels.cpu.depthwise_tile import DepthwiseTileKernel, Edge
 from demask.kernels.cpu.sparse_tile import CALL, TILE, SparseTileKernel
 from demask.kernels.cpu.sparse_vector import CALL as NARROW
 from demask.kernels.cpu.sparse_vector import SparseVectorKernel
@@ -29,99 +32,39 @@ from demask.sparse.plan.dense_tiling import (
     pack,
     split_outputs,
 )
+from demask.sparse.plan.layer_windows import (
+    OutputWindow,
+    first_position,
+    first_read,
+    is_pixelwise,
+    reach,
+    windows,
+)
 from demask.sparse.plan.pack_weights import Csr, Places, Stream, dealt, packed, read, sliced
 from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, Tape, by_thread
-from demask.sparse.plan.tile_layout import NO_BORDER, Area, At, Border, GridLayout, TileGrid
+from demask.sparse.plan.tile_layout import (
+    NO_BORDER,
+    Area,
+    At,
+    Border,
+    GridLayout,
+    TileGrid,
+    permutations,
+    widened,
+)
 from demask.sparse.plan.tiling import Tiling, TilingProblem, best, rects, strips
 from demask.sparse.segment_program import ConvStep, LinearStep
 
 BARRIER = 3000.0  # cycles of a barrier
 DENSE = 0.9  # share of nonzeros from which a weight is multiplied with its zeros
+DEPTHWISE = 0.5  # the same of a depthwise weight
+UNROLLED_PRODUCTS = 600  # most products of an area of a depthwise kernel
+EDGE_LINES, EDGE_PRODUCTS = 64, 1600  # the same where it permutes the edges of whole tiles
+OTHER = 6  # registers of a depthwise kernel beside sums and weights
+LEAST_SUMS = 4  # sums of a block that hide the latency of multiply-adds with those of the next
 CACHE = 128 * 1024  # bytes that the layers of a chain compute for one strip of positions
 
-
-@dataclass(frozen=True, slots=True)
-class OutputWindow:
-    """The positions of an output that one stream of nonzeros computes.
-
-    taps: for each kernel position, the row or column that it reads, relative to the output position
-    times the stride (None: it reads nothing).
-    """
-
-    start: tuple[int, int]
-    step: tuple[int, int]
-    stride: tuple[int, int]
-    taps: tuple[tuple[int | None, ...], tuple[int | None, ...]]
-
-
-def windows(step: ConvStep) -> list[OutputWindow]:
-    """One window for a convolution; one per stride offset for a transposed convolution."""
-    if not step.transposed:
-        taps = tuple(tuple(k * d - p[0] for k in range(n)) for n, d, p in
-                     zip(step.kernel, step.dilation, step.padding, strict=True))  # fmt: skip
-        return [OutputWindow((0, 0), (1, 1), step.stride, taps)]  # type: ignore[arg-type]
-    output_windows = []
-    for i in range(step.stride[0]):
-        for j in range(step.stride[1]):
-            taps = tuple(_transposed_taps(step, axis, offset) for axis, offset in enumerate((i, j)))
-            output_windows.append(OutputWindow((i, j), step.stride, (1, 1), taps))  # type: ignore[arg-type]
-    return output_windows
-
-
-def _transposed_taps(step: ConvStep, axis: int, offset: int) -> tuple[int | None, ...]:
-    """Output position s*i + offset reads input i + tap: s*(i + tap) + d*k = s*i + offset + p."""
-    s, d, p = step.stride[axis], step.dilation[axis], step.padding[axis][0]
-    shifts = [offset + p - d * k for k in range(step.kernel[axis])]
-    return tuple(shift // s if shift % s == 0 else None for shift in shifts)
-
-
-def reach(grid: TileGrid, out: TileGrid, all_: Sequence[OutputWindow]) -> Border:
-    """The border that windows read around the parts of an input, for the parts of an output."""
-    border = [0, 0, 0, 0]
-    for window in all_:
-        for axis in (0, 1):
-            taps = [tap for tap in window.taps[axis] if tap is not None]
-            for part in range(out.parts) if taps else ():
-                in_area, out_area = grid.part(part), out.part(part)
-                stride, step = window.stride[axis], window.step[axis]
-                first = out_area[axis] // step * stride - in_area[axis]
-                last = first + (out_area[2 + axis] // step - 1) * stride
-                border[2 * axis] = max(border[2 * axis], -(first + min(taps)))
-                excess = last + max(taps) - (in_area[2 + axis] - 1)
-                border[2 * axis + 1] = max(border[2 * axis + 1], excess)
-    return tuple(border)  # type: ignore[return-value]
-
-
-def touched(window: OutputWindow, grid: TileGrid, out: TileGrid) -> set[At]:
-    """The positions of an input that a window reads."""
-    positions: set[At] = set()
-    for part in range(out.parts):
-        in_area, out_area = grid.part(part), out.part(part)
-        axes = []
-        for axis in (0, 1):
-            stride, step = window.stride[axis], window.step[axis]
-            first = out_area[axis] // step * stride - in_area[axis]
-            taps = [tap for tap in window.taps[axis] if tap is not None]
-            axes.append({first + k * stride + tap for k in range(out_area[2 + axis] // step)
-                         for tap in taps})  # fmt: skip
-        positions |= {(part, i, j) for i in axes[0] for j in axes[1]}
-    return positions
-
-
-def is_pixelwise(step: ConvStep | LinearStep) -> bool:
-    """Whether each output pixel of a layer depends only on the same input pixel."""
-    if isinstance(step, LinearStep):
-        return True
-    is_1x1 = step.kernel == step.stride == (1, 1) and step.padding == ((0, 0), (0, 0))
-    return is_1x1 and not step.transposed
-
-
-def as_conv(step: ConvStep | LinearStep) -> ConvStep:
-    """A layer as a convolution of images."""
-    if isinstance(step, ConvStep):
-        return step
-    return ConvStep(step.x, step.weight, step.bias, step.out, (1, 1), act=step.act, add=step.add,
-                name=step.name)  # fmt: skip
+Size = tuple[int, int]  # rows and columns of a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +79,7 @@ class WindowPiece:
     x: Buffer
     add: Buffer
     out: Buffer
+    is_depthwise: bool
 
 
 def pieces(step: ConvStep, weights: Sequence[Tensor], x: Buffer, add: Buffer | None,
@@ -145,11 +89,12 @@ def pieces(step: ConvStep, weights: Sequence[Tensor], x: Buffer, add: Buffer | N
     if channels % step.groups:
         raise NoPlan(f"{channels} channels in {step.groups} groups")
     weight = read(step, weights, channels // step.groups * math.prod(step.kernel))
-    return [_piece(step, window, weight, x, add or x, out) for window in windows(step)]
+    depthwise = is_depthwise(step, channels, weights)
+    return [_piece(step, window, weight, x, add or x, out, depthwise) for window in windows(step)]
 
 
 def _piece(step: ConvStep, window: OutputWindow, weight: Csr, x: Buffer, add: Buffer,
-           out: Buffer) -> WindowPiece:  # fmt: skip
+           out: Buffer, depthwise: bool) -> WindowPiece:  # fmt: skip
     """The nonzeros that a window reads, and their lines."""
     x_layout, kernel = x.layout, math.prod(step.kernel)
     ky, kx = weight.columns % kernel // step.kernel[1], weight.columns % step.kernel[1]
@@ -168,7 +113,7 @@ def _piece(step: ConvStep, window: OutputWindow, weight: Csr, x: Buffer, add: Bu
         channels, lines, rows * out.layout.pitch, rows * add.layout.pitch, x_layout.pitch
     )
     shape = shape_of(step, window, out.layout.grid, x_layout.size[1], len(weight))
-    return WindowPiece(step, window, weight, places, shape, x, add, out)
+    return WindowPiece(step, window, weight, places, shape, x, add, out, depthwise)
 
 
 def shape_of(
@@ -188,6 +133,9 @@ def emit_alone(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> li
     for piece in window_pieces:
         if is_narrow(piece):
             emit_narrow(tape, isa, piece)
+            continue
+        if piece.is_depthwise:
+            tilings.append(emit_depthwise(tape, isa, piece))
             continue
         weight = dense_weight(piece)
         if weight is not None:
@@ -286,15 +234,8 @@ def emit_dense(tape: Tape, isa: Isa, piece: WindowPiece, weight: np.ndarray) -> 
 
     Threads share positions where the layout has a part for each, otherwise output channels.
     """
-    areas = {part: (0, 0, *size) for part, size in enumerate(piece.shape.parts)}
-    by_rows = len(areas) != tape.threads
-    if by_rows:
-        shares = [(thread, areas, rows) for thread, rows in
-                  enumerate(by_thread(len(weight), tape.threads)) if rows[0] < rows[1]]  # fmt: skip
-    else:
-        shares = [(part, {part: area}, (0, len(weight))) for part, area in areas.items()]
     packs: dict[tuple[int, int], tuple[DenseTiling, np.ndarray]] = {}
-    for thread, own_areas, rows in shares:
+    for thread, areas, rows in _shares(tape, piece, len(weight)):
         if rows not in packs:
             shape, (_, channels, taps) = piece.shape, weight.shape
             problem = DenseProblem(
@@ -302,13 +243,30 @@ def emit_dense(tape: Tape, isa: Isa, piece: WindowPiece, weight: np.ndarray) -> 
             )
             tiling = best_tiling(problem, isa)
             packs[rows] = tiling, pack(weight[slice(*rows)], tiling)
-        tiles = [(part, rect) for part, area in own_areas.items()
-                 for rect in rects(area, packs[rows][0].tile)]  # fmt: skip
-        for size in dict.fromkeys(rect[2:] for _, rect in tiles):
-            size_tiles = [(part, *rect[:2]) for part, rect in tiles if rect[2:] == size]
-            tape.add(thread, _dense_call(piece, packs[rows], rows, size_tiles, size, isa))
+        for size, tiles in _by_size(areas, packs[rows][0].tile):
+            tape.add(thread, _dense_call(piece, packs[rows], rows, tiles, size, isa))
     tiling = next(iter(packs.values()))[0]
-    return Tiling(tiling.tile, tiling.inner, tiling.rows, by_rows)
+    return Tiling(tiling.tile, tiling.inner, tiling.rows, len(piece.shape.parts) != tape.threads)
+
+
+def _shares(
+    tape: Tape, piece: WindowPiece, channels: int
+) -> list[tuple[int, dict[int, Area], tuple[int, int]]]:
+    """The share of each thread: its number, an area of each of its parts, range of its channels."""
+    areas = {part: (0, 0, *size) for part, size in enumerate(piece.shape.parts)}
+    if len(areas) == tape.threads:
+        return [(part, {part: area}, (0, channels)) for part, area in areas.items()]
+    ranges = enumerate(by_thread(channels, tape.threads))
+    return [(thread, areas, share) for thread, share in ranges if share[0] < share[1]]
+
+
+def _by_size(areas: Mapping[int, Area], tile: Size) -> list[tuple[Size, list[At]]]:
+    """The tiles of one area of each part, by their size."""
+    sizes: dict[Size, list[At]] = {}
+    for part, area in areas.items():
+        for i, j, height, width in rects(area, tile):
+            sizes.setdefault((height, width), []).append((part, i, j))
+    return list(sizes.items())
 
 
 def _dense_call(piece: WindowPiece, pack: tuple[DenseTiling, np.ndarray], rows: tuple[int, int],
@@ -332,6 +290,101 @@ def _dense_call(piece: WindowPiece, pack: tuple[DenseTiling, np.ndarray], rows: 
         "channels": x.size[1], "inner": tiling.inner, "wide": wide, "thin": thin,
         "weights": stream, "biases": piece.weight.bias[slice(*rows)].astype(np.float32),
         "tiles": table, "tile_begin": 0, "tile_end": len(table)})  # fmt: skip
+
+
+def is_depthwise(step: ConvStep | LinearStep, channels: int, weights: Sequence[Tensor]) -> bool:
+    """Whether the depthwise kernel computes a layer: each output channel reads one of several input
+    channels, with few zeros."""
+    if not isinstance(step, ConvStep) or step.transposed or not step.groups == channels > 1:
+        return False
+    number, begin, end = step.weight.values
+    if number >= len(weights) or weights[number].dtype is not torch.float32:
+        return False
+    return end - begin >= DEPTHWISE * step.out * math.prod(step.kernel)
+
+
+def permutes_edges(step: ConvStep, grid: TileGrid) -> bool:
+    """Whether a depthwise layer with an output in `grid` needs no stored border of its input."""
+    lines = max(grid.part(part)[2] * grid.part(part)[3] for part in range(grid.parts))
+    return lines <= EDGE_LINES and lines * math.prod(step.kernel) <= EDGE_PRODUCTS
+
+
+def emit_depthwise(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
+    """Write a depthwise layer as a phase of its own; returns its tiling.
+
+    Threads share positions where the layout has a part for each, otherwise channels.
+    """
+    x, taps = piece.x.layout, math.prod(piece.step.kernel)
+    needed = reach(x.grid, piece.out.layout.grid, [piece.window])
+    has_border = widened(x.border, needed) == x.border
+    block = _depthwise_block(piece.shape.parts[0], piece.step.kernel[1], isa)
+    most = max(block[1], UNROLLED_PRODUCTS // (block[0] * taps))  # columns of an area
+    weight = np.zeros((piece.weight.count, taps), np.float32)
+    weight[piece.weight.rows, piece.weight.columns] = piece.weight.values
+    for thread, areas, share in _shares(tape, piece, x.size[1]):
+        if has_border:
+            for size, tiles in _by_size(areas, (block[0], most)):
+                kernel = _depthwise_kernel(piece, size, block)
+                tape.add(thread, _depthwise_call(kernel, piece, weight, share, size, tiles, isa))
+            continue
+        for part, (_, _, *size) in areas.items():
+            edges = _edges(piece, needed, part)
+            kernel = replace(_depthwise_kernel(piece, size, block), edges=edges[0], lanes=edges[1])
+            tiles = [(part, 0, 0)]
+            tape.add(thread, _depthwise_call(kernel, piece, weight, share, size, tiles, isa))
+    return Tiling(block, 1, 1, len(piece.shape.parts) != tape.threads)
+
+
+def _depthwise_block(size: Size, taps: int, isa: Isa) -> Size:
+    """Rows and columns of the positions whose sums stay in registers; taps: in a row.
+
+    Positions of one row: the loads of the next block then overlap its products. Of several rows
+    only where these are short, to hide the latency of products.
+    """
+    most = max(1, isa.registers - taps - OTHER)
+    columns = -(-size[1] // -(-size[1] // most))
+    return (1 if columns >= LEAST_SUMS else min(size[0], LEAST_SUMS // columns)), columns
+
+
+def _depthwise_kernel(piece: WindowPiece, size: Size, block: Size) -> DepthwiseTileKernel:
+    """The depthwise kernel for areas of one size."""
+    buffers = (piece.x, piece.out, piece.add)[: 2 if piece.step.add is None else 3]
+    rows = tuple(buffer.layout.row for buffer in buffers)
+    return DepthwiseTileKernel(tuple(rects((0, 0, *size), block)), piece.window.taps,  # type: ignore[arg-type]
+                               piece.window.stride, rows, piece.step.act)  # fmt: skip
+
+
+def _edges(
+    piece: WindowPiece, border: Border, part: int
+) -> tuple[tuple[Edge, ...], tuple[tuple[int, ...], ...]]:
+    """The rows and columns around a part of an input that are permuted; the permutations."""
+    x, at = piece.x.layout, (part, 0, 0)
+    top, left = first_position(piece.window, x.grid, piece.out.layout.grid, at)
+    first, edges = x.line(part, top, left), []
+    moves = permutations(replace(x, border=border), x)
+    for number, positions in enumerate(moves.values()):
+        edges += [(i - top, j - left, line - first, number)
+                  for (of, i, j), line, _ in positions if of == part]  # fmt: skip
+    return tuple(edges), tuple(moves)
+
+
+def _depthwise_call(kernel: DepthwiseTileKernel, piece: WindowPiece, weight: np.ndarray,
+                    share: tuple[int, int], size: Size, tiles: Sequence[At],
+                    isa: Isa) -> KernelCall:  # fmt: skip
+    """The call of the depthwise kernel for areas of one size and channels share[0]:share[1]."""
+    x, out, add = piece.x.layout, piece.out.layout, piece.add.layout
+    table = _tile_lines(piece, tiles, size)[3]
+    table["x"] += x.border[0] * x.row + x.border[2]
+    pitches = [layout.pitch * isa.line for layout in (x, out, add)]
+    outputs = piece.weight.count // x.size[1]
+    first, rows = share[0] * outputs, slice(share[0] * outputs, share[1] * outputs)
+    buffers = {"x": (piece.x, share[0] * pitches[0]), "out": (piece.out, first * pitches[1]),
+               "add": (piece.add, first * pitches[2] if len(kernel.rows) > 2 else 0)}  # fmt: skip
+    return KernelCall(kernel, DEPTHWISE_CALL, buffers, {
+        "x_pitch": pitches[0], "out_pitch": pitches[1], "add_pitch": pitches[2],
+        "channels": share[1] - share[0], "outputs": outputs, "weights": weight[rows].ravel(),
+        "biases": piece.weight.bias[rows].astype(np.float32), "tiles": table, "tile_begin": 0,
+        "tile_end": len(table)})  # fmt: skip
 
 
 def emit_chain(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> list[Tiling]:
@@ -366,10 +419,8 @@ def _stream(piece: WindowPiece, rows: np.ndarray, tiling: Tiling, isa: Isa) -> S
 def _emit(tape: Tape, thread: int, piece: WindowPiece, tiling: Tiling, stream: Stream,
           areas: Mapping[int, Area]) -> None:  # fmt: skip
     """Write the calls for one area of each part, one call per tile size."""
-    tiles = [(part, rect) for part, area in areas.items() for rect in rects(area, tiling.tile)]
-    for size in dict.fromkeys(rect[2:] for _, rect in tiles):
-        size_tiles = [(part, *rect[:2]) for part, rect in tiles if rect[2:] == size]
-        tape.add(thread, _call(piece, stream, size_tiles, size, tiling.side))
+    for size, tiles in _by_size(areas, tiling.tile):
+        tape.add(thread, _call(piece, stream, tiles, size, tiling.side))
 
 
 def _call(piece: WindowPiece, stream: Stream, tiles: Sequence[At], size: tuple[int, int],
@@ -402,15 +453,3 @@ def _tile_lines(
     adds = tuple(oy * i * add.row + ox * j for i, j in positions) if has_add else None
     return (tuple(sy * i * x.row + sx * j for i, j in positions),
             tuple(oy * i * out.row + ox * j for i, j in positions), adds, table)  # fmt: skip
-
-
-def first_read(window: OutputWindow, x: GridLayout, out: GridLayout, at: At) -> int:
-    """The line that a tap of 0 reads for an output position, not counting borders.
-
-    A tap reads that many rows and columns from there.
-    """
-    part, i, j = at
-    in_area, out_area = x.grid.part(part), out.grid.part(part)
-    starts = [(out_area[axis] // window.step[axis] + k) * window.stride[axis] - in_area[axis]
-              for axis, k in enumerate((i, j))]  # fmt: skip
-    return part * x.part_pitch + starts[0] * x.row + starts[1]

@@ -14,17 +14,15 @@ from demask.kernels.llvm.isa import Isa
 from demask.ops.activations import ACTIVATIONS
 from demask.sparse.plan.layer_plan import (
     WindowPiece,
-    as_conv,
     chain_pays,
     emit_alone,
     emit_chain,
-    is_pixelwise,
+    is_depthwise,
+    permutes_edges,
     pieces,
-    reach,
     shape_of,
-    touched,
-    windows,
 )
+from demask.sparse.plan.layer_windows import as_conv, is_pixelwise, reach, touched, windows
 from demask.sparse.plan.pack_weights import selected
 from demask.sparse.plan.tape import HEADER, Buffer, NoPlan, Tape
 from demask.sparse.plan.tile_layout import (
@@ -163,6 +161,7 @@ class TapeBuilder:
             input_grid = self.input_grid(step, grid)
             if isinstance(step, ConvStep):
                 border = reach(input_grid, grid, windows(step))
+                border = NO_BORDER if self._permutes_edges(step, grid) else border
                 added = [] if step.add is None else [Need(step.add, grid, NO_BORDER, 0.0)]
                 return [Need(x, input_grid, border, 0.0), *added]
             border = reach(input_grid, grid, windows(as_windows(step)))
@@ -175,6 +174,11 @@ class TapeBuilder:
         if isinstance(step, ScaleStep):
             return [Need(x, grid, NO_BORDER, 0.0), Need(step.z, self.grids[step.z], NO_BORDER, 0.0)]
         return [Need(v, grid, NO_BORDER, 0.0) for v in reads(step)]
+
+    def _permutes_edges(self, step: ConvStep, grid: TileGrid) -> bool:
+        """Whether a convolution with an output in `grid` needs no stored border of its input."""
+        channels = self.shapes[step.x][1]
+        return is_depthwise(step, channels, self.weights) and permutes_edges(step, grid)
 
     def input_grid(self, step: ConvStep | PoolStep | SelectStep, grid: TileGrid) -> TileGrid:
         """The grid of the input of a window step, for an output in `grid`."""
@@ -292,6 +296,8 @@ class TapeBuilder:
             if not isinstance(step, (ConvStep, PoolStep)) or step.x != value:
                 return set(layout.around())
             out_grid = self.grids[reader]
+            if isinstance(step, ConvStep) and self._permutes_edges(step, out_grid):
+                return set(layout.around())
             for window in windows(step if isinstance(step, ConvStep) else as_windows(step)):
                 positions |= touched(window, layout.grid, out_grid)
         return positions
@@ -335,10 +341,14 @@ class TapeBuilder:
         head = self.step(chain[0])
         if not isinstance(head, (ConvStep, LinearStep)) or as_conv(head).transposed:
             return chain
+        if is_depthwise(head, self.shapes[head.x][1], self.weights):
+            return chain
         shapes = [self._shape(chain[0])]
         for value in self.remaining[1:]:
             step = self.step(value)
             if not isinstance(step, (ConvStep, LinearStep)) or not is_pixelwise(step):
+                continue
+            if is_depthwise(step, self.shapes[step.x][1], self.weights):
                 continue
             grids = {self.grids[v] for v in (value, *(v for v in reads(step) if v in chain))}
             are_ready = all(v not in waiting or v in chain for v in reads(step))

@@ -201,11 +201,13 @@ def widened(a: Border, b: Border) -> Border:
     return max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])
 
 
-def permutations(layout: GridLayout) -> dict[tuple[int, ...], list[tuple[At, int, int]]]:
+def permutations(
+    layout: GridLayout, stored: GridLayout | None = None
+) -> dict[tuple[int, ...], list[tuple[At, int, int]]]:
     """How to fill borders: lane permutation -> (position, source line, target line).
 
     A lane is -1 outside of the image. Positions of the last tiles outside of the image are
-    included.
+    included. stored: the layout of source lines, if it has another border.
     """
     moves: dict[tuple[int, ...], list[tuple[At, int, int]]] = {}
     grid = layout.grid
@@ -222,6 +224,6 @@ def permutations(layout: GridLayout) -> dict[tuple[int, ...], list[tuple[At, int
             np.array([(first_i + i) % grid.height]),
             np.array([(first_j + j) % grid.width]),
         )
-        source = int(layout._lines(*source_position)[0])
+        source = int((stored or layout)._lines(*source_position)[0])
         moves.setdefault(lanes, []).append((position, source, layout.line(*position)))
     return moves

@@ -1,0 +1,111 @@
+"""The positions that layers compute and read: windows of outputs, and borders of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from demask.sparse.plan.tile_layout import At, Border, GridLayout, TileGrid
+from demask.sparse.segment_program import ConvStep, LinearStep
+
+
+@dataclass(frozen=True, slots=True)
+class OutputWindow:
+    """The positions of an output that one stream of nonzeros computes.
+
+    taps: for each kernel position, the row or column that it reads, relative to the output position
+    times the stride (None: it reads nothing).
+    """
+
+    start: tuple[int, int]
+    step: tuple[int, int]
+    stride: tuple[int, int]
+    taps: tuple[tuple[int | None, ...], tuple[int | None, ...]]
+
+
+def windows(step: ConvStep) -> list[OutputWindow]:
+    """One window for a convolution; one per stride offset for a transposed convolution."""
+    if not step.transposed:
+        taps = tuple(tuple(k * d - p[0] for k in range(n)) for n, d, p in
+                     zip(step.kernel, step.dilation, step.padding, strict=True))  # fmt: skip
+        return [OutputWindow((0, 0), (1, 1), step.stride, taps)]  # type: ignore[arg-type]
+    output_windows = []
+    for i in range(step.stride[0]):
+        for j in range(step.stride[1]):
+            taps = tuple(_transposed_taps(step, axis, offset) for axis, offset in enumerate((i, j)))
+            output_windows.append(OutputWindow((i, j), step.stride, (1, 1), taps))  # type: ignore[arg-type]
+    return output_windows
+
+
+def _transposed_taps(step: ConvStep, axis: int, offset: int) -> tuple[int | None, ...]:
+    """Output position s*i + offset reads input i + tap: s*(i + tap) + d*k = s*i + offset + p."""
+    s, d, p = step.stride[axis], step.dilation[axis], step.padding[axis][0]
+    shifts = [offset + p - d * k for k in range(step.kernel[axis])]
+    return tuple(shift // s if shift % s == 0 else None for shift in shifts)
+
+
+def reach(grid: TileGrid, out: TileGrid, all_: Sequence[OutputWindow]) -> Border:
+    """The border that windows read around the parts of an input, for the parts of an output."""
+    border = [0, 0, 0, 0]
+    for window in all_:
+        for axis in (0, 1):
+            taps = [tap for tap in window.taps[axis] if tap is not None]
+            for part in range(out.parts) if taps else ():
+                in_area, out_area = grid.part(part), out.part(part)
+                stride, step = window.stride[axis], window.step[axis]
+                first = out_area[axis] // step * stride - in_area[axis]
+                last = first + (out_area[2 + axis] // step - 1) * stride
+                border[2 * axis] = max(border[2 * axis], -(first + min(taps)))
+                excess = last + max(taps) - (in_area[2 + axis] - 1)
+                border[2 * axis + 1] = max(border[2 * axis + 1], excess)
+    return tuple(border)  # type: ignore[return-value]
+
+
+def touched(window: OutputWindow, grid: TileGrid, out: TileGrid) -> set[At]:
+    """The positions of an input that a window reads."""
+    positions: set[At] = set()
+    for part in range(out.parts):
+        in_area, out_area = grid.part(part), out.part(part)
+        axes = []
+        for axis in (0, 1):
+            stride, step = window.stride[axis], window.step[axis]
+            first = out_area[axis] // step * stride - in_area[axis]
+            taps = [tap for tap in window.taps[axis] if tap is not None]
+            axes.append({first + k * stride + tap for k in range(out_area[2 + axis] // step)
+                         for tap in taps})  # fmt: skip
+        positions |= {(part, i, j) for i in axes[0] for j in axes[1]}
+    return positions
+
+
+def is_pixelwise(step: ConvStep | LinearStep) -> bool:
+    """Whether each output pixel of a layer depends only on the same input pixel."""
+    if isinstance(step, LinearStep):
+        return True
+    is_1x1 = step.kernel == step.stride == (1, 1) and step.padding == ((0, 0), (0, 0))
+    return is_1x1 and not step.transposed
+
+
+def as_conv(step: ConvStep | LinearStep) -> ConvStep:
+    """A layer as a convolution of images."""
+    if isinstance(step, ConvStep):
+        return step
+    return ConvStep(step.x, step.weight, step.bias, step.out, (1, 1), act=step.act, add=step.add,
+                name=step.name)  # fmt: skip
+
+
+def first_position(window: OutputWindow, grid: TileGrid, out: TileGrid, at: At) -> tuple[int, int]:
+    """The row and column of a part of the input that a tap of 0 reads for an output position."""
+    part, i, j = at
+    in_area, out_area = grid.part(part), out.part(part)
+    starts = [(out_area[axis] // window.step[axis] + k) * window.stride[axis] - in_area[axis]
+              for axis, k in enumerate((i, j))]  # fmt: skip
+    return starts[0], starts[1]
+
+
+def first_read(window: OutputWindow, x: GridLayout, out: GridLayout, at: At) -> int:
+    """The line that a tap of 0 reads for an output position, not counting borders.
+
+    A tap reads that many rows and columns from there.
+    """
+    y, z = first_position(window, x.grid, out.grid, at)
+    return at[0] * x.part_pitch + y * x.row + z
