@@ -17,6 +17,7 @@ import torch
 from demask.errors import BadInput
 from demask.kernels import thread_team as team
 from demask.kernels.cpu.dense_tile import DenseTileKernel
+from demask.kernels.cpu.depthwise_tile import DepthwiseTileKernel
 from demask.kernels.cpu.relayout import (
     BorderKernel,
     Gather,
@@ -341,6 +342,11 @@ def test_nothing_beside_its_memory_is_touched(monkeypatch, end):
         cases.append((*layer("image", weight, draw(12), kernel=kernel, stride=stride,
                              padding=padding, dilation=dilation, groups=groups,
                              transposed=transposed), [draw(1, 12, 11, 13)]))  # fmt: skip
+    for kernel, size in ((3, 11), (5, 40)):  # edges permuted, and stored
+        weight = matrix(12, kernel**2, 1.0, dtype=torch.float32)
+        made = layer("image", weight, draw(12), kernel=(kernel, kernel), groups=12,
+                     padding=((kernel // 2,) * 2,) * 2)  # fmt: skip
+        cases.append((*made, [draw(1, 12, size, size)]))
     for count in (1, 5, 40):
         weight = matrix(37, 21, 0.3, dtype=torch.float32)
         cases.append((*layer("tokens", weight, draw(37)), [draw(count, 21)]))
@@ -361,6 +367,7 @@ KERNELS = [
     SparseTileKernel((0,), (0,), None, 4, ("silu", ()), "bfloat16", True),
     DenseTileKernel((0, 1, 2), (0, 1, 2), (0, 3, 6), (0, 1, 8), 4, ("silu", ())),
     DenseTileKernel((0, 1), (0, 1), None, (0,), 3, None, 4),
+    DepthwiseTileKernel(((0, 0, 1, 7),), ((0, 2, 4),) * 2, (2, 2), (20, 7), ("silu", ())),
     SparseTileKernel((0, 9), (0, 1), None, 1, ("gelu_tanh", ()), "int8"),
     SparseVectorKernel(True, ("hardswish", ()), "int8"),
     SparseVectorKernel(False, None, "bfloat16"),
@@ -373,8 +380,11 @@ KERNELS = [
 @pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)
 def test_code_for_other_processors(isa):
     """What cannot be run here is compiled at least, to the vector instructions it should have."""
-    ends = BorderKernel(((*range(1, isa.lanes), -1),), ((0, 0, 9, 1), (0, 3, 40, 30)))
-    text = assembly([*KERNELS, ends], isa)
+    lanes = ((*range(1, isa.lanes), -1),)
+    ends = BorderKernel(lanes, ((0, 0, 9, 1), (0, 3, 40, 30)))
+    inside = DepthwiseTileKernel(((0, 0, 1, 3), (1, 0, 1, 3)), ((-1, 0, 1), (0, 1)), (1, 1),
+                                 (3, 3, 5), None, ((-1, 0, 4, 0), (2, 3, 1, 0)), lanes)  # fmt: skip
+    text = assembly([*KERNELS, ends, inside], isa)
     wanted = {"AVX-512": ("vfmadd", "zmm"), "AVX2": ("vfmadd", "ymm"), "NEON": ("fmla", "v0.4s")}
     assert all(word in text for word in wanted[isa.name])
 

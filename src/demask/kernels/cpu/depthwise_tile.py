@@ -43,7 +43,7 @@ class DepthwiseTileKernel:
     """
 
     blocks: tuple[Block, ...]
-    taps: tuple[tuple[int, ...], tuple[int, ...]]
+    taps: tuple[tuple[int, ...], ...]
     stride: Position
     rows: tuple[int, ...]
     act: Act | None

@@ -53,13 +53,14 @@ from demask.sparse.plan.tile_layout import (
     widened,
 )
 from demask.sparse.plan.tiling import Tiling, TilingProblem, best, rects, strips
-from demask.sparse.segment_program import ConvStep, LinearStep
+from demask.sparse.segment_program import ConvStep
 
 BARRIER = 3000.0  # cycles of a barrier
 DENSE = 0.9  # share of nonzeros from which a weight is multiplied with its zeros
 DEPTHWISE = 0.5  # the same of a depthwise weight
 UNROLLED_PRODUCTS = 600  # most products of an area of a depthwise kernel
-EDGE_LINES, EDGE_PRODUCTS = 64, 1600  # the same where it permutes the edges of whole tiles
+EDGE_PRODUCTS = 700  # the same where it permutes lines over the edges of tiles
+EDGE_SHARE = 0.4  # smallest share of these lines to lines of a tile
 OTHER = 6  # registers of a depthwise kernel beside sums and weights
 LEAST_SUMS = 4  # sums of a block that hide the latency of multiply-adds with those of the next
 CACHE = 128 * 1024  # bytes that the layers of a chain compute for one strip of positions
@@ -292,10 +293,10 @@ def _dense_call(piece: WindowPiece, pack: tuple[DenseTiling, np.ndarray], rows: 
         "tiles": table, "tile_begin": 0, "tile_end": len(table)})  # fmt: skip
 
 
-def is_depthwise(step: ConvStep | LinearStep, channels: int, weights: Sequence[Tensor]) -> bool:
+def is_depthwise(step: ConvStep, channels: int, weights: Sequence[Tensor]) -> bool:
     """Whether the depthwise kernel computes a layer: each output channel reads one of several input
     channels, with few zeros."""
-    if not isinstance(step, ConvStep) or step.transposed or not step.groups == channels > 1:
+    if step.transposed or not step.groups == channels > 1:
         return False
     number, begin, end = step.weight.values
     if number >= len(weights) or weights[number].dtype is not torch.float32:
@@ -303,10 +304,20 @@ def is_depthwise(step: ConvStep | LinearStep, channels: int, weights: Sequence[T
     return end - begin >= DEPTHWISE * step.out * math.prod(step.kernel)
 
 
-def permutes_edges(step: ConvStep, grid: TileGrid) -> bool:
-    """Whether a depthwise layer with an output in `grid` needs no stored border of its input."""
-    lines = max(grid.part(part)[2] * grid.part(part)[3] for part in range(grid.parts))
-    return lines <= EDGE_LINES and lines * math.prod(step.kernel) <= EDGE_PRODUCTS
+def permutes_edges(step: ConvStep, x: GridLayout, out: TileGrid) -> bool:
+    """Whether a depthwise layer permutes lines over the edges of tiles as it reads them, so that
+    its input `x` needs no stored border.
+
+    It pays where these lines are many, in small tiles; the kernel unrolls all products of a tile.
+    Pixels outside of all tiles are in the stored border only.
+    """
+    grid, (_, _, height, width) = x.grid, x.size
+    if grid.rows * grid.height < height or grid.columns * grid.width < width:
+        return False
+    sizes = [[grid_.part(part)[2:] for part in range(grid_.parts)] for grid_ in (grid, out)]
+    lines, positions = (max(h * w for h, w in grid_sizes) for grid_sizes in sizes)
+    edges = x.pitch - lines
+    return positions * math.prod(step.kernel) <= EDGE_PRODUCTS and edges >= EDGE_SHARE * lines
 
 
 def emit_depthwise(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
@@ -325,13 +336,13 @@ def emit_depthwise(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
         if has_border:
             for size, tiles in _by_size(areas, (block[0], most)):
                 kernel = _depthwise_kernel(piece, size, block)
-                tape.add(thread, _depthwise_call(kernel, piece, weight, share, size, tiles, isa))
+                tape.add(thread, _depthwise_call(kernel, piece, weight, share, tiles, isa))
             continue
-        for part, (_, _, *size) in areas.items():
-            edges = _edges(piece, needed, part)
-            kernel = replace(_depthwise_kernel(piece, size, block), edges=edges[0], lanes=edges[1])
-            tiles = [(part, 0, 0)]
-            tape.add(thread, _depthwise_call(kernel, piece, weight, share, size, tiles, isa))
+        for part, (_, _, height, width) in areas.items():
+            edges, lanes = _edges(piece, needed, part)
+            kernel = _depthwise_kernel(piece, (height, width), block)
+            kernel = replace(kernel, edges=edges, lanes=lanes)
+            tape.add(thread, _depthwise_call(kernel, piece, weight, share, [(part, 0, 0)], isa))
     return Tiling(block, 1, 1, len(piece.shape.parts) != tape.threads)
 
 
@@ -350,8 +361,9 @@ def _depthwise_kernel(piece: WindowPiece, size: Size, block: Size) -> DepthwiseT
     """The depthwise kernel for areas of one size."""
     buffers = (piece.x, piece.out, piece.add)[: 2 if piece.step.add is None else 3]
     rows = tuple(buffer.layout.row for buffer in buffers)
-    return DepthwiseTileKernel(tuple(rects((0, 0, *size), block)), piece.window.taps,  # type: ignore[arg-type]
-                               piece.window.stride, rows, piece.step.act)  # fmt: skip
+    taps = tuple(tuple(tap for tap in axis if tap is not None) for axis in piece.window.taps)
+    blocks = tuple(rects((0, 0, *size), block))
+    return DepthwiseTileKernel(blocks, taps, piece.window.stride, rows, piece.step.act)
 
 
 def _edges(
@@ -369,11 +381,11 @@ def _edges(
 
 
 def _depthwise_call(kernel: DepthwiseTileKernel, piece: WindowPiece, weight: np.ndarray,
-                    share: tuple[int, int], size: Size, tiles: Sequence[At],
+                    share: tuple[int, int], tiles: Sequence[At],
                     isa: Isa) -> KernelCall:  # fmt: skip
-    """The call of the depthwise kernel for areas of one size and channels share[0]:share[1]."""
+    """The call of the depthwise kernel for some areas and channels share[0]:share[1]."""
     x, out, add = piece.x.layout, piece.out.layout, piece.add.layout
-    table = _tile_lines(piece, tiles, size)[3]
+    table = _tile_lines(piece, tiles, (1, 1))[3]
     table["x"] += x.border[0] * x.row + x.border[2]
     pitches = [layout.pitch * isa.line for layout in (x, out, add)]
     outputs = piece.weight.count // x.size[1]

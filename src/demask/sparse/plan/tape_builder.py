@@ -161,7 +161,9 @@ class TapeBuilder:
             input_grid = self.input_grid(step, grid)
             if isinstance(step, ConvStep):
                 border = reach(input_grid, grid, windows(step))
-                border = NO_BORDER if self._permutes_edges(step, grid) else border
+                layout = GridLayout(self.shapes[x], input_grid, border, self.isa.lanes)
+                if self._is_depthwise(step) and permutes_edges(step, layout, grid):
+                    border = NO_BORDER
                 added = [] if step.add is None else [Need(step.add, grid, NO_BORDER, 0.0)]
                 return [Need(x, input_grid, border, 0.0), *added]
             border = reach(input_grid, grid, windows(as_windows(step)))
@@ -175,10 +177,11 @@ class TapeBuilder:
             return [Need(x, grid, NO_BORDER, 0.0), Need(step.z, self.grids[step.z], NO_BORDER, 0.0)]
         return [Need(v, grid, NO_BORDER, 0.0) for v in reads(step)]
 
-    def _permutes_edges(self, step: ConvStep, grid: TileGrid) -> bool:
-        """Whether a convolution with an output in `grid` needs no stored border of its input."""
-        channels = self.shapes[step.x][1]
-        return is_depthwise(step, channels, self.weights) and permutes_edges(step, grid)
+    def _is_depthwise(self, step: Step) -> bool:
+        """Whether the depthwise kernel computes a step."""
+        return isinstance(step, ConvStep) and is_depthwise(
+            step, self.shapes[step.x][1], self.weights
+        )
 
     def input_grid(self, step: ConvStep | PoolStep | SelectStep, grid: TileGrid) -> TileGrid:
         """The grid of the input of a window step, for an output in `grid`."""
@@ -293,11 +296,10 @@ class TapeBuilder:
             step = self.step(reader)
             if value not in reads(step):
                 continue
-            if not isinstance(step, (ConvStep, PoolStep)) or step.x != value:
+            is_window = isinstance(step, (ConvStep, PoolStep)) and step.x == value
+            if not is_window or self._is_depthwise(step):
                 return set(layout.around())
             out_grid = self.grids[reader]
-            if isinstance(step, ConvStep) and self._permutes_edges(step, out_grid):
-                return set(layout.around())
             for window in windows(step if isinstance(step, ConvStep) else as_windows(step)):
                 positions |= touched(window, layout.grid, out_grid)
         return positions
@@ -341,14 +343,14 @@ class TapeBuilder:
         head = self.step(chain[0])
         if not isinstance(head, (ConvStep, LinearStep)) or as_conv(head).transposed:
             return chain
-        if is_depthwise(head, self.shapes[head.x][1], self.weights):
+        if self._is_depthwise(head):
             return chain
         shapes = [self._shape(chain[0])]
         for value in self.remaining[1:]:
             step = self.step(value)
             if not isinstance(step, (ConvStep, LinearStep)) or not is_pixelwise(step):
                 continue
-            if is_depthwise(step, self.shapes[step.x][1], self.weights):
+            if self._is_depthwise(step):
                 continue
             grids = {self.grids[v] for v in (value, *(v for v in reads(step) if v in chain))}
             are_ready = all(v not in waiting or v in chain for v in reads(step))

@@ -1,0 +1,268 @@
+"""Depthwise layers of segments equal the same program in float64, with edges of tiles stored or
+permuted as they are read: odd sizes, any number of threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import conv2d
+
+from demask.kernels.llvm.isa import AVX2, host
+from demask.ops.activations import ACTIVATIONS
+from demask.sparse.plan import layer_plan
+from demask.sparse.plan.layer_plan import WindowPiece, permutes_edges
+from demask.sparse.plan.segment_plan import SegmentPlan
+from demask.sparse.plan.tile_layout import NO_BORDER, GridLayout, TileGrid
+from demask.sparse.segment_program import AddStep, ConvStep, PoolStep, SegmentProgram, SparseWeight
+from sparse_cases import csr, layer, matrix
+from test_sparse_plan import MOST, check, draw
+
+GEOMETRY = [
+    # kernel, stride, padding, dilation
+    ((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)),
+    ((3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)),
+    ((5, 5), (1, 1), ((2, 2), (2, 2)), (1, 1)),
+    ((5, 5), (2, 2), ((2, 2), (2, 2)), (1, 1)),
+    ((7, 7), (1, 1), ((3, 3), (3, 3)), (1, 1)),
+    ((3, 3), (1, 1), ((2, 2), (2, 2)), (2, 2)),
+    ((3, 3), (2, 2), ((2, 2), (2, 2)), (2, 2)),
+    ((3, 3), (1, 1), ((0, 0), (0, 0)), (1, 1)),
+    ((1, 1), (1, 1), ((0, 0), (0, 0)), (1, 1)),
+    ((3, 2), (2, 1), ((0, 1), (1, 0)), (1, 1)),
+    ((2, 3), (3, 3), ((1, 2), (6, 5)), (1, 3)),
+]
+
+
+def depthwise(channels: int, kernel: int = 3, outputs: int = 1, density: float = 1.0, **fields):
+    """A program of one depthwise layer that keeps the size of an image, and its weights."""
+    weight = matrix(channels * outputs, kernel**2, density, dtype=torch.float32)
+    given = {"kernel": (kernel, kernel), "padding": ((kernel // 2,) * 2,) * 2, "groups": channels}
+    return layer("image", weight, draw(channels * outputs), **(given | fields))
+
+
+@pytest.fixture
+def emitted(monkeypatch) -> list[WindowPiece]:
+    """The layers that were emitted as depthwise layers."""
+    found: list[WindowPiece] = []
+    emit = layer_plan.emit_depthwise
+
+    def record(tape, isa, piece):
+        found.append(piece)
+        return emit(tape, isa, piece)
+
+    monkeypatch.setattr(layer_plan, "emit_depthwise", record)
+    return found
+
+
+@pytest.fixture(params=["stored", "permuted"])
+def edges(request, monkeypatch) -> str:
+    """Whether lines over the edges of tiles are stored, or permuted as they are read."""
+    is_permuted = request.param == "permuted"
+    monkeypatch.setattr(layer_plan, "EDGE_PRODUCTS", 10**6 if is_permuted else 0)
+    monkeypatch.setattr(layer_plan, "EDGE_SHARE", 0.0)
+    return request.param
+
+
+@pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
+@pytest.mark.parametrize("place", range(len(GEOMETRY)))
+def test_convolutions(place, isa, edges, emitted):
+    kernel, stride, padding, dilation = GEOMETRY[place]
+    sizes = [(1, 9, 7, 5, 1), (3, 14, 14, 17, 1), (1, 33, 20, 6, 2), (5, 6, 5, 3, 3)]
+    for k, (batch, height, width, channels, outputs) in enumerate(sizes):
+        weight = matrix(channels * outputs, kernel[0] * kernel[1], (1.0, 0.8)[k % 2],
+                        dtype=torch.float32)  # fmt: skip
+        program, weights = layer("image", weight, draw(channels * outputs), kernel=kernel,
+                                 stride=stride, padding=padding, dilation=dilation, groups=channels,
+                                 act=("silu", ()))  # fmt: skip
+        check(program, weights, [draw(batch, channels, height, width)], 1 + (place + k) % 3, isa)
+    assert len(emitted) >= len(sizes)
+    pads = all(before + after >= d * (k - 1) for (before, after), d, k in
+               zip(padding, dilation, kernel, strict=True))  # fmt: skip
+    if edges == "permuted" and pads:  # otherwise tiles of an output do not cover its input
+        assert all(piece.x.layout.border == NO_BORDER for piece in emitted)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_threads(threads, edges, emitted):
+    for size in ((7, 7), (14, 9), (3, 1), (40, 25)):
+        program, weights = depthwise(7, act=("relu", ()))
+        check(program, weights, [draw(1, 7, *size)], threads)
+    assert len(emitted) == 4
+
+
+def test_wide_rows_are_cut(edges, emitted):
+    """Sixteen images in the lanes of a vector: a row has as many lines as pixels."""
+    program, weights = depthwise(2, 5)
+    check(program, weights, [draw(host().lanes, 2, 3, 61)], 1)
+    check(program, weights, [draw(host().lanes - 1, 2, 2, 37)], 2)
+    assert len(emitted) >= 2
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_with_a_sum(name, emitted):
+    act = (name, (-0.5, 2.0)[: ACTIVATIONS[name].count])
+    program, weights = depthwise(6, act=act)
+    both = SegmentProgram(("image", "image"), (replace(program.steps[0], add=1),), (2,))
+    for size in (9, 30):
+        check(both, weights, [draw(1, 6, size, size), draw(1, 6, size, size, seed=2)])
+    assert len(emitted) == 2
+
+
+def test_a_sum_may_be_overwritten(edges, emitted):
+    program, weights = depthwise(9, act=("relu", ()))
+    first = program.steps[0]
+    second = replace(first, x=1, add=1, act=None)
+    both = SegmentProgram(("image",), (first, second, replace(first, x=2, add=1)), (3,))
+    check(both, weights, [draw(1, 9, 19, 11)])
+    assert len(emitted) == 3
+
+
+def test_other_readers_of_the_input(edges, emitted):
+    """Layers that need the border, and ones that read a copy in another grid."""
+    program, weights = depthwise(8)
+    image, wide = program.steps[0], matrix(8, 8 * 25, 0.2, dtype=torch.float32)
+    values, crow, col = csr(wide)
+    first = len(weights)
+    span = SparseWeight((first, 0, len(values)), (first + 1, 0, 9), (first + 2, 0, len(col)))
+    steps = (
+        replace(image, act=("relu", ())),
+        replace(image, x=1),
+        replace(image, x=1, stride=(2, 2)),
+        replace(image, x=1, stride=(3, 3), dilation=(2, 2), padding=((2, 2), (2, 2))),
+        PoolStep(1, False, (3, 3), (1, 1), (1, 1)),
+        ConvStep(1, span, None, 8, (5, 5), (1, 1), ((2, 2), (2, 2))),
+        AddStep(1, 2),
+    )
+    whole = SegmentProgram(("image",), steps, (2, 3, 4, 5, 6, 7))
+    for threads, size in ((1, (15, 15)), (2, (13, 22)), (2, (7, 7))):
+        check(whole, [*weights, values, crow, col], [draw(1, 8, *size)], threads)
+    assert len(emitted) == 12
+
+
+def bottleneck(channels: int, inner: int):
+    """Expand, depthwise, project, added to the input; dense weights."""
+    shapes = [(inner, channels), (inner, 9), (channels, inner)]
+    weights, spans = [], []
+    for k, shape in enumerate(shapes):
+        parts, first = csr(matrix(*shape, 1.0, k, torch.float32)), 3 * k
+        spans.append(SparseWeight((first, 0, len(parts[0])), (first + 1, 0, shape[0] + 1),
+                                  (first + 2, 0, len(parts[2]))))  # fmt: skip
+        weights += parts
+    relu6 = ("clamp", (0.0, 6.0))
+    steps = (
+        ConvStep(0, spans[0], None, inner, (1, 1), act=relu6),
+        ConvStep(1, spans[1], None, inner, (3, 3), (1, 1), ((1, 1), (1, 1)), groups=inner,
+                 act=relu6),
+        ConvStep(2, spans[2], None, channels, (1, 1), add=0),
+    )  # fmt: skip
+    return SegmentProgram(("image",), steps, (3,)), weights
+
+
+@pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
+@pytest.mark.parametrize("batch, size, threads", [(1, 7, 1), (1, 14, 2), (3, 14, 2), (1, 31, 3)])
+def test_bottlenecks(batch, size, threads, isa, emitted):
+    program, weights = bottleneck(6, 35)
+    check(program, weights, [draw(batch, 6, size, size)], threads, isa)
+    assert emitted
+
+
+@pytest.mark.skipif(host().lanes < 8, reason="needs AVX2")
+def test_avx2(edges, emitted):
+    for kernel, stride, size in ((3, 1, 14), (3, 2, 15), (5, 1, 9), (7, 2, 20)):
+        program, weights = depthwise(5, kernel, stride=(stride, stride), act=("gelu", ()))
+        check(program, weights, [draw(2, 5, size, size)], 2, AVX2)
+    assert len(emitted) >= 4
+
+
+def test_small_tiles_need_no_stored_border(emitted):
+    for size, is_stored in ((7, False), (14, False), (112, True)):
+        program, weights = depthwise(32)
+        check(program, weights, [draw(1, 32, size, size)], 1)
+        assert (emitted[-1].x.layout.border != NO_BORDER) is is_stored
+
+
+def test_what_is_not_finite_stays_in_its_channel(edges, emitted):
+    """Taps of a zero weight times infinity are NaN, as in torch; other channels are as before."""
+    weight = matrix(4, 9, 1.0, dtype=torch.float32)
+    weight[0, 4], weight[1, 0] = 0.0, 0.0
+    fields = {"kernel": (3, 3), "padding": ((1, 1), (1, 1)), "groups": 4}
+    program, weights = layer("image", weight, **fields)
+    x = draw(1, 4, 14, 14)
+    (before,) = SegmentPlan.of(program, weights, [x], 1)([x])
+    x[0, 0, 5, 5], x[0, 0, 0, 13], x[0, 1, 3, 3], x[0, 1, 13, 4] = torch.tensor(
+        [torch.inf, torch.nan, torch.nan, -torch.inf]
+    )
+    (output,) = SegmentPlan.of(program, weights, [x], 1)([x])
+    expected = conv2d(x.double(), weight.double().reshape(4, 1, 3, 3), padding=1, groups=4)
+    assert torch.equal(output.isnan(), expected.isnan()) and bool(output.isnan().any())
+    assert torch.equal(output.isinf(), expected.isinf()) and bool(output.isinf().any())
+    assert torch.equal(output[:, 2:], before[:, 2:])
+    assert len(emitted) == 2
+
+
+@pytest.mark.parametrize("density, fields", [
+    (0.3, {}), (1.0, {"transposed": True}), (1.0, {"groups": 3}),
+])  # fmt: skip
+def test_other_layers_use_other_kernels(density, fields, emitted):
+    weight = matrix(6, 9 * 6 // fields.get("groups", 6), density, dtype=torch.float32)
+    given = {"kernel": (3, 3), "padding": ((1, 1), (1, 1)), "groups": 6}
+    program, weights = layer("image", weight, draw(6), **(given | fields))
+    check(program, weights, [draw(1, 6, 14, 14)])
+    assert not emitted
+
+
+def test_bfloat16_weights_use_the_sparse_kernel(emitted):
+    program, weights = depthwise(6)
+    check(program, [weights[0].bfloat16(), *weights[1:]], [draw(1, 6, 14, 14)])
+    assert not emitted
+
+
+@pytest.mark.parametrize("size, taps", [((1, 1), 3), ((2, 2), 3), ((14, 14), 3), ((7, 50), 7)])
+def test_blocks_fit_in_registers(size, taps):
+    for isa in (host(), AVX2):
+        rows, columns = layer_plan._depthwise_block(size, taps, isa)
+        assert 1 <= rows <= size[0] and 1 <= columns <= size[1]
+        assert rows * columns + taps + layer_plan.OTHER <= isa.registers
+
+
+def test_edges_are_permuted_where_they_are_many():
+    step = depthwise(6)[0].steps[0]
+
+    def permutes(tile: int, border: int, pixels: int = 0) -> bool:
+        size, grid = 4 * tile + pixels, TileGrid(1, 4, 4, tile, tile)
+        return permutes_edges(step, GridLayout((1, 6, size, size), grid, (border,) * 4, 16), grid)
+
+    assert [permutes(tile, 1) for tile in (2, 4, 7, 14, 28)] == [True, True, True, False, False]
+    assert not permutes(4, 0)
+    assert not permutes(4, 1, pixels=1)
+
+
+@pytest.mark.parametrize("fault", ["weights", "edges", "blocks"])
+def test_a_planted_fault_is_seen(fault, monkeypatch):
+    emit, moves, kernel = (
+        layer_plan.emit_depthwise, layer_plan.permutations, layer_plan._depthwise_kernel
+    )  # fmt: skip
+
+    def other_weights(tape, isa, piece):
+        weight = replace(piece.weight, columns=8 - piece.weight.columns)
+        return emit(tape, isa, replace(piece, weight=weight))
+
+    def other_lanes(layout, stored):
+        found = moves(layout, stored)
+        return {lanes[1:] + lanes[:1]: positions for lanes, positions in found.items()}
+
+    def other_blocks(piece, size, block):
+        made = kernel(piece, size, block)
+        return replace(made, blocks=made.blocks[:-1])
+
+    name, planted = {
+        "weights": ("emit_depthwise", other_weights),
+        "edges": ("permutations", other_lanes),
+        "blocks": ("_depthwise_kernel", other_blocks),
+    }[fault]
+    monkeypatch.setattr(layer_plan, name, planted)
+    program, weights = depthwise(6)
+    with pytest.raises(AssertionError):
+        check(program, weights, [draw(1, 6, 14, 14)], 1)
