@@ -61,7 +61,7 @@ DEPTHWISE = 0.5  # the same of a depthwise weight
 UNROLLED_PRODUCTS = 600  # most products of an area of a depthwise kernel
 EDGE_PRODUCTS = 700  # the same where it permutes lines over the edges of tiles
 EDGE_SHARE = 0.4  # smallest share of these lines to lines of a tile
-OTHER = 6  # registers of a depthwise kernel beside sums and weights
+OTHER = 6  # registers that a depthwise kernel needs for more than sums and weights
 LEAST_SUMS = 4  # sums of a block that hide the latency of multiply-adds with those of the next
 CACHE = 128 * 1024  # bytes that the layers of a chain compute for one strip of positions
 

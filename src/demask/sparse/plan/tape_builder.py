@@ -296,8 +296,9 @@ class TapeBuilder:
             step = self.step(reader)
             if value not in reads(step):
                 continue
-            is_window = isinstance(step, (ConvStep, PoolStep)) and step.x == value
-            if not is_window or self._is_depthwise(step):
+            if not isinstance(step, (ConvStep, PoolStep)) or step.x != value:
+                return set(layout.around())
+            if self._is_depthwise(step):  # it may read lines that no tap is at, and permute them
                 return set(layout.around())
             out_grid = self.grids[reader]
             for window in windows(step if isinstance(step, ConvStep) else as_windows(step)):
