@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import conv2d
 
 from demask.kernels.llvm.isa import AVX2, AVX512, host
-from demask.sparse.plan import layer_plan
+from demask.sparse.plan import dense_layer, layer_plan
 from demask.sparse.plan.dense_tiling import DenseProblem, best_tiling, pack, split_outputs
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import ConvStep, SegmentProgram
@@ -33,9 +33,9 @@ def emitted(monkeypatch) -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = []
     emit = layer_plan.emit_dense
 
-    def record(tape, isa, piece, weight):
-        shapes.append(weight.shape)
-        return emit(tape, isa, piece, weight)
+    def record(tape, isa, piece):
+        shapes.extend(block.weight.shape for block in piece.layer.blocks)
+        return emit(tape, isa, piece)
 
     monkeypatch.setattr(layer_plan, "emit_dense", record)
     return shapes
@@ -94,7 +94,7 @@ def test_blocks_cover_the_outputs(outputs):
 
 
 def test_a_planted_fault_is_seen(monkeypatch):
-    monkeypatch.setattr(layer_plan, "pack", lambda w, tiling: pack(w[:, ::-1], tiling))
+    monkeypatch.setattr(dense_layer, "pack", lambda w, tiling: pack(w[:, ::-1], tiling))
     program, weights = layer("image", matrix(8, 4 * 9, 1.0, dtype=torch.float32), kernel=(3, 3))
     with pytest.raises(AssertionError):
         check(program, weights, [draw(1, 4, 9, 9)])

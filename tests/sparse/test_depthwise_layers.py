@@ -11,10 +11,11 @@ from torch.nn.functional import conv2d
 
 from demask.kernels.llvm.isa import AVX2, host
 from demask.ops.activations import ACTIVATIONS
-from demask.sparse.plan import layer_plan
-from demask.sparse.plan.layer_plan import WindowPiece, permutes_edges
+from demask.sparse.plan import depthwise_layer, layer_plan
+from demask.sparse.plan.depthwise_layer import permutes_edges
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.plan.tile_layout import NO_BORDER, GridLayout, TileGrid
+from demask.sparse.plan.window_piece import WindowPiece
 from demask.sparse.segment_program import AddStep, ConvStep, PoolStep, SegmentProgram, SparseWeight
 from sparse_cases import csr, layer, matrix
 from test_sparse_plan import MOST, check, draw
@@ -60,8 +61,8 @@ def emitted(monkeypatch) -> list[WindowPiece]:
 def edges(request, monkeypatch) -> str:
     """Whether lines over the edges of tiles are stored, or permuted as they are read."""
     is_permuted = request.param == "permuted"
-    monkeypatch.setattr(layer_plan, "EDGE_PRODUCTS", 10**6 if is_permuted else 0)
-    monkeypatch.setattr(layer_plan, "EDGE_SHARE", 0.0)
+    monkeypatch.setattr(depthwise_layer, "EDGE_PRODUCTS", 10**6 if is_permuted else 0)
+    monkeypatch.setattr(depthwise_layer, "EDGE_SHARE", 0.0)
     return request.param
 
 
@@ -222,9 +223,9 @@ def test_bfloat16_weights_use_the_sparse_kernel(emitted):
 @pytest.mark.parametrize("size, taps", [((1, 1), 3), ((2, 2), 3), ((14, 14), 3), ((7, 50), 7)])
 def test_blocks_fit_in_registers(size, taps):
     for isa in (host(), AVX2):
-        rows, columns = layer_plan._depthwise_block(size, taps, isa)
+        rows, columns = depthwise_layer._depthwise_block(size, taps, isa)
         assert 1 <= rows <= size[0] and 1 <= columns <= size[1]
-        assert rows * columns + taps + layer_plan.OTHER <= isa.registers
+        assert rows * columns + taps + depthwise_layer.OTHER <= isa.registers
 
 
 def test_edges_are_permuted_where_they_are_many():
@@ -242,7 +243,7 @@ def test_edges_are_permuted_where_they_are_many():
 @pytest.mark.parametrize("fault", ["weights", "edges", "blocks"])
 def test_a_planted_fault_is_seen(fault, monkeypatch):
     emit, moves, kernel = (
-        layer_plan.emit_depthwise, layer_plan.permutations, layer_plan._depthwise_kernel
+        layer_plan.emit_depthwise, depthwise_layer.permutations, depthwise_layer._depthwise_kernel
     )  # fmt: skip
 
     def other_weights(tape, isa, piece):
@@ -257,12 +258,12 @@ def test_a_planted_fault_is_seen(fault, monkeypatch):
         made = kernel(piece, size, block)
         return replace(made, blocks=made.blocks[:-1])
 
-    name, planted = {
-        "weights": ("emit_depthwise", other_weights),
-        "edges": ("permutations", other_lanes),
-        "blocks": ("_depthwise_kernel", other_blocks),
+    module, name, planted = {
+        "weights": (layer_plan, "emit_depthwise", other_weights),
+        "edges": (depthwise_layer, "permutations", other_lanes),
+        "blocks": (depthwise_layer, "_depthwise_kernel", other_blocks),
     }[fault]
-    monkeypatch.setattr(layer_plan, name, planted)
+    monkeypatch.setattr(module, name, planted)
     program, weights = depthwise(6)
     with pytest.raises(AssertionError):
         check(program, weights, [draw(1, 6, 14, 14)], 1)

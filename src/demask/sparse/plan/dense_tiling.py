@@ -119,4 +119,4 @@ def pack(weight: np.ndarray, tiling: DenseTiling) -> np.ndarray:
     ends = np.cumsum([0] + [tiling.rows] * wide + [tiling.rows - 1] * thin)
     blocks = [weight[a:b, c : c + tiling.inner].transpose(1, 2, 0).ravel()
               for c in range(0, channels, tiling.inner) for a, b in pairwise(ends)]  # fmt: skip
-    return np.concatenate(blocks)
+    return np.concatenate(blocks) if blocks else np.zeros(1, np.float32)

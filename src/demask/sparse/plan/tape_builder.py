@@ -12,18 +12,11 @@ from torch import Tensor
 from demask.kernels.cpu import relayout as move
 from demask.kernels.llvm.isa import Isa
 from demask.ops.activations import ACTIVATIONS
-from demask.sparse.plan.layer_plan import (
-    WindowPiece,
-    chain_pays,
-    emit_alone,
-    emit_chain,
-    is_depthwise,
-    permutes_edges,
-    pieces,
-    shape_of,
-)
+from demask.sparse.plan.depthwise_layer import permutes_edges
+from demask.sparse.plan.layer_plan import chain_pays, emit_alone, emit_chain
 from demask.sparse.plan.layer_windows import as_conv, is_pixelwise, reach, touched, windows
 from demask.sparse.plan.pack_weights import selected
+from demask.sparse.plan.shared_memory import Place, find_parts, owner_of
 from demask.sparse.plan.tape import HEADER, Buffer, NoPlan, Tape
 from demask.sparse.plan.tile_layout import (
     NO_BORDER,
@@ -37,6 +30,14 @@ from demask.sparse.plan.tile_layout import (
 )
 from demask.sparse.plan.tiling import Tiling, TilingProblem, best
 from demask.sparse.plan.value_moves import Moves, as_windows, elements
+from demask.sparse.plan.window_piece import (
+    LayerWeight,
+    WindowPiece,
+    is_depthwise,
+    pieces,
+    read_weight,
+    shape_of,
+)
 from demask.sparse.segment_program import (
     AddStep,
     ConcatStep,
@@ -85,9 +86,10 @@ class TapeBuilder:
     grids: list[TileGrid] = field(default_factory=list)
     needs: dict[int, list[Need]] = field(default_factory=dict)
     positive: list[bool] = field(default_factory=list)
-    parts: dict[int, tuple[int, int]] = field(default_factory=dict)  # value -> `_part`
+    parts: dict[int, Place] = field(default_factory=dict)
     buffers: dict[tuple[int, TileGrid, float], Buffer] = field(default_factory=dict)
     cuts: list[tuple[str, Tiling]] = field(default_factory=list)
+    read: dict[int, LayerWeight] = field(default_factory=dict)  # weights of values
     remaining: list[int] = field(default_factory=list)  # values not yet computed
 
     def __post_init__(self) -> None:
@@ -104,7 +106,8 @@ class TapeBuilder:
             self._choose(common)
             costs.append((self._cost(), number, common))
         self._choose(min(costs)[2])
-        self._find_parts()
+        channels = [size[1] for size in self.shapes]
+        self.parts = find_parts(self.program, self.weights, channels, self.grids)
 
     # -- grids and borders
 
@@ -199,47 +202,13 @@ class TapeBuilder:
         part_pitch = part_bytes // self.isa.line if grid.parts > 1 else 0
         return GridLayout(size, grid, border, lanes, part_pitch)
 
-    # -- values that are channels of other values
-
-    def _find_parts(self) -> None:
-        """Find values that need no memory of their own: operands of concatenations, and slices of
-        channels."""
-        for value in range(len(self.program.inputs), len(self.grids)):
-            step = self.step(value)
-            if isinstance(step, ConcatStep):
-                first = 0
-                for x in step.xs:
-                    if step.xs.count(x) == 1:
-                        self._add_part(x, value, first)
-                    first += self.shapes[x][1]
-            elif isinstance(step, SelectStep) and step.stride == (1, 1):
-                numbers = selected(step, self.weights, self.shapes[step.x][1])
-                if numbers[0] >= 0 and (np.diff(numbers) == 1).all():
-                    self._add_part(value, step.x, int(numbers[0]))
-
-    def _add_part(self, value: int, whole: int, first: int) -> None:
-        """Place a value in the memory of another one, from channel `first` on, if possible."""
-        static = self.program.static
-        if self.grids[value] == self.grids[whole] and value not in self.parts:
-            owner, _ = self._part(whole)
-            if value not in static and owner not in static and owner != value:
-                self.parts[value] = whole, first
-
-    def _part(self, value: int) -> tuple[int, int]:
-        """The value whose memory contains this one, and its first channel there."""
-        first = 0
-        while value in self.parts:
-            value, shift = self.parts[value]
-            first += shift
-        return value, first
-
     # -- buffers
 
     def main(self, value: int) -> Buffer:
         """The buffer that the step of a value writes, with the borders that its readers need."""
         key = (value, self.grids[value], 0.0)
         if key not in self.buffers:
-            owner, first = self._part(value)
+            owner, first = owner_of(self.parts, value)
             if owner == value:
                 layout = self.layout(value, self.grids[value], self._border(value))
                 self.buffers[key] = self._new_buffer(value, layout, 0.0)
@@ -265,8 +234,8 @@ class TapeBuilder:
     def _border(self, value: int) -> Border:
         """The border that readers of a value need in its own grid, or those of another value in the
         same memory."""
-        border, owner = NO_BORDER, self._part(value)[0]
-        for part in [owner, *(v for v in self.parts if self._part(v)[0] == owner)]:
+        border, owner = NO_BORDER, owner_of(self.parts, value)[0]
+        for part in [owner, *(v for v in self.parts if owner_of(self.parts, v)[0] == owner)]:
             for need in self.needs.get(part, ()):
                 if need.grid == self.grids[part] and need.fill == 0.0:
                     border = widened(border, need.border)
@@ -344,14 +313,14 @@ class TapeBuilder:
         head = self.step(chain[0])
         if not isinstance(head, (ConvStep, LinearStep)) or as_conv(head).transposed:
             return chain
-        if self._is_depthwise(head):
+        if self._has_own_kernel(chain[0]):
             return chain
         shapes = [self._shape(chain[0])]
         for value in self.remaining[1:]:
             step = self.step(value)
             if not isinstance(step, (ConvStep, LinearStep)) or not is_pixelwise(step):
                 continue
-            if self._is_depthwise(step):
+            if self._has_own_kernel(value):
                 continue
             grids = {self.grids[v] for v in (value, *(v for v in reads(step) if v in chain))}
             are_ready = all(v not in waiting or v in chain for v in reads(step))
@@ -360,6 +329,19 @@ class TapeBuilder:
                 if chain_pays(longer, self.threads, self.isa):
                     chain, shapes = [*chain, value], longer
         return chain
+
+    def _has_own_kernel(self, value: int) -> bool:
+        """Whether a layer is dense or depthwise: the kernels of chains are for sparse ones."""
+        weight = self._weight(value)
+        return weight.depthwise or bool(weight.blocks)
+
+    def _weight(self, value: int) -> LayerWeight:
+        """The weight of the layer that computes a value."""
+        if value not in self.read:
+            step = self.step(value)
+            assert isinstance(step, (ConvStep, LinearStep))
+            self.read[value] = read_weight(as_conv(step), self.weights, self.shapes[step.x][1])
+        return self.read[value]
 
     def estimate(self) -> float:
         """Estimated cycles of the layers."""
@@ -390,7 +372,7 @@ class TapeBuilder:
             assert isinstance(step, (ConvStep, LinearStep))
             needs = self._reads(step, self.grids[value])
             sources = [self.main(n.value) if n.value in earlier else self.buffer(n) for n in needs]
-            window_pieces += self._pieces(step, sources, self._out(value, earlier))
+            window_pieces += self._pieces(value, sources, self._out(value, earlier))
         self.tape.phase()
         tilings = emit_chain(self.tape, self.isa, window_pieces)
         self.cuts += [
@@ -399,12 +381,12 @@ class TapeBuilder:
         for piece in window_pieces:
             Moves(self.tape, self.isa).borders(piece.out)
 
-    def _pieces(
-        self, step: ConvStep | LinearStep, sources: list[Buffer], out: Buffer
-    ) -> list[WindowPiece]:
-        """The windows of a layer."""
+    def _pieces(self, value: int, sources: list[Buffer], out: Buffer) -> list[WindowPiece]:
+        """The windows of the layer that computes a value."""
+        step = self.step(value)
+        assert isinstance(step, (ConvStep, LinearStep))
         add = sources[-1] if step.add is not None else None
-        return pieces(as_conv(step), self.weights, sources[0], add, out)
+        return pieces(as_conv(step), self._weight(value), sources[0], add, out)
 
     def _out(self, value: int, earlier: Sequence[int]) -> Buffer:
         """The buffer that a layer writes: that of the value it adds, if it is not read afterwards.
@@ -414,8 +396,12 @@ class TapeBuilder:
         step = self.step(value)
         add = getattr(step, "add", None)
         fixed = (*self.program.outputs, *self.program.static, reads(step)[0])
-        owners = {self._part(part)[0] for part in self.parts}
-        if add is None or add in fixed or owners & {self._part(v)[0] for v in (value, add)}:
+        owners = {owner_of(self.parts, part)[0] for part in self.parts}
+        if (
+            add is None
+            or add in fixed
+            or owners & {owner_of(self.parts, v)[0] for v in (value, add)}
+        ):
             return self.main(value)
         readers = [v for v in self.remaining if v != value and add in reads(self.step(v))]
         if any(v not in earlier or not is_pixelwise(self.step(v)) for v in readers):  # type: ignore[arg-type]
@@ -456,7 +442,7 @@ class TapeBuilder:
         self.tape.phase()
         moves = Moves(self.tape, self.isa)
         if isinstance(step, (ConvStep, LinearStep)):
-            cuts = emit_alone(self.tape, self.isa, self._pieces(step, sources, out))
+            cuts = emit_alone(self.tape, self.isa, self._pieces(value, sources, out))
             self.cuts += [(step.name, cut) for cut in cuts]
         elif isinstance(step, PoolStep):
             moves.pool(step, sources[0], out)
@@ -481,9 +467,10 @@ class TapeBuilder:
     def _concatenate(self, step: ConcatStep, value: int, sources: Sequence[Buffer]) -> None:
         """Write the operands of a concatenation that are not yet in its memory."""
         first, copies = 0, []
+        owner, shift = owner_of(self.parts, value)
         for x, source in zip(step.xs, sources, strict=True):
             count = source.layout.size[1]
-            if self.parts.get(x) != (value, first):
+            if owner_of(self.parts, x) != (owner, shift + first):
                 copies.append((source, self.main(value).channels(first, count, self.isa.line)))
             first += count
         moves = Moves(self.tape, self.isa)

@@ -1,0 +1,59 @@
+"""Dense blocks of a weight: rows that read the same input channels, with few zeros among them.
+
+A dense layer is one block; a grouped convolution has one per group, a weight with rows or columns
+of zeros one without these. Rows of zeros are a block without channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from demask.sparse.plan.pack_weights import Csr
+
+DENSE = 0.9  # share of nonzeros from which a weight is multiplied with its zeros
+LEAST_ROWS = 3  # mean rows of the blocks of a weight: with fewer, values are read too often
+
+
+@dataclass(frozen=True, slots=True)
+class DenseBlock:
+    """rows, channels: of the output and the input, ascending. weight: [rows, channels, taps]."""
+
+    rows: np.ndarray
+    channels: np.ndarray
+    weight: np.ndarray
+
+
+def dense_blocks(matrix: Csr, channels: np.ndarray, count: int, taps: int) -> list[DenseBlock]:
+    """The dense blocks of a weight; none if it has too many zeros.
+
+    channels: input channel of each nonzero, of `count`. taps: positions of the kernel.
+    """
+    reads = np.zeros((matrix.count, count), bool)
+    reads[matrix.rows, channels] = True
+    is_used, columns = reads.any(1), reads.any(0)
+    one = len(matrix) >= DENSE * is_used.sum() * columns.sum() * taps
+    kinds = is_used.astype(np.int64) if one else _kinds(reads)
+    groups = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
+    supports = [np.flatnonzero(reads[rows].any(0)) for rows in groups]
+    products = sum(len(rows) * len(read) for rows, read in zip(groups, supports, strict=True))
+    few = sum(len(read) > 0 for read in supports) * LEAST_ROWS <= max(is_used.sum(), LEAST_ROWS)
+    if len(matrix) < DENSE * products * taps or not few:
+        return []
+    number, blocks = np.zeros(matrix.count, np.int64), []
+    for rows, read in zip(groups, supports, strict=True):
+        blocks.append(DenseBlock(rows, read, np.zeros((len(rows), len(read), taps), np.float32)))
+        number[rows] = np.arange(len(rows))
+    order = np.searchsorted(np.unique(kinds), kinds)[matrix.rows]
+    for k, block in enumerate(blocks):
+        own = order == k
+        read = np.searchsorted(block.channels, channels[own])
+        tap = matrix.columns[own] % taps
+        block.weight[number[matrix.rows[own]], read, tap] = matrix.values[own]
+    return blocks
+
+
+def _kinds(reads: np.ndarray) -> np.ndarray:
+    """A number per row, equal for rows that read the same channels."""
+    return np.unique(np.packbits(reads, axis=1), axis=0, return_inverse=True)[1].reshape(-1)

@@ -1,0 +1,154 @@
+"""The weight of a layer, its windows with their buffers, and how threads and tiles share them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from demask.kernels.cpu.sparse_tile import TILE
+from demask.sparse.plan.dense_blocks import DenseBlock, dense_blocks
+from demask.sparse.plan.layer_windows import OutputWindow, first_read, windows
+from demask.sparse.plan.pack_weights import Csr, Places, read
+from demask.sparse.plan.tape import Buffer, NoPlan, Tape, by_thread
+from demask.sparse.plan.tile_layout import Area, At, TileGrid
+from demask.sparse.plan.tiling import TilingProblem, rects
+from demask.sparse.segment_program import ConvStep
+
+DEPTHWISE = 0.5  # share of nonzeros from which a depthwise weight is multiplied with its zeros
+
+Size = tuple[int, int]  # rows and columns of a tile
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeight:
+    """The weight of a layer. channels: input channel of each nonzero. depthwise: whether the
+    depthwise kernel computes the layer; blocks: those that the dense kernel computes, if it does.
+    """
+
+    matrix: Csr
+    channels: np.ndarray
+    depthwise: bool
+    blocks: Sequence[DenseBlock]
+
+
+def read_weight(step: ConvStep, weights: Sequence[Tensor], channels: int) -> LayerWeight:
+    """The weight of a layer with this many input channels. Raises BadInput if it is invalid."""
+    if channels % step.groups:
+        raise NoPlan(f"{channels} channels in {step.groups} groups")
+    matrix = read(step, weights, channels // step.groups * math.prod(step.kernel))
+    group = matrix.rows // (step.out // step.groups)
+    of = group * (channels // step.groups) + matrix.columns // math.prod(step.kernel)
+    depthwise = is_depthwise(step, channels, weights)
+    is_dense = not depthwise and matrix.kind == "float32"
+    blocks = dense_blocks(matrix, of, channels, math.prod(step.kernel)) if is_dense else ()
+    return LayerWeight(matrix, of, depthwise, blocks)
+
+
+def is_depthwise(step: ConvStep, channels: int, weights: Sequence[Tensor]) -> bool:
+    """Whether the depthwise kernel computes a layer: each output channel reads one of several input
+    channels, with few zeros."""
+    if step.transposed or not step.groups == channels > 1:
+        return False
+    number, begin, end = step.weight.values
+    if number >= len(weights) or weights[number].dtype is not torch.float32:
+        return False
+    return end - begin >= DEPTHWISE * step.out * math.prod(step.kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPiece:
+    """A window of a layer with its buffers: nonzeros, the lines that they read, tiling problem."""
+
+    step: ConvStep
+    window: OutputWindow
+    layer: LayerWeight
+    weight: Csr
+    places: Places
+    shape: TilingProblem
+    x: Buffer
+    add: Buffer
+    out: Buffer
+
+
+def pieces(
+    step: ConvStep, layer: LayerWeight, x: Buffer, add: Buffer | None, out: Buffer
+) -> list[WindowPiece]:
+    """The windows of a layer."""
+    return [_piece(step, window, layer, x, add or x, out) for window in windows(step)]
+
+
+def _piece(step: ConvStep, window: OutputWindow, layer: LayerWeight, x: Buffer, add: Buffer,
+           out: Buffer) -> WindowPiece:  # fmt: skip
+    """The nonzeros that a window reads, and their lines."""
+    x_layout, kernel = x.layout, math.prod(step.kernel)
+    weight, channels = layer.matrix, layer.channels
+    ky, kx = weight.columns % kernel // step.kernel[1], weight.columns % step.kernel[1]
+    taps = [np.array([2**30 if tap is None else tap for tap in taps]) for taps in window.taps]
+    dy, dx = taps[0][ky], taps[1][kx]
+    is_used = (dy < 2**30) & (dx < 2**30)
+    if not is_used.all():
+        weight = replace(weight, rows=weight.rows[is_used], columns=weight.columns[is_used],
+                         values=weight.values[is_used])  # fmt: skip
+        dy, dx, channels = dy[is_used], dx[is_used], channels[is_used]
+    lines = (dy + x_layout.border[0]) * x_layout.row + dx + x_layout.border[2]
+    rows = np.arange(weight.count)
+    places = Places(
+        channels, lines, rows * out.layout.pitch, rows * add.layout.pitch, x_layout.pitch
+    )
+    shape = shape_of(step, window, out.layout.grid, x_layout.size[1], len(weight))
+    return WindowPiece(step, window, layer, weight, places, shape, x, add, out)
+
+
+def shape_of(
+    step: ConvStep, window: OutputWindow, grid: TileGrid, channels: int, nonzeros: int
+) -> TilingProblem:
+    """The tiling problem for an output in `grid`."""
+    spans = [[tap for tap in taps if tap is not None] or [0] for taps in window.taps]
+    areas = [grid.part(part) for part in range(grid.parts)]
+    parts = tuple((h // window.step[0], w // window.step[1]) for _, _, h, w in areas)
+    return TilingProblem(parts, step.out, channels, step.groups, nonzeros, window.stride,
+                 (max(spans[0]) - min(spans[0]), max(spans[1]) - min(spans[1])))  # fmt: skip
+
+
+def shares(
+    tape: Tape, piece: WindowPiece, channels: int
+) -> list[tuple[int, dict[int, Area], tuple[int, int]]]:
+    """The share of each thread: its number, an area of each of its parts, range of its channels."""
+    areas = {part: (0, 0, *size) for part, size in enumerate(piece.shape.parts)}
+    if len(areas) == tape.threads:
+        return [(part, {part: area}, (0, channels)) for part, area in areas.items()]
+    ranges = enumerate(by_thread(channels, tape.threads))
+    return [(thread, areas, share) for thread, share in ranges if share[0] < share[1]]
+
+
+def tiles_by_size(areas: Mapping[int, Area], tile: Size) -> list[tuple[Size, list[At]]]:
+    """The tiles of one area of each part, by their size."""
+    sizes: dict[Size, list[At]] = {}
+    for part, area in areas.items():
+        for i, j, height, width in rects(area, tile):
+            sizes.setdefault((height, width), []).append((part, i, j))
+    return list(sizes.items())
+
+
+def tile_lines(
+    piece: WindowPiece, tiles: Sequence[At], size: tuple[int, int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None, np.ndarray]:
+    """The lines of the positions of a tile in x, out and the added tensor, relative to its first;
+    and the table of the first lines of all tiles."""
+    x, out, add = piece.x.layout, piece.out.layout, piece.add.layout
+    (sy, sx), (oy, ox) = piece.window.stride, piece.window.step
+    positions = [(i, j) for i in range(size[0]) for j in range(size[1])]
+    has_add = piece.step.add is not None
+    table = np.zeros(len(tiles), TILE)
+    for k, (part, i, j) in enumerate(tiles):
+        out_position = part, oy * i + piece.window.start[0], ox * j + piece.window.start[1]
+        table[k] = (first_read(piece.window, x, out, (part, i, j)), out.line(*out_position),
+                    add.line(*out_position) if has_add else 0, 0)  # fmt: skip
+    adds = tuple(oy * i * add.row + ox * j for i, j in positions) if has_add else None
+    return (tuple(sy * i * x.row + sx * j for i, j in positions),
+            tuple(oy * i * out.row + ox * j for i, j in positions), adds, table)  # fmt: skip
