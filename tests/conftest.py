@@ -5,6 +5,7 @@ import json
 import sys
 import zipfile
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,10 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "sampled(n): by day each n-th case runs, the others by night"
     )
+    with suppress(ImportError):  # llvmlite is optional
+        from demask.kernels.llvm.jit import CODE
+
+        CODE.files = None  # kernels with planted faults must not reach other processes
     path, on_worker = config.getoption("--results"), hasattr(config, "workerinput")
     if path and not on_worker:
         config.pluginmanager.register(Results(Path(path)))

@@ -11,7 +11,6 @@ import gc
 import json
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 
+from demask.machine.cache_folder import cache_folder
 from demask.machine.roofline import Roofline
 from demask.machine.threads import checked_threads
 from demask.machine.timing import Timing
@@ -222,16 +222,9 @@ def _quiet(threads: int) -> Iterator[None]:
 
 
 def _usual_path() -> Path | Literal[False]:
-    """The file in the user's cache folder; False if there is no such folder. Reads the
-    environment."""
-    home, system = Path(os.path.expanduser("~")), sys.platform
-    usual = home / {"darwin": "Library/Caches", "win32": "AppData/Local"}.get(system, ".cache")
-    variable = {"darwin": "", "win32": "LOCALAPPDATA"}.get(system, "XDG_CACHE_HOME")
-    variable_path = Path(os.environ.get(variable, ""))
-    folder = (
-        variable_path if variable_path.is_absolute() else usual
-    )  # the XDG standard: ignore relative ones
-    return folder / "demask" / "costs.json" if folder.is_absolute() else False
+    """The file in the user's cache folder; False if there is no such folder."""
+    folder = cache_folder()
+    return False if folder is None else folder / "costs.json"
 
 
 def _machine(threads: int) -> str:

@@ -1,4 +1,4 @@
-"""Kernels compiled to machine code in this process by LLVM, without a compiler or files."""
+"""Kernels compiled to machine code by LLVM in this process, or by an earlier one (`code_files`)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,31 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from demask.kernels.llvm.code_files import CodeFiles
 from demask.kernels.llvm.emitter import Emitter, Kernel
 from demask.kernels.llvm.isa import Isa, host
+from demask.kernels.llvm.kernel_key import kernel_key
 
 
-def source(kernels: Iterable[Kernel], isa: Isa) -> str:
-    """The LLVM IR of a module that has these kernels as functions k0, k1, ..."""
-    module = ir.Module("kernels")
+def source(kernels: Iterable[Kernel], isa: Isa, names: Iterable[str] | None = None) -> str:
+    """The LLVM IR of a module that has these kernels as functions.
+
+    names: of the functions; k0, k1, ... by default.
+    """
+    module, kernels = ir.Module("kernels"), list(kernels)
     module.triple = isa.triple
-    for number, kernel in enumerate(kernels):
-        e = Emitter(module, f"k{number}", kernel.arguments, isa)
+    names = (f"k{number}" for number in range(len(kernels))) if names is None else names
+    for name, kernel in zip(names, kernels, strict=True):
+        e = Emitter(module, name, kernel.arguments, isa)
         kernel.emit(e)
         e.finish()
     return str(module)
+
+
+def target_machine(isa: Isa) -> llvm.TargetMachine:
+    """LLVM's target for an instruction set."""
+    target = llvm.Target.from_triple(isa.triple)
+    return target.create_target_machine(cpu=isa.cpu, features=isa.features, opt=3)
 
 
 def optimized(text: str, isa: Isa) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
@@ -30,8 +42,7 @@ def optimized(text: str, isa: Isa) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
     Unrolling short loops over nonzeros takes several times as long to compile and gains nothing;
     kernels write vectors explicitly.
     """
-    target = llvm.Target.from_triple(isa.triple)
-    machine = target.create_target_machine(cpu=isa.cpu, features=isa.features, opt=3)
+    machine = target_machine(isa)
     module = llvm.parse_assembly(text)
     module.verify()
     options = llvm.PipelineTuningOptions(speed_level=2)
@@ -51,12 +62,17 @@ def assembly(kernels: Iterable[Kernel], isa: Isa) -> str:
 
 
 class Code:
-    """Compiled kernels, cached as long as the process lives."""
+    """Compiled kernels, cached as long as the process lives.
 
-    def __init__(self) -> None:
+    files: those of earlier and later processes, if any. compiled: how many this process compiled.
+    """
+
+    def __init__(self, files: CodeFiles | None = None) -> None:
         self.known: dict[tuple[Any, Isa], int] = {}
         self.engines: list[Any] = []
         self.lock = threading.Lock()
+        self.files = files
+        self.compiled = 0
 
     def addresses(self, kernels: Iterable[Kernel], isa: Isa | None = None) -> dict[Any, int]:
         """Entry address of each kernel.
@@ -68,13 +84,38 @@ class Code:
         with self.lock:
             missing = [kernel for kernel in requested if (kernel, isa) not in self.known]
             if missing:
-                module, machine = optimized(source(missing, isa), isa)
-                engine = llvm.create_mcjit_compiler(module, machine)
-                engine.finalize_object()
-                self.engines.append(engine)
-                for number, kernel in enumerate(missing):
-                    self.known[kernel, isa] = engine.get_function_address(f"k{number}")
+                for kernel, address in zip(missing, self._loaded(missing, isa), strict=True):
+                    self.known[kernel, isa] = address
             return {kernel: self.known[kernel, isa] for kernel in requested}
 
+    def _loaded(self, kernels: list[Kernel], isa: Isa) -> list[int]:
+        """Entry addresses of kernels that are not known yet."""
+        module = llvm.parse_assembly("")
+        module.triple = isa.triple
+        engine = llvm.create_mcjit_compiler(module, target_machine(isa))
+        names = []
+        for number, kernel in enumerate(kernels):
+            key = kernel_key(kernel, isa)
+            name = f"k{number}" if key is None else f"k_{key}"
+            if name not in names:  # kernels with NaN as fill values differ from each other
+                content = self._object(kernel, isa, name, key)
+                engine.add_object_file(llvm.ObjectFileRef.from_data(content))
+            names.append(name)
+        engine.finalize_object()
+        self.engines.append(engine)
+        return [engine.get_function_address(name) for name in names]
 
-CODE = Code()
+    def _object(self, kernel: Kernel, isa: Isa, name: str, key: str | None) -> bytes:
+        """An object file with a kernel as a function of this name."""
+        files = None if key is None else self.files
+        content = None if files is None or key is None else files.read(key)
+        if content is None:
+            self.compiled += 1
+            module, machine = optimized(source([kernel], isa, [name]), isa)
+            content = machine.emit_object(module)
+            if files is not None and key is not None:
+                files.write(key, content)
+        return content
+
+
+CODE = Code(CodeFiles.usual())

@@ -1,0 +1,121 @@
+"""Machine code of kernels in the user's cache folder, one file per kernel, named by content.
+
+A process runs what these files contain. The folder must therefore belong to the user of the process
+and be closed to all others (mode 0700), and so must each file; otherwise nothing is read or
+written. Files that are damaged, missing or not readable are as if they had never been written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from demask.machine.cache_folder import cache_folder
+
+HEADER = b"demask kernel 1\n"
+LIMIT = 2**28  # bytes of all files; the ones not used for longest are removed first
+MOST = 2**24  # bytes of a file
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+@dataclass(slots=True, eq=False)
+class CodeFiles:
+    """The files in a folder, which is created when the first is written.
+
+    limit: most bytes of all files.
+    """
+
+    folder: Path
+    limit: int = LIMIT
+    size: int | None = None  # bytes of all files as far as known; None: not counted
+
+    @classmethod
+    def usual(cls) -> CodeFiles | None:
+        """The files in demask's cache folder; None where the system has no such folder or does not
+        tell whose files are."""
+        folder = cache_folder() if hasattr(os, "geteuid") else None
+        return None if folder is None else cls(folder / "kernels")
+
+    def read(self, name: str) -> bytes | None:
+        """The content written under a name; None if there is none or it is damaged."""
+        with suppress(OSError), self._opened() as folder:
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+            with os.fdopen(file, "rb") as stream:
+                if not _is_private(os.fstat(file), stat.S_ISREG):
+                    return None
+                data = stream.read(MOST + 1)
+                with suppress(OSError):  # a file system that is only read
+                    os.utime(file)  # marks it as used
+            content = data[len(HEADER) + 32 :]
+            return content if data == _framed(name, content) else None
+        return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file at once or not at all; does nothing where the folder must not be used."""
+        data = _framed(name, content)
+        if len(data) > MOST:
+            return
+        with suppress(OSError), self._opened(create=True) as folder:
+            new = f".new-{secrets.token_hex(16)}"
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+                with os.fdopen(os.open(new, flags, 0o600, dir_fd=folder), "wb") as stream:
+                    stream.write(data)
+                os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(new, dir_fd=folder)
+                raise
+            self._bound(folder, len(data))
+
+    @contextmanager
+    def _opened(self, create: bool = False) -> Iterator[int]:
+        """The folder's descriptor. Raises OSError if it is missing or not closed to others."""
+        if create and not self.folder.exists():
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if not _is_private(os.fstat(folder), stat.S_ISDIR):
+                raise OSError(f"{self.folder} is open to others")
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _bound(self, folder: int, written: int) -> None:
+        """Remove the oldest files if there are too many bytes, down to three quarters."""
+        if self.size is not None and self.size + written <= self.limit:
+            self.size += written
+            return
+        files = []
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with suppress(OSError):  # another process removed it
+                    status = entry.stat(follow_symlinks=False)
+                    files.append((status.st_mtime_ns, status.st_size, entry.name))
+        self.size = sum(size for _, size, _ in files)
+        if self.size <= self.limit:
+            return
+        for _, size, name in sorted(files):
+            if self.size <= self.limit * 3 // 4:
+                break
+            self.size -= size
+            with suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+
+
+def _is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    """Whether a file of this kind belongs to the user of the process and is closed to others."""
+    own = status.st_uid == os.geteuid() and not status.st_mode & OTHERS
+    return own and is_kind(status.st_mode)
+
+
+def _framed(name: str, content: bytes) -> bytes:
+    """A file: header, hash of name and content, content."""
+    return HEADER + hashlib.sha256(name.encode() + content).digest() + content
