@@ -24,12 +24,13 @@ from demask.sparse.plan.tile_layout import (
     Border,
     GridLayout,
     TileGrid,
+    at_array,
     commons,
     grid_for,
     widened,
 )
 from demask.sparse.plan.tiling import Tiling, TilingProblem, best
-from demask.sparse.plan.value_moves import Moves, as_windows, elements
+from demask.sparse.plan.value_moves import Moves, as_windows, elements, rows_of
 from demask.sparse.plan.window_piece import (
     LayerWeight,
     WindowPiece,
@@ -276,12 +277,12 @@ class TapeBuilder:
 
     def _copy(self, value: int, to: Buffer, positions: set[At]) -> None:
         """Write a copy of a value in another layout, including borders, at these positions."""
-        source, moves, rows = self.main(value), self._moves(value), []
-        for position in sorted(positions & set(to.layout.around())):
-            image, y, x, is_inside = to.layout.pixels(position)
-            pixel = [np.where(is_inside, a, 0) for a in (image, y, x)]
-            element_numbers = np.where(is_inside, source.layout.element(*pixel), -1)
-            rows.append((position[0], to.layout.line(*position), element_numbers))
+        source, moves = self.main(value), self._moves(value)
+        at = at_array(sorted(positions & set(to.layout.around())))
+        image, y, x, is_inside = to.layout.pixels(at)
+        pixel = [np.where(is_inside, a, 0) for a in (image, y, x)]
+        numbers = np.where(is_inside, source.layout.element(*pixel), -1)
+        rows = rows_of(to.layout, at, numbers)
         moves.moved(move.Gather(to.fill), (source, 0), (to, 0), to.layout,
                     (moves.pitch(source), moves.pitch(to)), rows)  # fmt: skip
 

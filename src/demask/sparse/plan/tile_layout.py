@@ -10,8 +10,9 @@ Further images are further tiles. Tokens are an image of one row.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -58,11 +59,17 @@ class TileGrid:
 
     def part(self, number: int) -> Area:
         """First row, first column, rows and columns of a part of a tile."""
-        length = self.height if self.by_rows else self.width
-        begin, end = (length * k // self.parts for k in (number, number + 1))
-        if self.by_rows:
-            return begin, 0, end - begin, self.width
-        return 0, begin, self.height, end - begin
+        return areas_of(self)[number]
+
+
+@functools.cache
+def areas_of(grid: TileGrid) -> tuple[Area, ...]:
+    """First row, first column, rows and columns of each part of a tile."""
+    length = grid.height if grid.by_rows else grid.width
+    spans = [(length * k // grid.parts, length * (k + 1) // grid.parts) for k in range(grid.parts)]
+    if grid.by_rows:
+        return tuple((begin, 0, end - begin, grid.width) for begin, end in spans)
+    return tuple((0, begin, grid.height, end - begin) for begin, end in spans)
 
 
 def commons(lanes: int) -> Iterator[tuple[int, int]]:
@@ -129,7 +136,7 @@ class GridLayout:
     @property
     def row(self) -> int:
         """Lines from a row of a part to the next row."""
-        width = max(self.grid.part(k)[3] for k in range(self.grid.parts))
+        width = max(area[3] for area in areas_of(self.grid))
         return width + self.border[2] + self.border[3]
 
     @property
@@ -138,7 +145,7 @@ class GridLayout:
 
         An odd number, so that one position of many channels is spread over all sets of a cache.
         """
-        height = max(self.grid.part(k)[2] for k in range(self.grid.parts))
+        height = max(area[2] for area in areas_of(self.grid))
         return (self.row * (height + self.border[0] + self.border[1])) | 1
 
     @property
@@ -146,8 +153,8 @@ class GridLayout:
         """Bytes of one part."""
         return self.size[1] * self.pitch * 4 * self.lanes
 
-    def line(self, part: int, i: int, j: int) -> int:
-        """The line of a position of channel 0."""
+    def line(self, part: Any, i: Any, j: Any) -> Any:
+        """The line of a position of channel 0; numbers, or arrays of them."""
         return part * self.part_pitch + (i + self.border[0]) * self.row + j + self.border[2]
 
     def inside(self) -> Iterator[At]:
@@ -164,11 +171,12 @@ class GridLayout:
             for i in range(-above, height + below):
                 yield from ((part, i, j) for j in range(-left, width + right))
 
-    def pixels(self, at: At) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Image, y and x of each lane at a position, and whether they are inside of the image."""
+    def pixels(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Image, y and x of each lane at positions [n, 3], and whether they are inside of the
+        image. Images are [lanes], the others [n, lanes]."""
         grid, lane = self.grid, np.arange(self.lanes)
-        part, i, j = at
-        first_i, first_j, _, _ = grid.part(part)
+        part, i, j = (numbers[:, None] for numbers in at.T)
+        first_i, first_j, _, _ = (numbers[part] for numbers in np.array(areas_of(grid)).T)
         tiles_per_image = grid.rows * grid.columns
         image, tile = lane // tiles_per_image, lane % tiles_per_image
         y = tile // grid.columns * grid.height + first_i + i
@@ -187,7 +195,7 @@ class GridLayout:
     def _lines(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         """Lines of positions relative to the first row and column of the tile."""
         grid = self.grid
-        firsts = np.array([grid.part(k)[0 if grid.by_rows else 1] for k in range(grid.parts)])
+        firsts = np.array([area[0 if grid.by_rows else 1] for area in areas_of(grid)])
         split_position = i if grid.by_rows else j
         part = np.searchsorted(firsts, split_position, side="right") - 1
         part_i, part_j = (i - firsts[part], j) if grid.by_rows else (i, j - firsts[part])
@@ -210,20 +218,22 @@ def permutations(
     included. stored: the layout of source lines, if it has another border.
     """
     moves: dict[tuple[int, ...], list[tuple[At, int, int]]] = {}
-    grid = layout.grid
+    grid, at = layout.grid, at_array(layout.around())
     used = grid.images * grid.rows * grid.columns
-    for position in layout.around():
-        part, i, j = position
-        image, y, x, is_inside = layout.pixels(position)
-        first_i, first_j, height, width = grid.part(part)
-        if 0 <= i < height and 0 <= j < width and bool(is_inside[:used].all()):
-            continue
-        lane = layout.element(image, np.maximum(y, 0), np.maximum(x, 0)) % layout.lanes
-        lanes = tuple(np.where(is_inside, lane, -1).tolist())
-        source_position = (
-            np.array([(first_i + i) % grid.height]),
-            np.array([(first_j + j) % grid.width]),
-        )
-        source = int((stored or layout)._lines(*source_position)[0])
-        moves.setdefault(lanes, []).append((position, source, layout.line(*position)))
+    image, y, x, is_inside = layout.pixels(at)
+    first_i, first_j, height, width = np.array(areas_of(grid)).T[:, at[:, 0]]
+    part, i, j = at.T
+    is_own = (i >= 0) & (i < height) & (j >= 0) & (j < width) & is_inside[:, :used].all(1)
+    lanes = layout.element(image, np.maximum(y, 0), np.maximum(x, 0)) % layout.lanes
+    lanes = np.where(is_inside, lanes, -1)
+    sources = (stored or layout)._lines((first_i + i) % grid.height, (first_j + j) % grid.width)
+    targets = layout.line(part, i, j)
+    for k in np.flatnonzero(~is_own):
+        move = tuple(at[k].tolist()), int(sources[k]), int(targets[k])
+        moves.setdefault(tuple(lanes[k].tolist()), []).append(move)
     return moves
+
+
+def at_array(positions: Iterable[At]) -> np.ndarray:
+    """Positions as an array [n, 3] of int64."""
+    return np.array(list(positions), np.int64).reshape(-1, 3)

@@ -13,7 +13,7 @@ from demask.kernels.cpu import relayout as move
 from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layer_windows import first_read, windows
 from demask.sparse.plan.tape import Buffer, KernelCall, Location, NoPlan, Tape, by_thread
-from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, permutations
+from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, at_array, permutations
 from demask.sparse.segment_program import ConvStep, PoolStep, SelectStep
 
 Row = tuple[int, int, np.ndarray]  # part, line, elements of its lanes
@@ -119,17 +119,13 @@ class Moves:
         above, _, left, _ = x_layout.border
         axis_taps = [[tap for tap in taps if tap is not None] for taps in window.taps]
         taps = [(dy + above) * x_layout.row + dx + left for dy, dx in product(*axis_taps)]
-        rows, scales = [], []
-        for at in out_layout.inside():
-            rows.append((first_read(window, x_layout, out_layout, at), out_layout.line(*at)))
-            _, y, col, is_inside = out_layout.pixels(at)
-            counts = _counts(step, 0, y, x_layout.size[2]) * _counts(step, 1, col, x_layout.size[3])
-            scales.append(np.where(is_inside, 1 / np.maximum(counts, 1), 0))
-        kernel, parts = (
-            move.PoolKernel(tuple(taps), step.mean),
-            [at[0] for at in out_layout.inside()],
-        )
-        table, scale = np.array(rows, np.int32), np.stack(scales)
+        at = at_array(out_layout.inside())
+        rows = [(first_read(window, x_layout, out_layout, position), out_layout.line(*position))
+                for position in at.tolist()]  # fmt: skip
+        _, y, col, is_inside = out_layout.pixels(at)
+        counts = _counts(step, 0, y, x_layout.size[2]) * _counts(step, 1, col, x_layout.size[3])
+        kernel, parts = move.PoolKernel(tuple(taps), step.mean), at[:, 0].tolist()
+        table, scale = np.array(rows, np.int32), np.where(is_inside, 1 / np.maximum(counts, 1), 0)
         for thread, picked, begin, end in self._work(out_layout, parts):
             self._add(kernel, x, out, (thread, begin, end), table[picked],
                       {"weights": _aligned(scale[picked])})  # fmt: skip
@@ -178,21 +174,19 @@ class Moves:
     def mean(self, x: Buffer, out: Buffer) -> None:
         """Write the means of images."""
         batch, _, height, width = x.layout.size
-        lines, weights = [], []
-        for at in x.layout.inside():
-            lines.append(x.layout.line(*at))
-            weights.append(x.layout.pixels(at)[3] / (height * width))
+        at = at_array(x.layout.inside())
+        weights = x.layout.pixels(at)[3] / (height * width)
         grid = x.layout.grid
         tiles_per_image = grid.rows * grid.columns
         groups = tuple(
             tuple(range(b * tiles_per_image, (b + 1) * tiles_per_image)) for b in range(batch)
         )
         elements = self._pixel_elements(out, batch)
-        fields = {"weights": _aligned(np.stack(weights)), "lines": elements.astype(np.int32)}
+        fields = {"weights": _aligned(weights), "lines": elements.astype(np.int32)}
         for thread, (begin, end) in enumerate(by_thread(x.layout.size[1], self.tape.threads)):
             if begin < end:
                 self._add(move.MeanKernel(groups), x, out, (thread, begin, end),
-                          np.array(lines, np.int32), fields)  # fmt: skip
+                          x.layout.line(*at.T).astype(np.int32), fields)  # fmt: skip
 
     def _pixel_elements(self, out: Buffer, batch: int) -> np.ndarray:
         """The element of the only pixel of each image; tokens are pixels of one row."""
@@ -217,14 +211,17 @@ class Moves:
 def elements(layout: GridLayout, stride: tuple[int, int, int, int],
               positions: Iterator[At]) -> list[Row]:  # fmt: skip
     """Positions with their lines and the elements of a strided tensor."""
-    rows = []
-    for at in positions:
-        image, y, x, is_inside = layout.pixels(at)
-        element = image * stride[0] + y * stride[2] + x * stride[3]
-        if is_inside.any() and int(element[is_inside].max()) >= 2**31:
-            raise NoPlan("a tensor has more than 2**31 elements")
-        rows.append((at[0], layout.line(*at), np.where(is_inside, element, -1)))
-    return rows
+    at = at_array(positions)
+    image, y, x, is_inside = layout.pixels(at)
+    element = image * stride[0] + y * stride[2] + x * stride[3]
+    if is_inside.any() and int(element[is_inside].max()) >= 2**31:
+        raise NoPlan("a tensor has more than 2**31 elements")
+    return rows_of(layout, at, np.where(is_inside, element, -1))
+
+
+def rows_of(layout: GridLayout, at: np.ndarray, elements: np.ndarray) -> list[Row]:
+    """Positions [n, 3] with their lines and the elements [n, lanes] of their lanes."""
+    return list(zip(at[:, 0].tolist(), layout.line(*at.T).tolist(), elements, strict=True))
 
 
 def _runs(moves: Sequence[tuple[int, At, int, int]]) -> tuple[tuple[int, int, int, int], ...]:
