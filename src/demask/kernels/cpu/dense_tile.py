@@ -2,8 +2,8 @@
 
     for tile: for block of input channels: for block of R output channels:
         acc[r][t] = bias[r] + add, or the sum of earlier blocks of input channels
-        for channel: for tap:
-            v[t] = x[channel · pitch + tap + t]
+        for channel: for row of taps: for tap:
+            v[t] = x[channel · pitch + row · tap_pitch + tap + t]
             acc[r][t] += broadcast(weight) · v[t]
         out[r][t] = act(acc[r][t])
 
@@ -15,6 +15,7 @@ Output channels are `wide` blocks of `rows` and then `thin` blocks of `rows` - 1
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,11 +27,12 @@ from demask.ops.activations import Act
 #: a tile of positions: its first line in x, out and the added tensor
 TILE = np.dtype([("x", "<i4"), ("out", "<i4"), ("add", "<i4"), ("hole", "<i4")])
 #: call of the kernel; x, out and add are (slot of the arena, byte offset); offsets: bytes of each
-#: channel, in tables; inner: input channels of a block; wide, thin: numbers of output blocks
+#: channel, in tables; tap_rows, tap_pitch: number of rows of taps, and bytes from row to row;
+#: inner: input channels of a block; wide, thin: numbers of output blocks
 CALL = np.dtype([(key, "<i8") for key in (
     "x_slot", "x", "out_slot", "out", "add_slot", "add", "x_offsets", "out_offsets",
-    "add_offsets", "channels", "inner", "wide", "thin", "weights", "biases", "tiles", "tile_begin",
-    "tile_end")])  # fmt: skip
+    "add_offsets", "tap_rows", "tap_pitch", "channels", "inner", "wide", "thin", "weights",
+    "biases", "tiles", "tile_begin", "tile_end")])  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,9 @@ class DenseTileKernel:
     """The kernel for tiles of one shape.
 
     x, out, add: lines of its positions in x, out and the added tensor, relative to the first. taps:
-    lines of the kernel's positions, relative to the first. rows: output channels of a wide block.
-    unroll: input channels per iteration.
+    lines of the kernel's positions in one row, relative to the first. rows: output channels of a
+    wide block. unroll: input channels per iteration; 0: one, by a loop over rows of taps. Rows
+    are not written out: 49 taps would take seconds to compile, and run slower.
     """
 
     x: tuple[int, ...]
@@ -101,7 +104,7 @@ class DenseTileKernel:
                 for row_out, row in zip(out, sums, strict=True):
                     for line, sum_ in zip(self.out, row, strict=True):
                         sum_.set(e.read(row_out, line))
-        self._products(e, x, weight, sums)
+        self._products(e, fields, x, weight, sums)
         with e.b.if_then(ends[1]):
             for sum_ in (sum_ for row in sums for sum_ in row):
                 sum_.set(activated(e, sum_.get(), self.act))
@@ -118,27 +121,45 @@ class DenseTileKernel:
                 added = None if self.add is None else e.read(add[r], self.add[t])
                 sum_.set(value if added is None else e.b.fadd(added, value))
 
-    def _products(self, e: Emitter, x: tuple[Value, Value, Value], weight: Variable,
-                  sums: list[list[Variable]]) -> None:  # fmt: skip
+    def _products(self, e: Emitter, fields: Fields, x: tuple[Value, Value, Value],
+                  weight: Variable, sums: list[list[Variable]]) -> None:  # fmt: skip
         """Add the products of the input channels of a block."""
         tile, offsets, count = x
 
-        def channels(first: Value, number: int) -> None:
-            weights, k, table = e.pointer(weight.get()), 0, e.at(offsets, first, I64)
-            for n in range(number):
-                channel = e.opaque(e.at(tile, e.load(I64, table, n)))
-                for tap in self.taps:
-                    vectors = [e.read(channel, tap + t) for t in self.x]
-                    for row in sums:
-                        value = e.splat(e.load(FLOAT, weights, k))
-                        k += 1
-                        for vector, sum_ in zip(vectors, row, strict=True):
-                            sum_.set(e.fma(value, vector, sum_.get()))
-            weight.set(e.b.add(weight.get(), I64(4 * k)))
+        def channel(number: Value) -> Value:
+            return e.at(tile, e.load(I64, offsets, number))
 
+
+        if not self.unroll:
+            with e.loop(I64(0), count) as number:
+                first = channel(number)
+                with e.loop(I64(0), fields["tap_rows"]) as row:
+                    address = e.at(first, e.b.mul(row, fields["tap_pitch"]))
+                    self._taps(e, [address], weight, sums)
+            return
         whole = e.b.sub(count, e.b.srem(count, I64(self.unroll)))
-        with e.loop(I64(0), whole, self.unroll) as first:
-            channels(first, self.unroll)
+        with e.loop(I64(0), whole, self.unroll) as number:
+            table = e.at(offsets, number, I64)
+            channels = [e.at(tile, e.load(I64, table, n)) for n in range(self.unroll)]
+            self._taps(e, channels, weight, sums)
         if self.unroll > 1:
-            with e.loop(whole, count) as first:
-                channels(first, 1)
+            with e.loop(whole, count) as number:
+                self._taps(e, [channel(number)], weight, sums)
+
+    def _taps(self, e: Emitter, channels: list[Value], weight: Variable,
+              sums: list[list[Variable]]) -> None:  # fmt: skip
+        """Add the products of one row of taps of the channels at these addresses."""
+        weights, k = e.pointer(weight.get()), 0
+        # Sums are values here, not variables: LLVM compiles a third of the instructions.
+        totals = [[sum_.get() for sum_ in row] for row in sums]
+        for channel in map(e.opaque, channels):
+            for tap in self.taps:
+                vectors = [e.read(channel, tap + t) for t in self.x]
+                for row in totals:
+                    value = e.splat(e.load(FLOAT, weights, k))
+                    k += 1
+                    row[:] = map(functools.partial(e.fma, value), vectors, row)
+        for row, row_totals in zip(sums, totals, strict=True):
+            for sum_, total in zip(row, row_totals, strict=True):
+                sum_.set(total)
+        weight.set(e.b.add(weight.get(), I64(4 * k)))

@@ -77,15 +77,15 @@ def _problem(piece: WindowPiece, block: DenseBlock) -> DenseProblem:
 def _call(piece: WindowPiece, block: DenseBlock, tiling: DenseTiling, tiles: Sequence[At],
           size: tuple[int, int], isa: Isa) -> KernelCall:  # fmt: skip
     """The call of the dense kernel for tiles of one size."""
-    ys, xs = piece.window.taps
+    ys, xs = ([tap for tap in taps if tap is not None] or [0] for taps in piece.window.taps)
     x, out, add = piece.x.layout, piece.out.layout, piece.add.layout
-    taps = [(y + x.border[0]) * x.row + z + x.border[2] for y in ys for z in xs
-            if y is not None and z is not None] or [0]  # fmt: skip
     x_lines, out_lines, add_lines, table = tile_lines(piece, tiles, size)
-    table["x"] += min(taps)
-    relative, unroll = tuple(tap - min(taps) for tap in taps), UNROLLED if len(taps) == 1 else 1
+    table["x"] += (ys[0] + x.border[0]) * x.row + xs[0] + x.border[2]
+    taps = tuple(z - xs[0] for z in xs)
+    tap_pitch = (ys[1] - ys[0]) * x.row * isa.line if len(ys) > 1 else 0
+    unroll = UNROLLED if len(ys) * len(xs) == 1 else 0
     kernel = DenseTileKernel(
-        x_lines, out_lines, add_lines, relative, tiling.rows, piece.step.act, unroll
+        x_lines, out_lines, add_lines, taps, tiling.rows, piece.step.act, unroll
     )
     wide, thin = split_outputs(len(block.rows), tiling.rows) or (0, 0)
     pitches = [layout.pitch * isa.line for layout in (x, out, add)]
@@ -94,6 +94,7 @@ def _call(piece: WindowPiece, block: DenseBlock, tiling: DenseTiling, tiles: Seq
         "x_offsets": block.channels.astype(np.int64) * pitches[0],
         "out_offsets": block.rows.astype(np.int64) * pitches[1],
         "add_offsets": block.rows.astype(np.int64) * pitches[2],
+        "tap_rows": len(ys), "tap_pitch": tap_pitch,
         "channels": len(block.channels), "inner": tiling.inner, "wide": wide, "thin": thin,
         "weights": pack(block.weight, tiling),
         "biases": piece.weight.bias[block.rows].astype(np.float32),
