@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,8 +36,13 @@ class GraphEditor:
         self.program = program
         self.graph, self.copies = copy_graph(program) if graph is None else (graph, {})
         self.constants: dict[str, Constant] = dict(program.constants) if graph is None else {}
-        self.values = FakeValues.of(mode_of(program.graph))
         self.origin: fx.Node | None = None
+
+    @cached_property
+    def values(self) -> FakeValues:
+        """The fake values of the program. Computed when first read: a new mode imports
+        torch's compiler, which takes a second."""
+        return FakeValues.of(mode_of(self.program.graph))
 
     @classmethod
     def empty(cls, program: Program) -> GraphEditor:
