@@ -99,6 +99,7 @@ def _cost(problem: DenseProblem, tiling: DenseTiling) -> float:
     blocks = split_outputs(problem.outputs, tiling.rows) or (0, 0)
     passes = -(-problem.channels // tiling.inner)
 
+    @functools.cache
     def tile_cost(positions: int) -> float:
         cycles = 0.0
         for rows, count in zip((tiling.rows, tiling.rows - 1), blocks, strict=True):

@@ -26,8 +26,8 @@ WIDE = 2**16  # offsets from this on have 32 bits
 class Csr:
     """A checked weight with the row and column of each nonzero, bias and scale."""
 
-    rows: np.ndarray
-    columns: np.ndarray
+    rows: np.ndarray  # int32
+    columns: np.ndarray  # int32
     values: np.ndarray  # float32, int8, or bfloat16 stored as int16
     kind: str  # dtype name of the values
     bias: np.ndarray  # float32 per row
@@ -50,14 +50,14 @@ def read(step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int) -
     """
     weight = step.weight
     starts = _span(weights, weight.crow, (torch.int32,)).astype(np.int64)
-    column_indices = _span(weights, weight.col, (torch.int32,)).astype(np.int64)
+    column_indices = _span(weights, weight.col, (torch.int32,))
     dtypes = (torch.float32, torch.bfloat16) if weight.scale is None else (torch.int8,)
     values = _span(weights, weight.values, dtypes)
     if starts[0] != 0 or starts[-1] != len(column_indices) or (np.diff(starts) < 0).any():
         raise BadInput(f"expected row starts from 0 up to {len(column_indices)} in {_name(step)}")
     if len(column_indices) and (column_indices.min() < 0 or column_indices.max() >= columns):
         raise BadInput(f"expected columns below {columns} in {_name(step)}")
-    rows = np.repeat(np.arange(step.out), np.diff(starts))
+    rows = np.repeat(np.arange(step.out, dtype=np.int32), np.diff(starts))
     bias, scale = (np.full(step.out, fill, np.float32) if span is None
                    else _span(weights, span, (torch.float32,))
                    for span, fill in ((step.bias, 0.0), (weight.scale, 1.0)))  # fmt: skip
@@ -138,7 +138,7 @@ def packed(weight: Csr, places: Places, rows: np.ndarray, block: int, side: int,
     row, channel = number[weight.rows[nonzeros]], places.channels[nonzeros]
     blocks = int(channel.max()) // block + 1 if len(channel) else 1
     count = len(rows)
-    block_number = channel // block
+    block_number = (channel // block).astype(np.int64)
     cell = block_number * count + row
     order = np.argsort(cell, kind="stable")
     lengths = np.bincount(cell, minlength=blocks * count).reshape(blocks, count)
@@ -245,7 +245,8 @@ def _stream(weight: Csr, places: Places, order: np.ndarray, source: np.ndarray, 
     is_nonzero = source >= 0
     nonzero = order[source[is_nonzero]]
     values[is_nonzero] = weight.values[nonzero]
-    offsets[is_nonzero] = places.channels[nonzero] % block * places.pitch + places.lines[nonzero]
+    channels = (places.channels[nonzero] % block).astype(np.int64)  # offsets may have 32 bits
+    offsets[is_nonzero] = channels * places.pitch + places.lines[nonzero]
     largest = int(offsets.max()) if len(offsets) else 0
     return Stream(
         table, records, offsets.astype(np.uint16 if largest < WIDE else np.uint32), values

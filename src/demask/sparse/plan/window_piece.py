@@ -88,7 +88,8 @@ def _piece(step: ConvStep, window: OutputWindow, layer: LayerWeight, x: Buffer, 
     x_layout, kernel = x.layout, math.prod(step.kernel)
     weight, channels = layer.matrix, layer.channels
     ky, kx = weight.columns % kernel // step.kernel[1], weight.columns % step.kernel[1]
-    taps = [np.array([2**30 if tap is None else tap for tap in taps]) for taps in window.taps]
+    taps = [np.array([2**30 if tap is None else tap for tap in taps], np.int32)
+            for taps in window.taps]  # fmt: skip
     dy, dx = taps[0][ky], taps[1][kx]
     is_used = (dy < 2**30) & (dx < 2**30)
     if not is_used.all():
