@@ -59,7 +59,7 @@ class Emitter:
         self.entry = self.function.append_basic_block("entry")
         self.b = ir.IRBuilder(self.function.append_basic_block("body"))
         self.args = self.function.args
-        self.zeros = ir.Constant(self.ints, [0] * isa.lanes)  # one object is printed once
+        self.zeros: dict[int, Value] = {}  # by number of lanes, which kernels change
 
     def finish(self) -> None:
         """End the function."""
@@ -145,7 +145,9 @@ class Emitter:
         kind = ir.VectorType(value.type, self.lanes)
         undefined = ir.Constant(kind, ir.Undefined)
         first = self.b.insert_element(undefined, value, I32(0))
-        return self.b.shuffle_vector(first, undefined, self.zeros)
+        if self.lanes not in self.zeros:  # a constant is formatted once
+            self.zeros[self.lanes] = ir.Constant(self.ints, [0] * self.lanes)
+        return self.b.shuffle_vector(first, undefined, self.zeros[self.lanes])
 
     def intrinsic(self, name: str, result: Any, *kinds: Any) -> ir.Function:
         """The LLVM function with this name, declared in the module."""
