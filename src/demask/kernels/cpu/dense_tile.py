@@ -146,6 +146,30 @@ class DenseTileKernel:
             with e.loop(whole, count) as number:
                 self._taps(e, [channel(number)], weight, sums)
 
+    def _outer(self, e: Emitter, x: tuple[Value, int], weights: tuple[Value, int],
+               totals: list[list[Value]]) -> None:  # fmt: skip
+        """Add the products of the vectors at a tap and one weight per row.
+
+        Only the fewer of both are in registers at once: LLVM keeps the order of loads.
+        """
+
+        def vector(t: int) -> Value:
+            return e.read(x[0], x[1] + t)
+
+        def factor(r: int) -> Value:
+            return e.splat(e.load(FLOAT, weights[0], weights[1] + r))
+
+        if len(self.x) <= len(totals):
+            vectors = [vector(t) for t in self.x]
+            for r, row in enumerate(totals):
+                row[:] = map(functools.partial(e.fma, factor(r)), vectors, row)
+            return
+        factors = [factor(r) for r in range(len(totals))]
+        for k, t in enumerate(self.x):
+            value = vector(t)
+            for row, row_factor in zip(totals, factors, strict=True):
+                row[k] = e.fma(row_factor, value, row[k])
+
     def _taps(self, e: Emitter, channels: list[Value], weight: Variable,
               sums: list[list[Variable]]) -> None:  # fmt: skip
         """Add the products of one row of taps of the channels at these addresses."""
@@ -154,11 +178,8 @@ class DenseTileKernel:
         totals = [[sum_.get() for sum_ in row] for row in sums]
         for channel in map(e.opaque, channels):
             for tap in self.taps:
-                vectors = [e.read(channel, tap + t) for t in self.x]
-                for row in totals:
-                    value = e.splat(e.load(FLOAT, weights, k))
-                    k += 1
-                    row[:] = map(functools.partial(e.fma, value), vectors, row)
+                self._outer(e, (channel, tap), (weights, k), totals)
+                k += len(totals)
         for row, row_totals in zip(sums, totals, strict=True):
             for sum_, total in zip(row, row_totals, strict=True):
                 sum_.set(total)

@@ -22,6 +22,7 @@ MOST_ROWS = 16  # output channels of a block
 # Cycles: of a multiply-add and of a load of a vector; of a block of output channels, of each of its
 # sums, and of an iteration over input channels.
 PRODUCT, LOAD, BLOCK, SUM, STEP = 0.5, 0.5, 12.0, 1.5, 1.0
+LONG = 6  # vectors of a tile: with more and few rows, kernels take up to twice as long
 WAIT = 8  # sums that hide the latency of a multiply-add
 
 
@@ -81,6 +82,7 @@ def _tilings(problem: DenseProblem, isa: Isa) -> Iterator[tuple[tuple[int, int],
     for h, w in sorted(tiles):
         for rows in range(1, min(problem.outputs, MOST_ROWS) + 1):
             fits = rows * h * w + min(rows, h * w) + 1 < isa.registers
+            fits = fits and not (h * w > LONG and 1 < rows <= h * w // 2)
             if fits and split_outputs(problem.outputs, rows) is not None:
                 yield (h, w), rows
 
