@@ -59,6 +59,7 @@ def segmented(
     """
     editor = GraphEditor(program)
     _slice_splits(editor)
+    _select_added(editor)
     _expand_static_addends(editor)
     _read_sizes_from_inputs(editor)
     for node in editor.calls(aten.dropout.default):
@@ -148,6 +149,29 @@ def _slice_splits(editor: GraphEditor) -> None:
             x = node.args[0]
             part = editor.insert(user, user, aten.slice.Tensor, x, axis, begin, begin + size)
             editor.replace(user, part)
+    drop_unread(editor.graph)
+
+
+def _select_added(editor: GraphEditor) -> None:
+    """Replace index_add of channels by a selection from the added value and a sum."""
+    for node in editor.calls(aten.index_add.default):
+        arguments = schema.arguments(node)
+        index, source = editor.tensor(arguments["index"]), arguments["source"]
+        value = node.meta["val"]
+        axis, is_plain = arguments["dim"] % value.ndim, arguments["alpha"] == 1
+        count, added = value.shape[axis], source.meta["val"].shape[axis]
+        if index is None or axis != 1 or value.ndim != 4 or not is_plain:
+            continue
+        if type(count) is not int or type(added) is not int or len(index.unique()) < len(index):
+            continue
+        numbers = torch.full((count,), added)
+        numbers[index] = torch.arange(added)
+        pads = [0, 0, 0, 0, 0, 1]
+        padded = editor.insert(node, None, aten.constant_pad_nd.default, source, pads)
+        read = editor.add_constant(f"{node.name}_index", numbers, node)
+        spread = editor.insert(node, None, aten.index_select.default, padded, axis, read)
+        total = editor.insert(node, node, aten.add.Tensor, arguments["self"], spread)
+        editor.replace(node, total)
     drop_unread(editor.graph)
 
 
@@ -281,10 +305,14 @@ class _Steps:
         """A layer or a sum with all calls that can be fused into it, and their nodes."""
         chain, members = _LayerChain(call, call.node), {call.node}
         reader = self._reader(chain.last, fused)
+        while reader is not None and _can_select_rows(chain.call, reader):
+            chain = _LayerChain(_selected_rows(chain.call, reader), reader.node)
+            members.add(reader.node)
+            reader = self._reader(chain.last, fused)
         if call.is_layer and reader is not None and isinstance(reader.step, AddStep):
             left, right = reader.reads
             if left is not right:
-                other = right if left is call.node else left
+                other = right if left is chain.last else left
                 chain = replace(chain, last=reader.node, add=other)
                 members.add(reader.node)
                 reader = self._reader(chain.last, fused)
@@ -341,6 +369,22 @@ class _Steps:
         return self.values[source] if source in self.calls else self.inputs[source, kind]
 
 
+def _can_select_rows(layer: MatchedCall, reader: MatchedCall) -> bool:
+    """Whether a layer can compute a selection of its channels by other rows of its weight."""
+    step, selection = layer.step, reader.step
+    is_one_group = isinstance(step, LinearStep) or (isinstance(step, ConvStep) and step.groups == 1)
+    return is_one_group and isinstance(selection, SelectStep) and selection.stride == (1, 1)
+
+
+def _selected_rows(layer: MatchedCall, selection: MatchedCall) -> MatchedCall:
+    """A layer that computes the selected channels."""
+    assert isinstance(layer.step, (ConvStep, LinearStep)) and selection.channels is not None
+    channels = selection.channels
+    if layer.channels is not None:
+        channels = torch.where(channels < 0, -1, layer.channels[channels.clamp(min=0)])
+    return replace(layer, channels=channels, step=replace(layer.step, out=len(channels)))
+
+
 def _composed(first: MatchedCall, second: MatchedCall) -> MatchedCall:
     """Two selections of channels as one."""
     assert first.channels is not None and second.channels is not None
@@ -360,6 +404,13 @@ def csr(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return matrix[is_nonzero], crow, is_nonzero.nonzero()[:, 1].to(torch.int32)
 
 
+def _take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of a tensor; zeros for -1."""
+    result = tensor[rows.clamp(min=0)]
+    result[rows < 0] = 0
+    return result
+
+
 class _WeightStore:
     """The weights of a segment, while they are collected: flat tensors, with layers as spans."""
 
@@ -374,12 +425,18 @@ class _WeightStore:
         bias = self.editor.tensor(call.bias) if call.affine is None else call.affine[1]
         # The name identifies the weight; groups determine its matrix.
         groups = call.step.groups if isinstance(call.step, ConvStep) else 1
-        key = call.weight.target, None if call.bias is None else call.bias.target, groups
+        bias_name = None if call.bias is None else call.bias.target
+        rows = None if call.channels is None else tuple(call.channels.tolist())
+        key = call.weight.target, bias_name, groups, rows
         if key not in self.known:
             weight = self.editor.tensor(call.weight)
             assert weight is not None
+            own = matrix(call, weight)
+            if call.channels is not None:
+                own = _take_rows(own, call.channels)
+                bias = None if bias is None else _take_rows(bias, call.channels)
             bias_span = None if bias is None else self._add_span(VALUES, bias)
-            self.known[key] = self._matrix(matrix(call, weight)), bias_span
+            self.known[key] = self._matrix(own), bias_span
         return self.known[key]
 
     def channels(self, numbers: Tensor) -> Span:
