@@ -129,7 +129,6 @@ class DenseTileKernel:
         def channel(number: Value) -> Value:
             return e.at(tile, e.load(I64, offsets, number))
 
-
         if not self.unroll:
             with e.loop(I64(0), count) as number:
                 first = channel(number)

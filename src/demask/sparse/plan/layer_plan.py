@@ -11,17 +11,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from demask.kernels.cpu import relayout as move
 from demask.kernels.cpu.sparse_tile import CALL, SparseTileKernel
-from demask.kernels.cpu.sparse_vector import CALL as NARROW
-from demask.kernels.cpu.sparse_vector import SparseVectorKernel
 from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.dense_layer import emit_dense
 from demask.sparse.plan.depthwise_layer import emit_depthwise
-from demask.sparse.plan.layer_windows import is_pixelwise
-from demask.sparse.plan.pack_weights import Stream, dealt, packed, sliced
-from demask.sparse.plan.tape import Buffer, KernelCall, Tape
-from demask.sparse.plan.tile_layout import NO_BORDER, Area, At, GridLayout, TileGrid
+from demask.sparse.plan.narrow_layer import emit_narrow, is_narrow
+from demask.sparse.plan.pack_weights import Stream, dealt, packed
+from demask.sparse.plan.tape import KernelCall, Tape
+from demask.sparse.plan.tile_layout import Area, At
 from demask.sparse.plan.tiling import Tiling, TilingProblem, best, strips
 from demask.sparse.plan.window_piece import WindowPiece, tile_lines, tiles_by_size
 
@@ -55,60 +52,6 @@ def emit_alone(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> li
                 stream = _stream(piece, rows, tiling, isa)
                 _emit(tape, thread, piece, tiling, stream, dict(enumerate(areas)))
     return tilings
-
-
-def is_narrow(piece: WindowPiece) -> bool:
-    """Whether a layer has one position, so that lanes should be rows."""
-    batch, _, height, width = piece.out.layout.size
-    grid = piece.out.layout.grid
-    return is_pixelwise(piece.step) and batch * height * width == 1 and grid.positions == 1
-
-
-def emit_narrow(tape: Tape, isa: Isa, piece: WindowPiece) -> None:
-    """Write a layer with one position as a phase of its own."""
-    weight, outs = piece.weight, [b.layout for b in (piece.out, piece.add)]
-    kernel = SparseVectorKernel(piece.step.add is not None, piece.step.act, weight.kind)
-    zero = np.zeros(1, np.int64)
-    first = [4 * int(lay.element(zero, zero, zero)[0]) for lay in outs]  # bytes
-    for thread, rows in enumerate(dealt(weight.per_row() + 1, tape.threads)):
-        if not len(rows):
-            continue
-        slices = sliced(weight, rows, isa.lanes)
-        slice_rows, source = slices.rows, np.maximum(slices.source, 0)
-        columns, values = (
-            np.zeros(source.shape, np.int32),
-            np.zeros(source.shape, weight.values.dtype),
-        )
-        if len(weight):
-            columns[:] = piece.places.channels[source]
-            values[:] = np.where(slices.source >= 0, weight.values[source], 0)
-        elements = [
-            np.where(slice_rows >= 0, slice_rows * lay.pitch * isa.lanes, -1) for lay in outs
-        ]
-        buffers = {"x": (_compacted(tape, isa, thread, piece.x), 0), "out": (piece.out, first[0]),
-                   "add": (piece.add, first[1])}  # fmt: skip
-        tape.add(thread, KernelCall(kernel, NARROW, buffers, {
-            "begin": 0, "end": len(slice_rows), "ends": slices.ends, "columns": columns,
-            "values": values,
-            "outs": elements[0].astype(np.int32), "adds": elements[1].astype(np.int32),
-            "biases": weight.bias[slice_rows], "scales": weight.scale[slice_rows]}))  # fmt: skip
-
-
-def _compacted(tape: Tape, isa: Isa, thread: int, x: Buffer) -> Buffer:
-    """Write a copy of all channels of the only position, contiguous, for one thread.
-
-    Gathers from it stay in the L1 cache.
-    """
-    x_layout, zero = x.layout, np.zeros(1, np.int64)
-    count = -(-x_layout.size[1] // isa.lanes)
-    compact = Buffer(GridLayout((1, count, 1, 1), TileGrid(1, 1, 1, 1, 1), NO_BORDER, isa.lanes))
-    table = np.full(count * isa.lanes, -1, np.int32)
-    table[: x_layout.size[1]] = np.arange(x_layout.size[1]) * x_layout.pitch * isa.lanes
-    table[: x_layout.size[1]] += x_layout.element(zero, zero, zero).astype(np.int32)
-    tape.add(thread, KernelCall(move.Gather(), move.CALL, {"x": (x, 0), "out": (compact, 0)}, {
-        "begin": 0, "end": 1, "count": count, "table": table,
-        "lines": np.arange(count, dtype=np.int32)}))  # fmt: skip
-    return compact
 
 
 def emit_chain(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> list[Tiling]:
