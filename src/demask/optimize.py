@@ -35,7 +35,7 @@ from demask.shrink.pipeline import shrink_program, sliced_shape
 from demask.shrink.program_size import count_removed, measure_program
 from demask.shrink.submodules import merge_records, part_dynamic_shapes, replace_submodules
 from demask.sparse.segment.build_segments import layers_of
-from demask.sparse.segment.candidates import SparseCandidates
+from demask.sparse.segment.candidates import SegmentCandidates
 from demask.tune.candidates import Candidate, generate_candidates
 from demask.tune.epilogue import is_fused, unfuse
 from demask.tune.layer_costs import LayerCosts
@@ -43,7 +43,7 @@ from demask.tune.module.optimized_module import Optimized
 from demask.tune.race import CandidateRace, clone_inputs
 
 BACKENDS, PRECISIONS = ("torch", "sparse"), ("bf16", "int8")
-# A sparse candidate that takes less than this share of the time of all dense layers has won.
+# A candidate with segments that takes less than this share of the time of all dense layers has won.
 AHEAD = 0.7
 DRAWS = 3  # random inputs on which lossy storage is judged, in addition to the example
 DEMASKED, PARTS = "demasked alone", "parts optimized one by one"
@@ -151,10 +151,10 @@ def _check(precision: str | None, backends: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Options of the caller: whether sparse candidates are allowed, the precision of their weights,
+    """Options of the caller: whether segments are allowed, the precision of their sparse weights,
     the cache of costs, the op table."""
 
-    sparse: bool
+    segments: bool
     precision: str | None
     cache: Any
     table: Table
@@ -328,9 +328,13 @@ def optimized_provenance(program: Program, provenance: Provenance, table: Table)
     """The provenance of an optimized program: its sizes, cuts, and ops that only adapt shapes."""
     whole = unfuse(program)
     sizes = measure_program(whole, Analysis(whole, table).relations)
-    sparse = layers_of(whole)
-    sizes = replace(sizes, macs=sizes.macs + sum(layer.products for layer in sparse))
-    densities = {layer.name: layer.stored / layer.weights for layer in sparse if layer.weights}
+    in_segments = layers_of(whole)
+    sizes = replace(sizes, macs=sizes.macs + sum(layer.products for layer in in_segments))
+    densities = {
+        layer.name: layer.stored / layer.weights
+        for layer in in_segments
+        if layer.stored < layer.weights
+    }
     cuts = {
         name: cut
         for name, cut in provenance.cuts.items()
@@ -364,13 +368,14 @@ def _enter_candidates(
     race: CandidateRace, program: Program, smaller: Program, provenance: Provenance,
     wanted: _Wanted, progress: ProgressCallback,
 ) -> Iterator[str]:  # fmt: skip
-    """Add sparse candidates to the race, then dense ones; yield which fail, and why."""
+    """Add candidates with segments to the race, then others; yield which fail, and why."""
     costs = Costs.open(wanted.cache, threads=race.threads, measure=race.device == CPU)
     asker = LayerCosts(costs, smaller.example)
-    sparse = SparseCandidates(asker, wanted.table, wanted.precision)
-    if wanted.sparse and race.device == CPU:
-        yield from _enter_all(race, sparse.forms(smaller, program, progress), provenance, progress)
-    dense = _dense_candidates(race, smaller, asker, sparse, progress)
+    segments = SegmentCandidates(asker, wanted.table, wanted.precision)
+    if wanted.segments and race.device == CPU:
+        forms = segments.forms(smaller, program, progress)
+        yield from _enter_all(race, forms, provenance, progress)
+    dense = _dense_candidates(race, smaller, asker, segments, progress)
     yield from _enter_all(race, dense, provenance, progress)
     costs.save()
 
@@ -399,14 +404,14 @@ def _first_line(error: Exception) -> str:
 
 
 def _dense_candidates(
-    race: CandidateRace, smaller: Program, asker: LayerCosts, sparse: SparseCandidates,
+    race: CandidateRace, smaller: Program, asker: LayerCosts, segments: SegmentCandidates,
     progress: ProgressCallback,
 ) -> Iterator[Candidate]:  # fmt: skip
-    """The dense candidates, unless a sparse one is far faster."""
-    if race.modules and min(race.screened().values()) < AHEAD * sparse.least:
-        return  # the layers of a dense candidate alone take longer
+    """The candidates without segments, unless one with segments is far faster."""
+    if race.modules and min(race.screened().values()) < AHEAD * segments.least:
+        return  # the layers of a candidate without segments alone take longer
     yield Candidate(DEMASKED, smaller)
-    yield from generate_candidates(smaller, asker, sparse.table, progress)
+    yield from generate_candidates(smaller, asker, segments.table, progress)
 
 
 def _enter(race: CandidateRace, candidate: Candidate, provenance: Provenance) -> str:

@@ -43,6 +43,7 @@ from demask.sparse.segment_program import (
 
 SEGMENT = torch.ops.demask.segment.default
 VALUES, INDEX, NARROW = 0, 1, 2  # the weight tensors of a segment
+DENSE_FROM = 0.5  # share of nonzeros from which a weight is dense: CSR would need as many bytes
 NARROWEST = 127  # largest int8 in use; -128 has no positive counterpart
 aten = torch.ops.aten
 

@@ -1,29 +1,41 @@
-"""Candidates of a network that compute only with nonzeros of weights.
+"""Candidates of a network whose layers run in segments.
 
-The cost model predicts the dense and sparse seconds of each layer. `demask.optimize` measures whole
-candidates, as all others.
+`demask.optimize` measures whole candidates, as all others. The cost model predicts the seconds of
+layers: the dense ones tell whether other candidates can be as fast, the sparse ones which layers
+should be sparse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import cycle
-from math import inf, prod
+from math import prod
 
 import torch
 from torch import Tensor, fx
 
+from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant
 from demask.graph.program import Program as Whole
 from demask.graph.provenance import TuneDecision
 from demask.graph.queries import input_dependent
+from demask.kernels.llvm import availability as llvm
 from demask.machine.cost import Question
-from demask.ops import Table
+from demask.ops import Relation, Table, schema
+from demask.shrink.program_size import count_macs, sum_macs
 from demask.sparse.plan.segment_plan import SegmentPlan
-from demask.sparse.segment.build_segments import csr, name_of, segmented, segments_of
-from demask.sparse.segment.match_calls import MatchedCall, matrix
+from demask.sparse.segment.build_segments import (
+    DENSE_FROM,
+    NARROW,
+    csr,
+    name_of,
+    segmented,
+    segments_of,
+)
+from demask.sparse.segment.convex_groups import Wanted
+from demask.sparse.segment.match_calls import MatchedCall, calls_of, matrix
 from demask.sparse.segment_program import ConvStep, LinearStep, SegmentProgram, SparseWeight
 from demask.tune.candidates import GAIN, Candidate, CandidateBuilder, seconds_by_image_size
 from demask.tune.layer_costs import CACHE, LayerCosts
@@ -32,18 +44,21 @@ from demask.tune.passes.absorb_gathers import absorb_gathers
 from demask.tune.passes.fold_affine import fold_affine
 from demask.tune.passes.fuse_epilogues import epilogue_chain
 
-DENSEST = 0.6  # largest share of nonzeros of a sparse layer: above it no kernel is faster
-EACH, ALL = "sparse layers, where each is faster", "all sparse layers"
+ALL, EACH = "segments of all layers", "sparse layers, where each is faster"
 DENSE, SPARSE = "dense", "sparse"
+LEAST_SHARE = 0.5  # of the multiply-adds of a network, in segments of all layers
 GAIN_OF_EACH = 0.9  # share of sparse seconds below which a mix of dense and sparse layers pays
 SETS = 3  # inputs that a layer is timed with in turns, if one would stay in the cache
+# torch multiplies dense matrices of at least this size faster than a segment.
+TOKENS, WIDTH = 64, 256
 
 
 @dataclass(slots=True)
-class SparseCandidates:
-    """The sparse candidates of a network, for the sizes of its example input.
+class SegmentCandidates:
+    """The candidates of a network with segments, for the sizes of its example input.
 
-    precision: how weights are stored. least: dense seconds of the layers considered.
+    precision: how sparse weights are stored. least: seconds of the layers in segments, each in its
+    fastest implementation outside of them.
     """
 
     asker: LayerCosts
@@ -57,22 +72,35 @@ class SparseCandidates:
     ) -> Iterator[Candidate]:
         """Candidates of a network with removed channels, then of the original.
 
-        If many channels remain, leaving all of them may cost less than the calls between layers.
+        If many channels remain and layers are sparse, leaving all of them may cost less than the
+        calls between layers.
         """
-        if not any(map(_is_sparse, reduced.constants.values())):
+        if not llvm.is_installed():
+            return
+        is_useful = _share(reduced, self.asker, self.table) >= LEAST_SHARE
+        if not is_useful and not any(map(_is_sparse, reduced.constants.values())):
             return
         cut = _elements(reduced) < _elements(original)
         for name, base in _bases(reduced, original if cut else None, self.table):
+            if is_useful:
+                tell("building segments")
+                yield from self._new(self._all(ALL + name, base))
             tell("measuring sparse layers")
             sparse_layers = _SparseLayers(self.asker)
-            yield from self._new(self._candidate(ALL + name, base, sparse_layers))
-            seconds = sparse_layers.known.values()
-            self.least = max(self.least, sum(s[DENSE] for s in seconds))
-            mixed_seconds = sum(min(s.values()) for s in seconds)
+            mixed = self._candidate(EACH + name, base, sparse_layers.core, _is_depthwise)
+            mixed.decisions[:0] = sparse_layers.decisions()
             # If few layers are slightly faster dense, leaving and entering segments costs more.
-            if mixed_seconds < GAIN_OF_EACH * sum(s[SPARSE] for s in seconds):
-                sparse_layers.every = False
-                yield from self._new(self._candidate(EACH + name, base, sparse_layers))
+            if not is_useful or sparse_layers.are_worth_a_mix():
+                yield from self._new(mixed)
+            if not sparse_layers.known:
+                return
+
+    def _all(self, name: str, base: Whole) -> Candidate:
+        """The candidate with all layers in segments."""
+        layers = _AllLayers(self.asker)
+        candidate = self._candidate(name, base, layers.core, layers.core)
+        self.least = max(self.least, sum(layers.known.values()))
+        return candidate
 
     def _new(self, form: Candidate) -> Iterator[Candidate]:
         """The candidate, if it has segments and differs from earlier ones."""
@@ -81,15 +109,14 @@ class SparseCandidates:
             self.seen.add(graph_text)
             yield form
 
-    def _candidate(self, name: str, base: Whole, sparse_layers: _SparseLayers) -> Candidate:
+    def _candidate(self, name: str, base: Whole, core: Wanted, between: Wanted) -> Candidate:
         """One candidate: segments, and the fastest implementations of all other calls."""
-        form = self._outside(name, segmented(base, sparse_layers.core, sparse_layers.between))
-        form.decisions = [*sparse_layers.decisions(), *form.decisions]
+        form = self._outside(name, segmented(base, core, between))
         if self.precision is None:
             return form
-        narrow = segmented(
-            base, sparse_layers.core, sparse_layers.between, precision=self.precision
-        )
+        narrow = segmented(base, core, between, precision=self.precision)
+        if not _has_narrow_weights(narrow):
+            return form
         program = self._outside(name, narrow).program
         return replace(form, program=program, exact=form.program)
 
@@ -114,60 +141,98 @@ def _elements(program: Whole) -> int:
     return sum(constant.tensor.numel() for constant in program.constants.values())
 
 
-@dataclass(slots=True)
-class _SparseLayers:
-    """The choice of sparse layers of a program.
+def _share(program: Whole, asker: LayerCosts, table: Table) -> float:
+    """The share of a network's multiply-adds that segments of all layers would compute."""
+    relations = Analysis(program, table).relations
+    editor, wanted = GraphEditor(program), _AllLayers(asker)
+    calls = calls_of(editor, torch.float32)
+    names = {node.name for node, call in calls.items()
+             if call.is_layer and not wanted.is_large_product(editor, call)}  # fmt: skip
+    inside = sum(count_macs(relation, asker.example) for node, relation in relations.items()
+                 if node.name in names and isinstance(relation, Relation))  # fmt: skip
+    return inside / max(sum_macs(relations, asker.example), 1)
 
-    every: all possible layers, instead of those that the cost model predicts to be faster. Layers
-    between them are included.
-    """
+
+def _has_narrow_weights(program: Whole) -> bool:
+    return any(len(schema.arguments(node)["weights"]) > NARROW
+               for node, _ in segments_of(program.graph))  # fmt: skip
+
+
+def _density(editor: GraphEditor, call: MatchedCall) -> float:
+    """The share of nonzeros of a layer's weight; 1 for a norm."""
+    weight = editor.tensor(call.weight)
+    assert weight is not None
+    return 1.0 if call.affine is not None else float(weight.count_nonzero()) / weight.numel()
+
+
+def _is_depthwise(editor: GraphEditor, call: MatchedCall) -> bool:
+    """Whether a layer is a depthwise convolution, which costs less than leaving a segment."""
+    return isinstance(call.step, ConvStep) and call.step.groups == call.step.out
+
+
+@dataclass(slots=True)
+class _AllLayers:
+    """All layers of a program that segments should hold. known: dense seconds by node name."""
 
     asker: LayerCosts
-    every: bool = True
+    known: dict[str, float] = field(default_factory=dict)
+
+    def core(self, editor: GraphEditor, call: MatchedCall) -> bool:
+        """Whether a layer should be in a segment."""
+        if self.is_large_product(editor, call):
+            return False
+        name = call.node.name
+        if call.affine is None and name not in self.known:
+            self.known[name] = _dense_seconds(self.asker, call.node, (False, True))
+        return True
+
+    def is_large_product(self, editor: GraphEditor, call: MatchedCall) -> bool:
+        """Whether a layer is a product of large dense matrices."""
+        if not isinstance(call.step, LinearStep):
+            return False
+        weight = editor.tensor(call.weight)
+        assert weight is not None
+        tokens = prod(self.asker.shape(call.reads[0])[:-1])
+        is_large = tokens >= TOKENS and min(weight.shape) >= WIDTH
+        return is_large and _density(editor, call) >= DENSE_FROM
+
+
+@dataclass(slots=True)
+class _SparseLayers:
+    """The sparse layers of a program that the cost model predicts to be faster than dense ones."""
+
+    asker: LayerCosts
     known: dict[str, dict[str, float]] = field(default_factory=dict)  # node name -> seconds
     names: dict[str, str] = field(default_factory=dict)
-    live: dict[GraphEditor, set[fx.Node]] = field(default_factory=dict)
 
     def core(self, editor: GraphEditor, call: MatchedCall) -> bool:
         """Whether a layer is sparse and should be in a segment."""
-        weight = editor.tensor(call.weight)
-        assert weight is not None
-        density = float(weight.count_nonzero()) / weight.numel()
-        if density > DENSEST:
+        density = _density(editor, call)
+        if density >= DENSE_FROM:
             return False
         name = call.node.name
         if name not in self.known:
-            self.known[name] = self._predicted(editor, call, matrix(call, weight), density)
+            weight = editor.tensor(call.weight)
+            assert weight is not None
+            self.known[name] = self._predicted(call, matrix(call, weight), density)
             self.names[name] = name_of(editor, call)
-        seconds = self.known[name]
-        return seconds[SPARSE] < (inf if self.every else seconds[DENSE])
+        return self.known[name][SPARSE] < self.known[name][DENSE]
 
-    def between(self, editor: GraphEditor, call: MatchedCall) -> bool:
-        """Whether a dense layer may be in a segment.
-
-        A depthwise one costs less there than leaving the segment.
-        """
-        depthwise = isinstance(call.step, ConvStep) and call.step.groups == call.step.out
-        return self.every or depthwise
+    def are_worth_a_mix(self) -> bool:
+        """Whether dense and sparse layers, each where it is faster, take less time than sparse ones
+        alone."""
+        seconds = self.known.values()
+        mixed = sum(min(s.values()) for s in seconds)
+        return mixed < GAIN_OF_EACH * sum(s[SPARSE] for s in seconds)
 
     def decisions(self) -> list[TuneDecision]:
         """The choices for the layers that could be sparse."""
-        return [TuneDecision(self.names[node], self._form(seconds), seconds)
+        return [TuneDecision(self.names[node], min(seconds, key=seconds.__getitem__), seconds)
                 for node, seconds in self.known.items()]  # fmt: skip
 
-    def _form(self, seconds: Mapping[str, float]) -> str:
-        limit = inf if self.every else seconds[DENSE]
-        return SPARSE if seconds[SPARSE] < limit else DENSE
-
-    def _predicted(
-        self, editor: GraphEditor, call: MatchedCall, matrix: Tensor, density: float
-    ) -> dict[str, float]:
+    def _predicted(self, call: MatchedCall, matrix: Tensor, density: float) -> dict[str, float]:
         """Seconds of a layer in its fastest dense implementation, and with its nonzeros."""
-        if editor not in self.live:
-            self.live = {editor: input_dependent(editor.graph)}
-        epilogue = epilogue_chain(call.node, self.live[editor])
         layer = self.asker.of(call.node)
-        _, dense = self.asker.layer(layer, False, epilogue.after, other=epilogue.other is not None)
         count = round(float(f"{density:.2g}") * matrix.numel())
         pixels = prod(layer.out) // max(len(matrix), 1)
         bytes_moved = 4.0 * (prod(layer.x) + prod(layer.out)) + 8.0 * count
@@ -175,7 +240,17 @@ class _SparseLayers:
         shape = tuple(matrix.shape)
         make = _timed(call, layer.x, shape, count / max(matrix.numel(), 1))
         question = Question(name, 2.0 * count * pixels, bytes_moved, make)
+        dense = _dense_seconds(self.asker, call.node, (False,))
         return {DENSE: dense, SPARSE: self.asker.costs.seconds(question)}
+
+
+def _dense_seconds(asker: LayerCosts, node: fx.Node, layouts: tuple[bool, ...]) -> float:
+    """Seconds of a layer in its fastest dense implementation. layouts: whether images are in
+    channels last."""
+    epilogue = epilogue_chain(node, input_dependent(node.graph))
+    layer = asker.of(node)
+    return min(asker.layer(layer, last, epilogue.after, other=epilogue.other is not None)[1]
+               for last in (layouts if len(layer.x) == 4 else layouts[:1]))  # fmt: skip
 
 
 def _is_sparse(constant: Constant) -> bool:
@@ -183,7 +258,7 @@ def _is_sparse(constant: Constant) -> bool:
     tensor = constant.tensor
     if tensor.ndim < 2 or not tensor.numel() or tensor.dtype is not torch.float32:
         return False
-    return int(tensor.count_nonzero()) <= DENSEST * tensor.numel()
+    return int(tensor.count_nonzero()) < DENSE_FROM * tensor.numel()
 
 
 def _timed(
