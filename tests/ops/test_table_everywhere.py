@@ -189,10 +189,10 @@ def test_verify_compares_with_its_network_cut_alike(act: Act, table: Table) -> N
 
 
 @everywhere
-@pytest.mark.parametrize("form", ["demasked alone", "channels last", "all sparse layers"])
+@pytest.mark.parametrize("form", ["demasked alone", "channels last", "segments of all layers"])
 def test_optimize_keeps_what_was_cut(act: Act, table: Table, form: str, monkeypatch: Any) -> None:
     prefer(monkeypatch, form)
-    model = images(act, density=0.2 if "sparse" in form else 1.0)
+    model = images(act, density=0.2 if "segments" in form else 1.0)
     fast = optimize(model, (IMAGES,), table=table, cache=False)
     assert [d.chosen for d in fast.demasked.decisions[:1]] == [form]
     assert not any("left out" in note for note in fast.demasked.notes)

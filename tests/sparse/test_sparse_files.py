@@ -32,6 +32,7 @@ from test_sparse_segments import always, pruned, resnet
 run, saved = test_cli.run, test_cli.saved  # fixtures
 module = importlib.import_module("demask.optimize")
 race = importlib.import_module("demask.tune.race")
+FORMS = (ALL, EACH)
 X = torch.randn(2, 3, 33, 32, generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
 
@@ -239,7 +240,7 @@ def test_programs_that_do_not_fit_their_inputs_are_refused_when_called(network, 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Costs by the number of nonzeros, few rounds; the sparse forms win where there are any."""
+    """Costs by the number of nonzeros, few rounds; forms with segments win where there are any."""
     real = Costs.open.__func__
 
     def opened(cls, path=None, **options):
@@ -247,18 +248,22 @@ def quick(monkeypatch):
 
     monkeypatch.setattr(Costs, "open", classmethod(opened))
     monkeypatch.setattr(race, "lower_bound", lambda given, result: 1.0)
-    prefer(monkeypatch, "sparse")
+    prefer(monkeypatch, *FORMS)
 
 
-def prefer(monkeypatch, word: str) -> None:
-    """Let forms with this word in their name win every race."""
+def prefer(monkeypatch, *words: str) -> None:
+    """Let forms with one of these words in their name win every race."""
 
     def sampled(contenders, pairs=30, warmup=3, **_):
         for call in contenders.values():
             call(), call()
-        return {n: [0.5 if word in n else 1.0] * max(pairs, 2) for n in contenders}
+        return {n: [0.5 if is_named(n, words) else 1.0] * max(pairs, 2) for n in contenders}
 
     monkeypatch.setattr(race, "sample_seconds", sampled)
+
+
+def is_named(name: str, words: tuple[str, ...]) -> bool:
+    return any(word in name for word in words)
 
 
 def optimized(model: nn.Module, **options: Any) -> Demasked:
@@ -304,21 +309,25 @@ def test_the_report_says_which_layers_and_how_much_is_stored(model, fast, tmp_pa
     assert demask.report(demask.load(tmp_path / "fast.demask")).densities == report.densities
 
 
-def test_without_the_backend_nothing_is_sparse(model, quick):
+def test_without_the_backend_there_are_no_segments(model, quick):
     fast = optimized(model, backends=("torch",))
     assert not has_segments(fast)
-    assert not any("sparse" in name for name in fast.demasked.decisions[0].seconds)
+    assert not any(is_named(name, FORMS) for name in fast.demasked.decisions[0].seconds)
 
 
-def test_dense_networks_get_no_sparse_form(quick):
+def test_dense_networks_become_segments_without_sparse_layers(quick):
     dense = resnet().eval()
     fast = optimized(dense, precision="int8")
-    assert not any("sparse" in name for name in fast.demasked.decisions[0].seconds)
+    whole, *others = fast.demasked.decisions
+    assert whole.chosen == ALL and has_segments(fast)
+    assert not any(is_named(name, (EACH, "uncut")) for name in whole.seconds)
+    assert SPARSE not in {decision.chosen for decision in others}
+    assert fast.demasked.densities == {} and "sparse layers" not in str(demask.report(fast))
     assert any("has no effect" in note for note in fast.demasked.notes)
     close(fast(X), dense(X))
 
 
-def test_another_dtype_has_no_sparse_form(model, quick):
+def test_another_dtype_has_no_segments(model, quick):
     fast = demask.optimize(copy.deepcopy(model).double(), (X.double(),), cache=False)
     assert not has_segments(fast)
 
@@ -385,7 +394,7 @@ def test_the_cost_model_chooses_layer_by_layer(model, quick, monkeypatch):
 def test_dense_forms_are_not_made_where_a_sparse_one_is_far_ahead(model, quick, monkeypatch):
     monkeypatch.setattr(module, "AHEAD", float("inf"))
     names = optimized(model).demasked.decisions[0].seconds
-    assert all(name == "given" or "sparse" in name for name in names)
+    assert all(name == "given" or is_named(name, FORMS) for name in names)
     monkeypatch.setattr(module, "AHEAD", 0.0)
     assert module.DEMASKED in optimized(model).demasked.decisions[0].seconds
 

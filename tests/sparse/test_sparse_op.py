@@ -6,6 +6,7 @@ import gc
 import threading
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,6 +80,38 @@ def test_a_plan_computes_what_aten_ops_compute(made):
         assert found.is_contiguous()
     segment([x + 1], weights, program.text())
     assert len(made) == 1
+
+
+def densely(program, weights):
+    """The same program with dense weights."""
+    steps, kept = [], list(weights)
+    for step in program.steps:
+        if isinstance(step, (ConvStep, LinearStep)):
+            rows = dense.scattered(step, weights, {4: 36, 3: 4}[step.out], None)
+            span = len(kept), 0, rows.numel()
+            kept.append(rows.flatten())
+            step = replace(step, weight=SparseWeight(span))
+        steps.append(step)
+    return replace(program, steps=tuple(steps)), kept
+
+
+def test_dense_weights_are_the_same_to_plans_and_gradients(made):
+    program, weights = network()
+    other, values = densely(program, weights)
+    x = torch.randn(2, 4, 6, 5)
+    for a, b in zip(segment([x], values, other.text()), segment([x], weights, program.text()),
+                    strict=True):  # fmt: skip
+        assert torch.equal(a, b)
+    assert len(made) == 2
+    gradients = []
+    for one, tensors in ((program, weights), (other, values)):
+        x = x.detach().requires_grad_()
+        (segment([x], tensors, one.text())[0] ** 2).sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients, **CLOSE)
+    with pytest.raises(BadInput, match="expected a matrix"):
+        segment([torch.randn(2, 3, 6, 5)], values, replace(other, steps=(
+            replace(other.steps[0], add=None), *other.steps[1:])).text())  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

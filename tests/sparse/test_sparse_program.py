@@ -54,6 +54,21 @@ def test_a_program_comes_back_from_its_text():
     assert EVERY.kinds == ("image",) * 7 + ("tokens",) * 2
 
 
+def test_a_dense_weight_has_no_row_starts_and_columns():
+    step = LinearStep(0, SparseWeight((0, 0, 6)), None, 2)
+    program = SegmentProgram(("tokens",), (step,), (1,))
+    assert '"weight":[[0,0,6]]' in program.text()
+    assert SegmentProgram.parse(program.text()) == program
+    x, values = torch.randn(4, 3), torch.randn(6)
+    (y,) = dense.run(program, [x], [values])
+    assert torch.equal(y, x @ values.reshape(2, 3).T)
+    for wrong in (torch.randn(4, 2), torch.randn(4, 4)):
+        with pytest.raises(BadInput, match="expected a matrix 2 x"):
+            dense.run(program, [wrong], [values])
+    with pytest.raises(BadInput, match="expected float values"):
+        dense.run(program, [x], [values.to(torch.int8)])
+
+
 def test_shapes_of_values():
     shapes = EVERY.shapes([(3, 4, 9, 12)])
     assert shapes[1] == (3, 4, 5, 5)
@@ -102,6 +117,10 @@ WRONG_FIELDS = [
     {"bias": [3, 4, 0]},
     {"bias": "abc"},
     {"weight": [[0, 0, 9], [1, 0, 5]]},
+    {"weight": [[0, 0, 9]]},  # of 4 rows
+    {"weight": [[0, 0, 8], None, None, [3, 0, 4]]},
+    {"weight": [[0, 0, 8], [1, 0, 5], None]},
+    {"weight": []},
     {"weight": [[0, 0, 9], [1, 0, 4], [2, 0, 9]]},
     {"weight": [[0, 0, 9], [1, 0, 5], [2, 0, 8]]},
     {"weight": [[0, 0, 2**31], [1, 0, 5], [2, 0, 2**31]]},

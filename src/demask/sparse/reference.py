@@ -121,14 +121,25 @@ def part(span: Span, weights: Sequence[Tensor]) -> Tensor:
 def matrix(
     weight: SparseWeight, weights: Sequence[Tensor], columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, row starts and columns of a matrix. Raises BadInput for indices out of range."""
-    values, crow, col = (part(span, weights) for span in (weight.values, weight.crow, weight.col))
+    """Values, row starts and columns of a matrix in CSR. Raises BadInput for indices out of range
+    and for a dense matrix."""
+    if weight.csr is None:
+        raise BadInput(f"expected a matrix in CSR, got {weight}")
+    values, crow, col = (part(span, weights) for span in weight.csr)
     if (crow.dtype, col.dtype) != (torch.int32, torch.int32):
         raise BadInput(f"expected int32 row starts and columns, got {crow.dtype} and {col.dtype}")
     if values.dtype not in STORED or (values.dtype == torch.int8) != (weight.scale is not None):
         raise BadInput(f"expected float values, or int8 with scales, got {values.dtype}")
     check_indices(crow, col, columns)
     return values, crow, col
+
+
+def dense_values(weight: SparseWeight, weights: Sequence[Tensor]) -> Tensor:
+    """The values of a dense matrix, row by row. Raises BadInput for values that are not floats."""
+    values = part(weight.values, weights)
+    if values.dtype not in STORED or values.dtype == torch.int8:
+        raise BadInput(f"expected float values, got {values.dtype}")
+    return values
 
 
 def check_indices(crow: Tensor, col: Tensor, columns: int) -> None:
@@ -228,10 +239,17 @@ def traced(tensors: Sequence[Tensor]) -> bool:
 def scattered(
     step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int, dtype: torch.dtype | None
 ) -> Tensor:
-    """The dense matrix [out, columns] of a step; duplicate entries are summed."""
+    """The dense matrix [out, columns] of a step; duplicate entries are summed. It may be a view of
+    the weights."""
     if step.out * columns > MAX_SIZE:
         shape = f"{step.out} x {columns}"
         raise BadInput(f"expected a matrix of at most {MAX_SIZE} entries, got {shape}")
+    if step.weight.csr is None:
+        values = dense_values(step.weight, weights)
+        if values.numel() != step.out * columns:
+            shape = f"{step.out} x {columns}"
+            raise BadInput(f"expected a matrix {shape}, got {values.numel()} values")
+        return (values if dtype is None else values.to(dtype)).reshape(step.out, columns)
     values, crow, col = matrix(step.weight, weights, columns)
     row = torch.arange(step.out, device=col.device)
     row = row.repeat_interleave(crow.diff(), output_size=len(values))

@@ -34,16 +34,22 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SparseWeight:
-    """A sparse matrix [rows, columns] in CSR: float values, int32 row starts and columns.
+    """A matrix [rows, columns] in CSR: float values, int32 row starts and columns; or, without row
+    starts and columns, a dense one: all float values, row by row.
 
     The matrix of a convolution is [out, in / groups * kernel height * kernel width], that is
-    `weight.flatten(1)`. values: float32, bfloat16, or int8 with a float32 scale per row.
+    `weight.flatten(1)`. values: float32, bfloat16, or in CSR int8 with a float32 scale per row.
     """
 
     values: Span
-    crow: Span
-    col: Span
+    crow: Span | None = None
+    col: Span | None = None
     scale: Span | None = None
+
+    @property
+    def csr(self) -> tuple[Span, Span, Span] | None:
+        """Values, row starts and columns; None for a dense matrix."""
+        return None if self.crow is None or self.col is None else (self.values, self.crow, self.col)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +294,7 @@ def _plain(step: Step) -> dict[str, Any]:
 
 
 def _spans(weight: SparseWeight) -> list[Span]:
-    spans = [weight.values, weight.crow, weight.col]
+    spans = [weight.values] if weight.csr is None else list(weight.csr)
     return spans if weight.scale is None else [*spans, weight.scale]
 
 
@@ -376,13 +382,25 @@ def _check_layer(step: ConvStep | LinearStep) -> None:
             raise BadInput(f"expected spans (tensor, first, end), got {span!r:.80}")
     if not _is_count(step.out, 1) or type(step.name) is not str:
         raise BadInput(f"expected output channels and a name, got {step.out!r}, {step.name!r:.40}")
-    if weight.crow[2] - weight.crow[1] != step.out + 1:
-        raise BadInput(f"expected {step.out + 1} row starts, got {weight.crow}")
-    if weight.values[2] - weight.values[1] != weight.col[2] - weight.col[1]:
-        raise BadInput(f"expected a column per value, got {weight.values} and {weight.col}")
+    _check_weight(weight, step.out)
     for what, span in (("bias", step.bias), ("scale", weight.scale)):
         if span is not None and span[2] - span[1] != step.out:
             raise BadInput(f"expected a {what} per output channel, got {span}")
+
+
+def _check_weight(weight: SparseWeight, rows: int) -> None:
+    count = weight.values[2] - weight.values[1]
+    if weight.csr is None:
+        if (weight.crow, weight.col, weight.scale) != (None, None, None):
+            raise BadInput(f"expected row starts and columns, or values alone, got {weight}")
+        if count % rows:
+            raise BadInput(f"expected values of {rows} rows, got {weight.values}")
+        return
+    _, crow, col = weight.csr
+    if crow[2] - crow[1] != rows + 1:
+        raise BadInput(f"expected {rows + 1} row starts, got {crow}")
+    if count != col[2] - col[1]:
+        raise BadInput(f"expected a column per value, got {weight.values} and {col}")
 
 
 def _check_select(step: SelectStep) -> None:

@@ -49,20 +49,34 @@ def read(step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int) -
     the kernels do not support.
     """
     weight = step.weight
-    starts = _span(weights, weight.crow, (torch.int32,)).astype(np.int64)
-    column_indices = _span(weights, weight.col, (torch.int32,))
     dtypes = (torch.float32, torch.bfloat16) if weight.scale is None else (torch.int8,)
     values = _span(weights, weight.values, dtypes)
-    if starts[0] != 0 or starts[-1] != len(column_indices) or (np.diff(starts) < 0).any():
-        raise BadInput(f"expected row starts from 0 up to {len(column_indices)} in {_name(step)}")
-    if len(column_indices) and (column_indices.min() < 0 or column_indices.max() >= columns):
-        raise BadInput(f"expected columns below {columns} in {_name(step)}")
-    rows = np.repeat(np.arange(step.out, dtype=np.int32), np.diff(starts))
+    if weight.csr is None:
+        rows, column_indices, values = _nonzeros(step, values, columns)
+    else:
+        starts, column_indices = (_span(weights, span, (torch.int32,)) for span in weight.csr[1:])
+        starts, count = starts.astype(np.int64), len(column_indices)
+        if starts[0] != 0 or starts[-1] != count or (np.diff(starts) < 0).any():
+            raise BadInput(f"expected row starts from 0 up to {count} in {_name(step)}")
+        if count and (column_indices.min() < 0 or column_indices.max() >= columns):
+            raise BadInput(f"expected columns below {columns} in {_name(step)}")
+        rows = np.repeat(np.arange(step.out, dtype=np.int32), np.diff(starts))
     bias, scale = (np.full(step.out, fill, np.float32) if span is None
                    else _span(weights, span, (torch.float32,))
                    for span, fill in ((step.bias, 0.0), (weight.scale, 1.0)))  # fmt: skip
     kind = {"int16": "bfloat16"}.get(values.dtype.name, values.dtype.name)
     return Csr(rows, column_indices, values, kind, bias, scale, step.out)
+
+
+def _nonzeros(
+    step: ConvStep | LinearStep, values: np.ndarray, columns: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, columns and values of the nonzeros of a dense weight."""
+    if len(values) != step.out * columns:
+        shape = f"{step.out} x {columns}"
+        raise BadInput(f"expected a matrix {shape} in {_name(step)}, got {len(values)} values")
+    places = np.flatnonzero(values)
+    return places // columns, places % columns, values[places]
 
 
 def selected(step: SelectStep, weights: Sequence[Tensor], channels: int) -> np.ndarray:

@@ -46,12 +46,13 @@ def _layer(
     x, bias = operands[0], dense.bias(step, weights)
     bias = None if bias is None else bias.to(x.dtype)
     values = dense.part(step.weight.values, weights)
-    if step.weight.scale is not None or values.dtype != x.dtype or not _is_product(step):
+    csr, fits = step.weight.csr, step.weight.scale is None and values.dtype == x.dtype
+    if csr is None or not fits or not _is_product(step):
         needs_gradient = torch.is_grad_enabled() and values.requires_grad
         matrix = None if needs_gradient or step.weight.scale is not None else _densified
         weight = dense.weight(step, weights, x.shape, x.dtype, matrix)
         return dense.call(step, kind, operands, weight, bias)
-    crow, col = (dense.part(span, weights) for span in (step.weight.crow, step.weight.col))
+    crow, col = (dense.part(span, weights) for span in csr[1:])
     tokens = x if isinstance(step, LinearStep) else x.movedim(1, -1)
     positions = tokens.reshape(-1, tokens.shape[-1])
     fused_act = step.act if step.add is None else None
@@ -84,10 +85,9 @@ def _densified(
     step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int, dtype: torch.dtype | None
 ) -> Tensor:
     """The matrix of a step [out, columns], by a GPU kernel if possible."""
-    values, crow, col = (
-        dense.part(span, weights)
-        for span in (step.weight.values, step.weight.crow, step.weight.col)
-    )
+    if step.weight.csr is None:
+        return dense.scattered(step, weights, columns, dtype)
+    values, crow, col = (dense.part(span, weights) for span in step.weight.csr)
     m = CsrMatrix(crow, col, values, None, (step.out, columns))
     gpu = kernels(values)
     if gpu is None or not gpu.takes(m, values):

@@ -55,8 +55,8 @@ def segmented(
     """The program with regions of sparse layers as segments.
 
     core: whether a layer should be in a segment. allowed: whether another layer may be between such
-    layers. dtype: of the values of segments. precision: how weights are stored: "bf16", "int8"
-    (with a scale per row), or None to leave them as they are.
+    layers. dtype: of the values of segments. precision: how sparse weights are stored: "bf16",
+    "int8" (with a scale per row), or None to leave them as they are.
     """
     editor = GraphEditor(program)
     _slice_splits(editor)
@@ -459,7 +459,9 @@ class _WeightStore:
         return constants
 
     def _matrix(self, matrix: Tensor) -> SparseWeight:
-        """The spans of a matrix in CSR."""
+        """The spans of a matrix: in CSR, or of all values if at least half are nonzero."""
+        if matrix.count_nonzero() >= DENSE_FROM * matrix.numel():
+            return SparseWeight(self._add_span(VALUES, matrix.flatten()))
         values, crow, col = csr(matrix)
         spans = self._add_span(INDEX, crow), self._add_span(INDEX, col)
         if self.precision is None:

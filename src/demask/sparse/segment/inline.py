@@ -71,7 +71,10 @@ def check(arguments: Mapping[str, Any]) -> None:
         _name(step)
         if any(w is None for w in weights):
             continue  # computed weights are checked when the op is called
-        dense.matrix(step.weight, weights, MAX_SIZE)
+        if step.weight.csr is None:
+            dense.dense_values(step.weight, weights)
+        else:
+            dense.matrix(step.weight, weights, MAX_SIZE)
         for span in (step.bias, step.weight.scale):
             if span is not None:
                 dense.part(span, weights)

@@ -60,15 +60,16 @@ def takes(program: SegmentProgram, inputs: Sequence[Tensor], weights: Sequence[T
     step, x = program.steps[0], inputs[0]
     if not isinstance(step, ConvStep | LinearStep) or step.add is not None or not x.numel():
         return False
-    spans = [step.weight.values, step.weight.crow, step.weight.col]
-    spans += [] if step.bias is None else [step.bias]
+    if step.weight.csr is None:
+        return False
+    spans = [*step.weight.csr, *([] if step.bias is None else [step.bias])]
     if step.weight.scale is not None or not all(_whole(span, weights) for span in spans):
         return False
     values = weights[step.weight.values[0]]
     tensors = [x, values, *([] if step.bias is None else [weights[step.bias[0]]])]
     if x.dtype not in TYPES or any(t.dtype != x.dtype or not t.is_cpu for t in tensors):
         return False
-    indices = [weights[span[0]] for span in (step.weight.crow, step.weight.col)]
+    indices = [weights[span[0]] for span in step.weight.csr[1:]]
     if not any(t.requires_grad for t in tensors) or any(t.dtype != torch.int32 for t in indices):
         return False
     return llvm.is_installed()
@@ -96,8 +97,8 @@ def _conv(
     """The convolution, or None if offsets do not fit in 32 bits."""
     if ConvGeometry.of(step, tuple(x.shape)).too_large:
         return None
-    spans = step.weight.values, step.weight.crow, step.weight.col
-    values, crow, col = (weights[span[0]] for span in spans)
+    assert step.weight.csr is not None  # `takes` tells
+    values, crow, col = (weights[span[0]] for span in step.weight.csr)
     bias = dense.bias(step, weights)
     float_bias = None if bias is None else bias.float()
     return convolved(
@@ -109,9 +110,9 @@ def _conv(
 def _without_activation(program: SegmentProgram) -> str:
     """The text of the program without activation; weights: values, row starts, columns, bias."""
     step = program.steps[0]
-    assert isinstance(step, ConvStep)
+    assert isinstance(step, ConvStep) and step.weight.csr is not None
     act: Act | None = None
-    spans = step.weight.values, step.weight.crow, step.weight.col
-    weight = SparseWeight(*((number, *span[1:]) for number, span in enumerate(spans)))
+    spans = enumerate(step.weight.csr)
+    weight = SparseWeight(*((number, *span[1:]) for number, span in spans))
     bias = None if step.bias is None else (3, *step.bias[1:])
     return replace(program, steps=(replace(step, act=act, weight=weight, bias=bias),)).text()
