@@ -21,6 +21,7 @@ from demask.ops.custom import CustomOp
 from demask.registry import CUSTOM_OPS
 from demask.sparse import reference as dense
 from demask.sparse.segment.build_segments import segments_of
+from demask.sparse.segment.segment_call import bound
 from demask.sparse.segment_program import (
     MAX_SIZE,
     AddStep,
@@ -80,7 +81,7 @@ def check(arguments: Mapping[str, Any]) -> None:
                 dense.part(span, weights)
 
 
-CUSTOM_OPS.register("segment", CustomOp(run, inlined, check))
+CUSTOM_OPS.register("segment", CustomOp(run, inlined, check, bound))
 
 
 class _InlinedSegment:

@@ -25,6 +25,7 @@ from demask.graph.result.codegen import TRACED, Codegen
 from demask.graph.result.demasked_module import Demasked, apply_pass, attach
 from demask.machine.arena import Block, View, plan_arena, strided_bytes
 from demask.ops import schema
+from demask.ops.custom import custom_op_of
 from demask.tune.epilogue import is_fused, is_pack, pack_weight, run_unfused, unfuse
 from demask.tune.module.buffer_assignment import InArena, InPlace, assign_buffers, sharing_cached
 from demask.tune.module.shape_cache import ShapeCache, ShapeEntry
@@ -199,7 +200,7 @@ def _copied(
     """A node copied into the fast graph, in place or into a view of the arena if `call` says so.
     new: copies of the nodes before it."""
     if call is None:
-        return quick.node_copy(node, lambda n: new[n])
+        return _bound(quick, node, new) or quick.node_copy(node, lambda n: new[n])
     if isinstance(call, InPlace):
         args, kwargs = map_arg((call.args, dict(call.kwargs)), lambda n: new[n])
         return quick.call_function(call.target, args, kwargs)
@@ -208,6 +209,15 @@ def _copied(
         return quick.call_function(call.target, (views[node], args[0]))
     out = next(a.name for a in schema_of(call.target).arguments if a.is_out)
     return quick.call_function(call.target, args, {**kwargs, out: views[node]})
+
+
+def _bound(quick: fx.Graph, node: fx.Node, new: dict[fx.Node, Any]) -> fx.Node | None:
+    """A call of one of demask's ops as a call of a faster function, if the op has one."""
+    custom = custom_op_of(node.target)
+    if custom is None or custom.bind is None:
+        return None
+    function, args = custom.bind(schema.arguments(node))
+    return quick.call_function(function, map_arg(args, lambda n: new[n]))
 
 
 def precomputed_nodes(graph: fx.Graph, live: set[fx.Node]) -> list[fx.Node]:
