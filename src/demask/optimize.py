@@ -69,12 +69,13 @@ def optimize(
     """The fastest network that computes the outputs of `model` in eval mode, chosen by measurement.
 
     `model` is demasked, then rewritten into candidates: norms folded into weights, layers fused
-    with their activations, channels-last memory, channels padded to one width, sparse layers. A
-    cost model predicts the fastest implementation of each layer. The candidates are timed, and the
-    fastest is compared with `model` in at least 30 rounds that alternate the two. It is not
-    returned if it may be slower: if the lower 95 % bound of the speed ratio (time of `model` / time
-    of the candidate) is below 0.97. The demasked network is then returned, or `model` itself where
-    that is slower, too. `demask.report` states the choice and all times.
+    with their activations, channels-last memory, channels padded to one width, all layers in one
+    call of compiled kernels, sparse layers. A cost model predicts the fastest implementation of
+    each layer. The candidates are timed, and the fastest is compared with `model` in at least 30
+    rounds that alternate the two. It is not returned if it may be slower: if the lower 95 % bound
+    of the speed ratio (time of `model` / time of the candidate) is below 0.97. The demasked network
+    is then returned, or `model` itself where that is slower, too. `demask.report` states the choice
+    and all times.
 
     The result is for inference: calls record no gradients. It owns its weights; `model` is not
     changed.
@@ -90,8 +91,8 @@ def optimize(
         threads: number of CPU threads of the measurements. Default: `torch.get_num_threads()`.
         precision: dtype in which sparse layers store weights: "bf16", or "int8" with one scale per
             row. `demask.report` states the effect on outputs. Default: None, for exact weights.
-        backends: kernels that may be used: "torch", which is required, and "sparse", for float32 on
-            the CPU. Default: both.
+        backends: kernels that may be used: "torch", which is required, and "sparse", compiled ones
+            for sparse and dense layers in float32 on the CPU. Default: both.
         cache: path of the file for measured costs; False for no file. Default: demask/costs.json in
             the user's cache folder.
         progress: function that is called with a short text at each step. Default: does nothing.

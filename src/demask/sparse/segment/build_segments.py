@@ -25,6 +25,7 @@ from demask.graph.program import Program as Whole
 from demask.graph.queries import input_dependent
 from demask.ops import schema
 from demask.ops.activations import Act
+from demask.ops.schema import same_size
 from demask.sparse.segment.convex_groups import SegmentRegion, Wanted, regions
 from demask.sparse.segment.match_calls import MatchedCall, has_shape, matrix
 from demask.sparse.segment_program import (
@@ -189,8 +190,18 @@ def _expand_static_addends(editor: GraphEditor) -> None:
             is_tensor = isinstance(value.meta.get("val"), Tensor) and len(shape) > 2
             if is_tensor and has_shape(x, shape) and not has_shape(value, shape):
                 with editor.graph.inserting_before(node):
-                    expanded = editor.call(aten.expand.default, value, editor.sizes(x))
+                    expanded = editor.call(aten.expand.default, value, _new_sizes(editor, value, x))
                 node.update_arg(side, expanded)
+
+
+def _new_sizes(editor: GraphEditor, value: fx.Node, x: fx.Node) -> list[Any]:
+    """The sizes of x for an expansion of a value; -1 for those that the value has: they need not be
+    read from x, which would be computed before the expansion, in another segment."""
+    sizes, old = editor.sizes(x), value.meta["val"].shape
+    new = x.meta["val"].shape
+    first = len(new) - len(old)
+    return [-1 if k >= first and same_size(new[k], old[k - first]) else size
+            for k, size in enumerate(sizes)]  # fmt: skip
 
 
 def _replaced(
