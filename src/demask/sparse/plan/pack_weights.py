@@ -76,7 +76,8 @@ def _nonzeros(
         shape = f"{step.out} x {columns}"
         raise BadInput(f"expected a matrix {shape} in {_name(step)}, got {len(values)} values")
     places = np.flatnonzero(values)
-    return places // columns, places % columns, values[places]
+    rows, places_in_row = np.divmod(places, columns)
+    return rows.astype(np.int32), places_in_row.astype(np.int32), values[places]
 
 
 def selected(step: SelectStep, weights: Sequence[Tensor], channels: int) -> np.ndarray:

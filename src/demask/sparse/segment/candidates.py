@@ -43,8 +43,10 @@ from demask.tune.onnxruntime_candidate import for_runtime
 from demask.tune.passes.absorb_gathers import absorb_gathers
 from demask.tune.passes.fold_affine import fold_affine
 from demask.tune.passes.fuse_epilogues import epilogue_chain
+from demask.tune.passes.merge_activations import merge_activations
 
 ALL, EACH = "segments of all layers", "sparse layers, where each is faster"
+BY_INDEX = ", joins by index"
 DENSE, SPARSE = "dense", "sparse"
 LEAST_SHARE = 0.5  # of the multiply-adds of a network, in segments of all layers
 GAIN_OF_EACH = 0.9  # share of sparse seconds below which a mix of dense and sparse layers pays
@@ -92,8 +94,8 @@ class SegmentCandidates:
             # If few layers are slightly faster dense, leaving and entering segments costs more.
             if not is_useful or sparse_layers.are_worth_a_mix():
                 yield from self._new(mixed)
-            if not sparse_layers.known:
-                return
+            if not sparse_layers.known and name == BY_INDEX:
+                return  # dense layers with zeros left in them are slower
 
     def _all(self, name: str, base: Whole) -> Candidate:
         """The candidate with all layers in segments."""
@@ -131,8 +133,10 @@ class SegmentCandidates:
 
 
 def _bases(reduced: Whole, original: Whole | None, table: Table) -> Iterator[tuple[str, Whole]]:
-    """Programs without norms whose joins are sums, with suffixes for their names."""
+    """Programs without norms, with suffixes for their names: joins as sums of layers that write at
+    their own positions, joins as they are, the original with all channels."""
     yield "", absorb_gathers(for_runtime(reduced, table), table)
+    yield BY_INDEX, fold_affine(merge_activations(reduced))
     if original is not None:
         yield ", uncut", fold_affine(original)
 
