@@ -426,7 +426,8 @@ class TapeBuilder:
 
     def _store(self, value: int, slot: int) -> None:
         """Write the scatter to an output."""
-        source, moves = self.main(value), self._moves(value)
+        self.tape.phase()  # also for a static input, which the other tape has only converted
+        source, moves = self.main(value), Moves(self.tape, self.isa)
         _, channels, height, width = self.shapes[value]
         is_tokens = self.program.kinds[value] == "tokens"
         stride = ((0, 1, 0, channels) if is_tokens
