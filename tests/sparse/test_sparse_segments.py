@@ -145,15 +145,25 @@ def inception() -> nn.Module:
 
 
 def squeeze() -> nn.Module:
-    """A difference, which no segment has: a path leaves and comes back."""
+    """A product with one factor per channel, which is a step; its image has two other readers."""
 
     def run(m: nn.ModuleDict, x: Tensor) -> Tensor:
         x = m["a"](x).relu()
         gate = m["c"](m["b"](x.mean((2, 3), keepdim=True)).relu()).sigmoid()
-        return m["d"](x - gate) + x
+        return m["d"](x * gate) + x
 
     return Net(run, a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 2, 1), c=nn.Conv2d(2, 4, 1),
                d=nn.Conv2d(4, 4, 1))  # fmt: skip
+
+
+def leaving() -> nn.Module:
+    """A product of equal shapes, which is no step: a path leaves and comes back."""
+
+    def run(m: nn.ModuleDict, x: Tensor) -> Tensor:
+        x = m["a"](x).relu()
+        return m["d"](x * x.cos()) + x
+
+    return Net(run, a=nn.Conv2d(3, 4, 3), d=nn.Conv2d(4, 4, 1))
 
 
 def both_kinds() -> nn.Module:
@@ -196,7 +206,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str]]] = {
     "ffn": (lambda: ffn(False), TOKENS, ["linear gelu_tanh, linear"]),
     "ffn, residual": (lambda: ffn(True), TOKENS, ["linear gelu_tanh, linear+"]),
     "inception": (inception, X, ["conv sigmoid, conv relu, pool, conv, pool, cat, conv"]),
-    "squeeze": (squeeze, X, ["conv relu, mean, conv relu, conv sigmoid", "conv+"]),
+    "squeeze": (squeeze, X, ["conv relu, mean, conv relu, conv sigmoid, scale, conv+"]),
+    "leaving": (leaving, X, ["conv relu", "conv+"]),
     "both kinds": (both_kinds, SIGNAL, ["conv relu, conv, conv relu", "linear"]),
     "twice": (twice, TOKENS, ["linear tanh, linear, add, linear"]),
     "queries": (queries, TOKENS, ["linear, linear, linear"]),
@@ -436,7 +447,7 @@ def test_a_forgotten_part_of_a_step_is_noticed(name: str, spoil: Any, monkeypatc
 
 def test_a_region_that_is_not_convex_is_noticed(monkeypatch) -> None:
     monkeypatch.setattr(regions, "_levels", lambda graph, known: dict.fromkeys(graph.nodes, 0))
-    program, _ = made(squeeze(), X)
+    program, _ = made(leaving(), X)
     with pytest.raises(CycleError):
         all_sparse(program)
 

@@ -7,7 +7,7 @@ time may have different ones, so converted values are never overwritten.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,19 +20,50 @@ from demask.sparse.plan.tape import HEADER, STATIC, EncodedTape, NoPlan, TapeAre
 
 
 @dataclass(frozen=True, slots=True)
+class ConvertedTensor:
+    """A tensor as it was when it was converted: its memory, the layout of that, and its version.
+
+    `tensor.data = other` replaces memory and layout, and counts as no write.
+    """
+
+    tensor: weakref.ref[Tensor]
+    storage: weakref.ref[torch.UntypedStorage]
+    layout: Hashable
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> ConvertedTensor:
+        storage = weakref.ref(tensor.untyped_storage())
+        return cls(weakref.ref(tensor), storage, _layout(tensor), tensor._version)
+
+    def is_current(self, tensor: Tensor) -> bool:
+        """Whether this is the tensor, in the same memory and without writes that torch counts."""
+        return (
+            self.tensor() is tensor
+            and self.version == tensor._version
+            and self.storage() is tensor.untyped_storage()
+            and self.layout == _layout(tensor)
+        )
+
+
+def _layout(tensor: Tensor) -> Hashable:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class ConvertedInputs:
     """Static inputs in the layout of the kernels, with references to their tensors."""
 
     arena: TapeArena
-    tensors: list[tuple[weakref.ref[Tensor], int]]  # with their versions
+    tensors: list[ConvertedTensor]
     probe: MemoryProbe
 
     def are_current(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the converted tensors, unchanged as far as can be seen."""
-        for (known, version), tensor in zip(self.tensors, tensors, strict=True):
-            if known() is not tensor or tensor._version != version:
+        for known, tensor in zip(self.tensors, tensors, strict=True):
+            if not known.is_current(tensor):
                 return False
-        return self.probe.same()
+        return self.probe.same()  # reads their memory, which is therefore the converted one
 
 
 class StaticInputs:
@@ -58,15 +89,16 @@ class StaticInputs:
             return self._convert(tensors, threads)
         if converted is None or not converted.are_current(tensors):
             arena = self._convert(tensors, threads)
-            known = [(weakref.ref(t), t._version) for t in tensors]
+            known = [ConvertedTensor.of(t) for t in tensors]
             self.converted = converted = ConvertedInputs(arena, known, MemoryProbe(tensors))
         return converted.arena
 
     def _convert(self, tensors: Sequence[Tensor], threads: int) -> TapeArena:
+        if any(t.dtype is not torch.float32 or t.device.type != "cpu"
+               or t.layout is not torch.strided for t in tensors):  # fmt: skip
+            raise NoPlan("inputs are not dense float32 on the CPU")
         if [(t.shape, t.stride()) for t in tensors] != self.layouts:
             raise NoPlan("static inputs have other sizes or strides")
-        if any(t.dtype is not torch.float32 or t.device.type != "cpu" for t in tensors):
-            raise NoPlan("inputs are not float32 on the CPU")
         arena = TapeArena(max(self.size, HEADER))
         arena.slots[STATIC] = arena.address
         for number, tensor in zip(self.numbers, tensors, strict=True):

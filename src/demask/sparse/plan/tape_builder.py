@@ -176,7 +176,10 @@ class TapeBuilder:
         if isinstance(step, (MeanStep, FlattenStep)):
             return [Need(x, self.grids[x], NO_BORDER, 0.0)]
         if isinstance(step, SelectStep):
-            return [Need(x, self.input_grid(step, grid), NO_BORDER, 0.0)]
+            input_grid = self.input_grid(step, grid)
+            # its parts and those of `grid` may begin at different pixels
+            border = reach(input_grid, grid, windows(as_windows(step)))
+            return [Need(x, input_grid, border, 0.0)]
         if isinstance(step, ScaleStep):
             return [Need(x, grid, NO_BORDER, 0.0), Need(step.z, self.grids[step.z], NO_BORDER, 0.0)]
         return [Need(v, grid, NO_BORDER, 0.0) for v in reads(step)]
@@ -263,14 +266,16 @@ class TapeBuilder:
         """The positions of a copy of a value that are read."""
         positions: set[At] = set()
         for reader in self.remaining:
-            step = self.step(reader)
-            if value not in reads(step):
+            step, out_grid = self.step(reader), self.grids[reader]
+            needs = self._reads(step, out_grid)
+            if not any(n.value == value and n.grid == layout.grid for n in needs):
                 continue
             if not isinstance(step, (ConvStep, PoolStep)) or step.x != value:
                 return set(layout.around())
+            if getattr(step, "add", None) == value:
+                return set(layout.around())
             if self._is_depthwise(step):  # it may read lines that no tap is at, and permute them
                 return set(layout.around())
-            out_grid = self.grids[reader]
             for window in windows(step if isinstance(step, ConvStep) else as_windows(step)):
                 positions |= touched(window, layout.grid, out_grid)
         return positions
@@ -426,7 +431,8 @@ class TapeBuilder:
 
     def _store(self, value: int, slot: int) -> None:
         """Write the scatter to an output."""
-        source, moves = self.main(value), self._moves(value)
+        self.tape.phase()  # also for a static input, which the other tape has only converted
+        source, moves = self.main(value), Moves(self.tape, self.isa)
         _, channels, height, width = self.shapes[value]
         is_tokens = self.program.kinds[value] == "tokens"
         stride = ((0, 1, 0, channels) if is_tokens

@@ -152,8 +152,7 @@ class Moves:
 
     def select(self, step: SelectStep, channels: np.ndarray, x: Buffer, out: Buffer) -> None:
         """Write the selected channels of x. channels: int32, -1 for zeros."""
-        window = ConvStep(0, None, None, 1, (1, 1), step.stride)  # type: ignore[arg-type]
-        (window,) = windows(window)
+        (window,) = windows(as_windows(step))
         first = x.layout.line(0, 0, 0)
         positions = list(out.layout.inside())
         rows = [(first + first_read(window, x.layout, out.layout, at), out.layout.line(*at))
@@ -236,8 +235,10 @@ def _runs(moves: Sequence[tuple[int, At, int, int]]) -> tuple[tuple[int, int, in
     return tuple(runs)
 
 
-def as_windows(step: PoolStep) -> ConvStep:
-    """A convolution with the windows of a pool."""
+def as_windows(step: PoolStep | SelectStep) -> ConvStep:
+    """A convolution with the windows of a pool, or the pixels of a selection."""
+    if isinstance(step, SelectStep):
+        return ConvStep(step.x, None, None, 1, (1, 1), step.stride)  # type: ignore[arg-type]
     pads = tuple((p, p) for p in step.padding)
     return ConvStep(step.x, None, None, 1, step.kernel, step.stride, pads, step.dilation)  # type: ignore[arg-type]
 

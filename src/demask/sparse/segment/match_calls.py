@@ -296,23 +296,34 @@ def _sliced(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Matched
         return _selection(node, axis, torch.arange(shape[axis])[start:end:step])
     if len(shape) != 4 or start != 0 or type(step) is not int:
         return None
-    numbers = end, shape[axis]
-    if all(type(n) is int for n in numbers):
-        reaches_end = -(-min(numbers) // step) == -(-shape[axis] // step)
-    else:
-        reaches_end = end in (None, LAST) or same_size(*numbers)
-    if not reaches_end:
+    if not _reaches_end(end, shape[axis], step):
         return None
     stride = (step, 1) if axis == 2 else (1, step)
     return _selection(node, 1, torch.arange(shape[1]), stride) if type(shape[1]) is int else None
 
 
+def _reaches_end(end: Any, size: Any, step: int) -> bool:
+    """Whether a slice up to `end` (an argument of a node) has the last of each `step` elements."""
+    if end is None or (type(end) is int and end == LAST):
+        return True
+    if isinstance(end, fx.Node):
+        end = end.meta["val"]
+    if type(end) is int and type(size) is int:
+        return -(-min(end, size) // step) == -(-size // step)
+    return same_size(end, size)
+
+
 def _padded(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     """Channels of zeros before or after those of an image."""
     shape, pads = arguments["self"].meta["val"].shape, arguments["pad"]
-    before, after = pads[4:6] if len(pads) == 6 else (0, 0)
+    before, after = pads[4:6] if len(pads) > 4 else (0, 0)
     is_known = all(type(n) is int for n in (*pads, shape[1] if len(shape) == 4 else None))
-    if not is_known or arguments["value"] != 0 or any(pads[:4]) or min(before, after) < 0:
+    if (
+        not is_known
+        or arguments["value"] != 0
+        or any((*pads[:4], *pads[6:]))
+        or min(before, after) < 0
+    ):
         return None
     numbers = [torch.full((before,), -1), torch.arange(shape[1]), torch.full((after,), -1)]
     return _selection(node, 1, torch.cat(numbers))

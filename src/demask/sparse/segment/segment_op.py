@@ -68,7 +68,7 @@ class SegmentPlans(PlanCache):
     def run(self, inputs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
         """The outputs, by a plan if there is one. A plan checks its static inputs itself."""
         if len(inputs) != len(self.program.inputs):
-            dense.check(self.program, inputs, weights)
+            dense.check(self.program, inputs, weights)  # raises BadInput
         sizes = tuple([((x := inputs[k]).shape, x.stride(), x.dtype) for k in self.dynamic])
         key = self.versions_of(weights), sizes, torch.get_num_threads()
         plan, copied = self.plan(key, inputs, weights)

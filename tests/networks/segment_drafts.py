@@ -1,0 +1,146 @@
+"""Programs drawn up step by step, with their weights; and plans compared with float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from demask.kernels.llvm.isa import Isa
+from demask.sparse import reference as dense
+from demask.sparse.plan import segment_plan
+from demask.sparse.plan.segment_plan import SegmentPlan
+from demask.sparse.segment_program import (
+    AddStep,
+    ConcatStep,
+    ConvStep,
+    LinearStep,
+    MeanStep,
+    PoolStep,
+    ScaleStep,
+    SegmentProgram,
+    SelectStep,
+    SparseWeight,
+    Step,
+)
+from sparse_cases import csr, matrix
+
+# Of the largest value of a program: later steps carry the rounding of earlier ones.
+ULPS = 128.0
+RELU = ("relu", ())
+
+
+class Draft:
+    """A program while it is drawn up: methods append a step and return the number of its value."""
+
+    def __init__(self, *shapes: Sequence[int], kind: str = "image", seed: int = 0):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.inputs = [self._drawn(*shape) for shape in shapes]
+        self.kinds = [kind] * len(shapes)
+        self.steps: list[Step] = []
+        self.weights: list[Tensor] = []
+
+    def _drawn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def program(self, *outputs: int, static: tuple[int, ...] = ()) -> SegmentProgram:
+        """The program with these outputs; by default with every value as one."""
+        every = range(len(self.inputs) + len(self.steps))
+        return SegmentProgram(tuple(self.kinds), tuple(self.steps), outputs or tuple(every), static)
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        return self.program().shapes([x.shape for x in self.inputs])[value]
+
+    def append(self, step: Step) -> int:
+        self.steps.append(step)
+        return len(self.inputs) + len(self.steps) - 1
+
+    def stored(self, tensor: Tensor) -> tuple[int, int, int]:
+        """The span of a new weight tensor."""
+        self.weights.append(tensor)
+        return len(self.weights) - 1, 0, tensor.numel()
+
+    def weight(self, rows: int, columns: int, density: float) -> SparseWeight:
+        values = matrix(rows, columns, density, len(self.weights), torch.float32)
+        return SparseWeight(*map(self.stored, csr(values / max(1.0, columns * density) ** 0.5)))
+
+    def conv(self, x: int, out: int, kernel: int = 3, density: float = 0.3, **fields: Any) -> int:
+        """A convolution that keeps the size of images, unless `fields` say otherwise."""
+        inner = self.shape(x)[1] // fields.get("groups", 1)
+        window = {"kernel": (kernel, kernel), "padding": ((kernel // 2,) * 2,) * 2}
+        weight, bias = self.weight(out, inner * kernel**2, density), self.stored(self._drawn(out))
+        return self.append(ConvStep(x, weight, bias, out, **window | fields))
+
+    def linear(self, x: int, out: int, density: float = 0.3, **fields: Any) -> int:
+        weight = self.weight(out, self.shape(x)[-1], density)
+        return self.append(LinearStep(x, weight, self.stored(self._drawn(out)), out, **fields))
+
+    def pool(self, x: int, mean: bool = False, stride: int = 1, **fields: Any) -> int:
+        return self.append(PoolStep(x, mean, (3, 3), (stride, stride), (1, 1), **fields))
+
+    def select(self, x: int, numbers: Sequence[int], stride: tuple[int, int] = (1, 1)) -> int:
+        index = self.stored(torch.tensor(numbers, dtype=torch.int32))
+        return self.append(SelectStep(x, index, stride, min(numbers) < 0))
+
+    def cat(self, *xs: int) -> int:
+        return self.append(ConcatStep(xs))
+
+    def add(self, x: int, z: int, act: Any = None) -> int:
+        return self.append(AddStep(x, z, act))
+
+    def scale(self, x: int, z: int, act: Any = None) -> int:
+        return self.append(ScaleStep(x, z, act))
+
+    def mean(self, x: int, keep: bool = True) -> int:
+        return self.append(MeanStep(x, keep))
+
+    def check(self, *outputs: int, static: tuple[int, ...] = (), threads: int = 2,
+              isa: Isa | None = None) -> SegmentPlan:  # fmt: skip
+        """Compare the plan of these outputs with float64."""
+        program = self.program(*outputs, static=static)
+        return check(program, self.weights, self.inputs, threads, isa)
+
+
+@contextmanager
+def all_at_once() -> Iterator[None]:
+    """Plans compute all images of a batch at once, side by side in the lanes of vectors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment_plan, "_batches", lambda *_: [(0, 0, 1)])
+        yield
+
+
+def exact(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor],
+          ) -> list[Tensor]:  # fmt: skip
+    """The outputs in float64."""
+    wide = [w.double() if w.is_floating_point() else w for w in weights]
+    return dense.run(program, [x.double() for x in inputs], wide)
+
+
+def compare(found: Sequence[Tensor], program: SegmentProgram, weights: Sequence[Tensor],
+            inputs: Sequence[Tensor]) -> None:  # fmt: skip
+    """Assert that outputs equal those in float64, and are finite where those are."""
+    expected = exact(program, weights, inputs)
+    finite = [want[want.isfinite()].abs() for want in expected]
+    largest = max([float(want.max()) for want in finite if want.numel()], default=1.0)
+    unit = torch.finfo(torch.float32).eps * max(largest, 1e-30)
+    for k, (y, want) in enumerate(zip(found, expected, strict=True)):
+        assert y.shape == want.shape
+        inside = want.isfinite()
+        gap = (y.double() - want)[inside].abs()
+        assert not gap.numel() or bool((gap <= ULPS * unit).all()), (k, float(gap.max()) / unit)
+
+
+def check(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor],
+          threads: int = 2, isa: Isa | None = None) -> SegmentPlan:  # fmt: skip
+    """Compare a plan with float64; twice, since memory is used again."""
+    plan = SegmentPlan.of(program, weights, inputs, threads, isa)
+    first, again = plan(inputs), plan(inputs)
+    compare(first, program, weights, inputs)
+    same = [torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+            for a, b in zip(first, again, strict=True)]  # fmt: skip
+    assert all(same)
+    return plan

@@ -1,0 +1,273 @@
+"""Calls of a graph as steps of segments: which ones match, as what step, and which must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from demask.graph.editor import GraphEditor
+from demask.graph.normalize.canonical_calls import canonicalize_calls
+from demask.graph.program import Program
+from demask.sparse.segment import match_calls
+from demask.sparse.segment.match_calls import MatchedCall, calls_of
+from demask.sparse.segment_program import ConvStep, ScaleStep, SelectStep
+from micro import Net
+from test_sparse_segments import all_sparse, check, segments_of, steps
+from test_sparse_segments import made as plainly_made
+
+IMAGE = torch.randn(2, 4, 9, 7, generator=torch.Generator().manual_seed(3))
+ROWS = torch.randn(3, 6, generator=torch.Generator().manual_seed(4))
+constant_pad = torch.constant_pad_nd  # which `F.pad` becomes in programs without its name
+Body = Callable[[nn.ModuleDict, Tensor], Tensor]
+
+
+class Norm(nn.BatchNorm2d):
+    """A norm that no pass folds into a layer: its statistics may be those of the batch."""
+
+    def __init__(self, channels: int, training: bool = False, **fields):
+        super().__init__(channels, **fields)
+        self.is_training = training
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.is_training
+        )
+
+
+def made(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> tuple[Program, Any]:
+    """The canonical program of a model, where whole slices are gone, and its arguments.
+
+    dynamic: axes of x whose sizes are dynamic.
+    """
+    sizes = dict.fromkeys(dynamic, torch.export.Dim.AUTO)
+    program, args = plainly_made(model, x, shapes=((sizes,),) if dynamic else None)
+    return canonicalize_calls(program), args
+
+
+def net(body: Body, out: int, channels: int = 4, middle: nn.Module | None = None) -> nn.Module:
+    """A layer, the calls in question, and a layer that reads `out` channels."""
+
+    def run(m: nn.ModuleDict, x: Tensor) -> Tensor:
+        return m["b"](body(m, m["a"](x)))
+
+    layers = {"a": nn.Conv2d(channels, channels, 3), "b": nn.Conv2d(out, 3, 1)}
+    if middle is not None:
+        layers["m"] = middle
+    return Net(run, **layers)
+
+
+def numbers(*channels: int) -> Tensor:
+    return torch.tensor(channels)
+
+
+def with_gate(x: Tensor, flip: bool = False) -> Tensor:
+    gate = x.mean((2, 3), keepdim=True).sigmoid()
+    return gate * x if flip else x * gate
+
+
+# Calls between two layers; channels of their result; the segments of the network.
+MATCHED: dict[str, tuple[Body, int, list[str]]] = {
+    "slice": (lambda m, x: x[:, 1:3], 2, ["conv, select, conv"]),
+    "slice of every second channel": (lambda m, x: x[:, ::2], 2, ["conv, select, conv"]),
+    "slice from the end": (lambda m, x: x[:, -3:], 3, ["conv, select, conv"]),
+    "rows and columns": (lambda m, x: x[:, :, ::2, ::3], 4, ["conv, select, conv"]),
+    "index_select": (
+        lambda m, x: x.index_select(1, numbers(3, 0, 0)), 3, ["conv, select, conv"]),
+    "negative axis": (lambda m, x: x.index_select(-3, numbers(2, 1)), 2, ["conv, select, conv"]),
+    "pad": (lambda m, x: constant_pad(x, (0, 0, 0, 0, 1, 2)), 7, ["conv, select, conv"]),
+    "slice and pad": (
+        lambda m, x: constant_pad(x[:, :, ::2, ::2], (0,) * 4 + (2, 2)), 8, ["conv, select, conv"]),
+    "split": (lambda m, x: torch.cat(x.split([1, 3], 1)[::-1], 1), 4,
+              ["conv, select, select, cat, conv"]),
+    "chunk": (lambda m, x: x.chunk(2, 1)[1], 2, ["conv, select, conv"]),
+    "gate": (lambda m, x: with_gate(x).relu(), 4, ["conv, mean, map sigmoid, scale relu, conv"]),
+    "gate first": (lambda m, x: with_gate(x, True), 4, ["conv, mean, map sigmoid, scale, conv"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MATCHED)
+def test_calls_that_match(name: str) -> None:
+    body, out, expected = MATCHED[name]
+    program, args = made(net(body, out), IMAGE)
+    found = check(program, all_sparse, args)
+    assert steps(found) == expected
+
+
+NORMS = {
+    "affine": {}, "not affine": {"affine": False}, "large epsilon": {"eps": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_that_match(name: str) -> None:
+    """A norm behind a sum, which no convolution in front of it can take."""
+    program, args = made(net(lambda m, x: m["m"](x + x.relu()).relu(), 4, middle=nn.BatchNorm2d(
+        4, **NORMS[name])), IMAGE)  # fmt: skip
+    found = check(program, all_sparse, args)
+    assert steps(found) in (
+        ["conv, map relu, add, conv relu, conv"],
+        ["conv, add, conv relu, conv"],
+    )
+
+
+def calls(model: nn.Module, x: Tensor) -> list[MatchedCall]:
+    """The calls that match in the graph as captured."""
+    program, _ = made(model, x)
+    return list(calls_of(GraphEditor(program), torch.float64).values())
+
+
+def test_the_step_of_a_norm() -> None:
+    """Depthwise, 1x1: one factor and one addend per channel."""
+    norm = Norm(4)
+    (call,) = calls(Net(lambda m, x: m["m"](x), m=norm), IMAGE)
+    assert isinstance(call.step, ConvStep) and call.affine is not None
+    assert (call.step.kernel, call.step.groups, call.step.out) == ((1, 1), 4, 4)
+    x, (scale, shift) = IMAGE.double(), call.affine
+    y = x * scale.reshape(-1, 1, 1) + shift.reshape(-1, 1, 1)
+    torch.testing.assert_close(y, norm(x), rtol=0, atol=1e-12)
+
+
+# Calls that no step computes; the kinds of steps that must not be among those that match.
+OTHERS: dict[str, Callable[[nn.ModuleDict, Tensor], Tensor]] = {
+    "rows of zeros": lambda m, x: constant_pad(x, (0, 0, 1, 1)),
+    "rows and channels of zeros": lambda m, x: constant_pad(x, (0, 0, 1, 0, 1, 0)),
+    "channels of ones": lambda m, x: constant_pad(x, (0, 0, 0, 0, 1, 1), value=1.0),
+    "channels cut off": lambda m, x: constant_pad(x, (0, 0, 0, 0, -1, 0)),
+    "channels cut off and added": lambda m, x: constant_pad(x, (0, 0, 0, 0, 2, -1)),
+    "images of zeros": lambda m, x: constant_pad(x, (0, 0, 0, 0, 0, 0, 1, 0)),
+    "reflected": lambda m, x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "indexed images": lambda m, x: x.index_select(0, numbers(1, 0)),
+    "indexed rows": lambda m, x: x.index_select(2, numbers(1, 0)),
+    "sliced images": lambda m, x: x[1:],
+    "rows from the second": lambda m, x: x[:, :, 1:],
+    "every second row from the second": lambda m, x: x[:, :, 1::2],
+    "rows up to the fifth": lambda m, x: x[:, :, :5],
+    "columns but the last": lambda m, x: x[..., :-1],
+    "product of equal shapes": lambda m, x: x * x.relu(),
+    "square": lambda m, x: x * x,
+    "one factor per image": lambda m, x: x * x.mean((1, 2, 3), keepdim=True),
+    "one factor per pixel": lambda m, x: x * x.mean(1, keepdim=True),
+    "a number": lambda m, x: x * 3.0,
+    "factors of one image": lambda m, x: x * x[:1].mean((2, 3), keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_calls_that_do_not_match(name: str) -> None:
+    body = OTHERS[name]
+    model = Net(lambda m, x: body(m, x.cos()))
+    assert not [c for c in calls(model, IMAGE) if isinstance(c.step, (SelectStep, ScaleStep))]
+
+
+@pytest.mark.parametrize("name", ["rows of zeros", "channels of ones", "channels cut off",
+                                  "product of equal shapes",
+                                  "rows from the second", "one factor per pixel"])  # fmt: skip
+def test_what_does_not_match_stays_between_segments(name: str) -> None:
+    out = {"channels of ones": 6, "channels cut off": 3}.get(name, 4)
+    program, args = made(net(OTHERS[name], out), IMAGE)
+    found = check(program, all_sparse, args)
+    assert len(segments_of(found.graph)) == 2
+    assert not any("select" in s or "scale" in s for s in steps(found))
+
+
+def test_norms_of_training_do_not_match() -> None:
+    assert not calls(Net(lambda m, x: m["m"](x), m=Norm(4, training=True)), IMAGE)
+    without = Norm(4, training=True, track_running_stats=False)
+    assert not calls(Net(lambda m, x: m["m"](x), m=without), IMAGE)
+
+
+def test_norms_with_computed_weights_do_not_match() -> None:
+    """A weight or statistics that depend on the input."""
+
+    def run(m: nn.ModuleDict, x: Tensor) -> Tensor:
+        return F.batch_norm(x, m["m"].running_mean, m["m"].running_var, x.mean((0, 2, 3)))
+
+    assert not [c for c in calls(Net(run, m=Norm(4)), IMAGE) if c.is_layer]
+    tokens = Net(lambda m, x: m["m"](x), m=nn.BatchNorm1d(6))
+    assert not calls(tokens, ROWS)
+
+
+def test_selections_of_rows_of_tokens() -> None:
+    """Channels of tokens are the last axis, which is axis 1 of a matrix."""
+
+    def run(m: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = m["a"](x)
+        return m["b"](torch.cat([y[:, 1:3], y.index_select(1, numbers(4, 0))], 1))
+
+    program, args = made(Net(run, a=nn.Linear(6, 5), b=nn.Linear(4, 3)), ROWS)
+    found = check(program, all_sparse, args)
+    assert steps(found) == ["linear, select, select, cat, linear"]
+
+
+def test_axis_one_of_longer_tokens_is_none_of_channels() -> None:
+    model = Net(lambda m, x: x.cos()[:, 1:3].index_select(1, numbers(0)))
+    assert not calls(model, torch.randn(2, 5, 6))
+
+
+@pytest.mark.parametrize("name", ["slice", "index_select", "pad", "gate"])
+def test_dynamic_sizes(name: str) -> None:
+    body, out, expected = MATCHED[name]
+    program, args = made(net(body, out), IMAGE, dynamic=(0, 2, 3))
+    assert steps(check(program, all_sparse, args)) == expected
+
+
+def test_a_dynamic_end_is_no_whole_axis() -> None:
+    """Rows up to a size that depends on the input."""
+    model = Net(lambda m, x: x.cos()[:, :, : x.shape[3]])
+    program, _ = made(model, IMAGE, dynamic=(2, 3))
+    found = calls_of(GraphEditor(program), torch.float64).values()
+    assert not [c for c in found if isinstance(c.step, SelectStep)]
+
+
+def test_a_dynamic_end_that_is_the_whole_axis() -> None:
+    """Every second row up to the height, which the graph reads from the input."""
+    body = lambda m, x: x[:, :, : x.shape[2] : 2]  # noqa: E731
+    program, args = made(net(body, 4), IMAGE, dynamic=(0, 2, 3))
+    assert len(steps(check(program, all_sparse, args))) in (1, 2)
+
+
+# --------------------------------------------------------------------------------- planted faults
+
+
+def later(node, axis, channels, stride=(1, 1)):
+    return SELECTION(node, axis, channels.roll(1), stride)
+
+
+def other_norm(editor, node, arguments):
+    return NORM(editor, node, {**arguments, "eps": 0.1})
+
+
+SELECTION, NORM = match_calls._selection, match_calls._norm
+
+
+@pytest.mark.parametrize("name", ["slice and pad", "index_select", "split"])
+def test_a_wrong_selection_is_seen(name: str, monkeypatch) -> None:
+    monkeypatch.setattr(match_calls, "_selection", later)
+    body, out, _ = MATCHED[name]
+    program, args = made(net(body, out), IMAGE)
+    with pytest.raises(AssertionError):
+        check(program, all_sparse, args)
+
+
+def test_a_wrong_norm_is_seen(monkeypatch) -> None:
+    monkeypatch.setitem(match_calls._RULES, torch.ops.aten.batch_norm.default, other_norm)
+    model = net(lambda m, x: m["m"](x + x.relu()).relu(), 4, middle=nn.BatchNorm2d(4))
+    program, args = made(model, IMAGE)
+    with pytest.raises(AssertionError):
+        check(program, all_sparse, args)
+
+
+def test_a_pad_of_ones_that_matched_would_be_seen(monkeypatch) -> None:
+    real = match_calls._padded
+    monkeypatch.setitem(
+        match_calls._RULES, torch.ops.aten.constant_pad_nd.default,
+        lambda editor, node, arguments: real(editor, node, {**arguments, "value": 0}),
+    )  # fmt: skip
+    program, args = made(net(OTHERS["channels of ones"], 6), IMAGE)
+    with pytest.raises(AssertionError):
+        check(program, all_sparse, args)
