@@ -128,7 +128,7 @@ FAULTS = (
           "scales.append(np.where(is_inside, 1 / np.maximum(counts, 1), 0))",
           "scales.append(np.where(is_inside, 1 / counts.max(), 0))", "sparse_plan",
           "sparse_segments"),
-    fault("column-tiles-overlap", "sparse/plan/tiling.py",
+    fault("column-tiles-overlap", "sparse/plan/layers/tiling.py",
           "yield from ((a, b - a) for a, b in pairwise(bounds))",
           "yield from ((a, max(b - a - 1, 1)) for a, b in pairwise(bounds))", "sparse_plan",
           "sparse_op"),

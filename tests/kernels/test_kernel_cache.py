@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("llvmlite")
-from demask.kernels.cpu import relayout
+from demask.kernels.cpu.tiles import relayout
 from demask.kernels.llvm import activations, code_files, jit, kernel_key
 from demask.kernels.llvm.code_files import CodeFiles
 from demask.kernels.llvm.emitter import I64

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from demask.kernels.cpu.dense_tile import DenseTileKernel
+from demask.kernels.cpu.tiles.dense_tile import DenseTileKernel
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, host
 from demask.kernels.llvm.jit import assembly
-from demask.sparse.plan import dense_layer, layer_plan, segment_plan, tape, window_piece
-from demask.sparse.plan.dense_blocks import DENSE, LEAST_ROWS, DenseBlock, dense_blocks
-from demask.sparse.plan.pack_weights import Csr
+from demask.sparse.plan import segment_plan, tape
+from demask.sparse.plan.layers import dense_layer, layer_plan, window_piece
+from demask.sparse.plan.layers.dense_blocks import DENSE, LEAST_ROWS, DenseBlock, dense_blocks
+from demask.sparse.plan.layers.pack_weights import Csr
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import ConvStep, SegmentProgram
 from guarded import guarded

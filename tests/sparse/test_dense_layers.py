@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import conv2d
 
 from demask.kernels.llvm.isa import AVX2, AVX512, host
-from demask.sparse.plan import dense_layer, layer_plan
-from demask.sparse.plan.dense_tiling import DenseProblem, best_tiling, pack, split_outputs
+from demask.sparse.plan.layers import dense_layer, layer_plan
+from demask.sparse.plan.layers.dense_tiling import DenseProblem, best_tiling, pack, split_outputs
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import ConvStep, SegmentProgram
 from sparse_cases import layer, matrix

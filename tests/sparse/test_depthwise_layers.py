@@ -11,11 +11,11 @@ from torch.nn.functional import conv2d
 
 from demask.kernels.llvm.isa import AVX2, host
 from demask.ops.activations import ACTIVATIONS
-from demask.sparse.plan import depthwise_layer, layer_plan
-from demask.sparse.plan.depthwise_layer import permutes_edges
+from demask.sparse.plan.layers import depthwise_layer, layer_plan
+from demask.sparse.plan.layers.depthwise_layer import permutes_edges
+from demask.sparse.plan.layers.window_piece import WindowPiece
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.plan.tile_layout import NO_BORDER, GridLayout, TileGrid
-from demask.sparse.plan.window_piece import WindowPiece
 from demask.sparse.segment_program import AddStep, ConvStep, PoolStep, SegmentProgram, SparseWeight
 from sparse_cases import csr, layer, matrix
 from test_sparse_plan import MOST, check, draw

@@ -16,9 +16,9 @@ import torch
 
 from demask.errors import BadInput
 from demask.kernels import thread_team as team
-from demask.kernels.cpu.dense_tile import DenseTileKernel
-from demask.kernels.cpu.depthwise_tile import DepthwiseTileKernel
-from demask.kernels.cpu.relayout import (
+from demask.kernels.cpu.tiles.dense_tile import DenseTileKernel
+from demask.kernels.cpu.tiles.depthwise_tile import DepthwiseTileKernel
+from demask.kernels.cpu.tiles.relayout import (
     BorderKernel,
     Gather,
     MeanKernel,
@@ -27,8 +27,8 @@ from demask.kernels.cpu.relayout import (
     Scatter,
     TransposedKernel,
 )
-from demask.kernels.cpu.sparse_tile import SparseTileKernel
-from demask.kernels.cpu.sparse_vector import SparseVectorKernel
+from demask.kernels.cpu.tiles.sparse_tile import SparseTileKernel
+from demask.kernels.cpu.tiles.sparse_vector import SparseVectorKernel
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
 from demask.kernels.llvm.jit import assembly
 from demask.kernels.thread_team import TeamWork
@@ -36,7 +36,7 @@ from demask.ops.activations import ACTIVATIONS
 from demask.sparse import reference as dense
 from demask.sparse.plan import segment_plan as plan
 from demask.sparse.plan import tape
-from demask.sparse.plan.pack_weights import dealt
+from demask.sparse.plan.layers.pack_weights import dealt
 from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
 from demask.sparse.segment_program import (
     ActivationStep,

@@ -12,10 +12,10 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.thread_team import Job
+from demask.sparse.plan.layers.tiling import Tiling
 from demask.sparse.plan.static_inputs import StaticInputs
 from demask.sparse.plan.tape import STATIC, EncodedTape, NoPlan, TapeArena
 from demask.sparse.plan.tape_builder import TapeBuilder
-from demask.sparse.plan.tiling import Tiling
 from demask.sparse.segment_program import SegmentProgram
 
 __all__ = ["NoPlan", "SegmentPlan"]

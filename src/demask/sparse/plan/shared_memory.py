@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from demask.sparse.plan.pack_weights import selected
+from demask.sparse.plan.layers.pack_weights import selected
 from demask.sparse.plan.tile_layout import TileGrid
 from demask.sparse.segment_program import ConcatStep, SegmentProgram, SelectStep
 

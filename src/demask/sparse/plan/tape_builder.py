@@ -9,13 +9,22 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor
 
-from demask.kernels.cpu import relayout as move
+from demask.kernels.cpu.tiles import relayout as move
 from demask.kernels.llvm.isa import Isa
 from demask.ops.activations import ACTIVATIONS
-from demask.sparse.plan.depthwise_layer import permutes_edges
-from demask.sparse.plan.layer_plan import chain_pays, emit_alone, emit_chain
-from demask.sparse.plan.layer_windows import as_conv, is_pixelwise, reach, touched, windows
-from demask.sparse.plan.pack_weights import selected
+from demask.sparse.plan.layers.depthwise_layer import permutes_edges
+from demask.sparse.plan.layers.layer_plan import chain_pays, emit_alone, emit_chain
+from demask.sparse.plan.layers.layer_windows import as_conv, is_pixelwise, reach, touched, windows
+from demask.sparse.plan.layers.pack_weights import selected
+from demask.sparse.plan.layers.tiling import Tiling, TilingProblem, best
+from demask.sparse.plan.layers.window_piece import (
+    LayerWeight,
+    WindowPiece,
+    is_depthwise,
+    pieces,
+    read_weight,
+    shape_of,
+)
 from demask.sparse.plan.shared_memory import Place, find_parts, owner_of
 from demask.sparse.plan.tape import HEADER, Buffer, NoPlan, Tape
 from demask.sparse.plan.tile_layout import (
@@ -29,16 +38,7 @@ from demask.sparse.plan.tile_layout import (
     grid_for,
     widened,
 )
-from demask.sparse.plan.tiling import Tiling, TilingProblem, best
 from demask.sparse.plan.value_moves import Moves, as_windows, elements, rows_of
-from demask.sparse.plan.window_piece import (
-    LayerWeight,
-    WindowPiece,
-    is_depthwise,
-    pieces,
-    read_weight,
-    shape_of,
-)
 from demask.sparse.segment_program import (
     AddStep,
     ConcatStep,

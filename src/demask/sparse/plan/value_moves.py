@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from demask.kernels.cpu import relayout as move
+from demask.kernels.cpu.tiles import relayout as move
 from demask.kernels.llvm.isa import Isa
-from demask.sparse.plan.layer_windows import first_read, windows
+from demask.sparse.plan.layers.layer_windows import first_read, windows
 from demask.sparse.plan.tape import Buffer, KernelCall, Location, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, at_array, permutations
 from demask.sparse.segment_program import ConvStep, PoolStep, SelectStep

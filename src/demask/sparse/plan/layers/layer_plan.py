@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from demask.kernels.cpu.sparse_tile import CALL, SparseTileKernel
+from demask.kernels.cpu.tiles.sparse_tile import CALL, SparseTileKernel
 from demask.kernels.llvm.isa import Isa
-from demask.sparse.plan.dense_layer import emit_dense
-from demask.sparse.plan.depthwise_layer import emit_depthwise
-from demask.sparse.plan.narrow_layer import emit_narrow, is_narrow
-from demask.sparse.plan.pack_weights import Stream, dealt, packed
+from demask.sparse.plan.layers.dense_layer import emit_dense
+from demask.sparse.plan.layers.depthwise_layer import emit_depthwise
+from demask.sparse.plan.layers.narrow_layer import emit_narrow, is_narrow
+from demask.sparse.plan.layers.pack_weights import Stream, dealt, packed
+from demask.sparse.plan.layers.tiling import Tiling, TilingProblem, best, strips
+from demask.sparse.plan.layers.window_piece import WindowPiece, tile_lines, tiles_by_size
 from demask.sparse.plan.tape import KernelCall, Tape
 from demask.sparse.plan.tile_layout import Area, At
-from demask.sparse.plan.tiling import Tiling, TilingProblem, best, strips
-from demask.sparse.plan.window_piece import WindowPiece, tile_lines, tiles_by_size
 
 BARRIER = 3000.0  # cycles of a barrier
 CACHE = 128 * 1024  # bytes that the layers of a chain compute for one strip of positions

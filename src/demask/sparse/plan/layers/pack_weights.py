@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.kernels.cpu import sparse_tile as tile
-from demask.kernels.cpu.sparse_tile import BLOCK, FIRST, LAST, RECORD
+from demask.kernels.cpu.tiles import sparse_tile as tile
+from demask.kernels.cpu.tiles.sparse_tile import BLOCK, FIRST, LAST, RECORD
 from demask.sparse.plan.tape import NoPlan
 from demask.sparse.segment_program import NAMES, ConvStep, LinearStep, SelectStep, Span
 

@@ -8,13 +8,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from demask.kernels.cpu.depthwise_tile import CALL, DepthwiseTileKernel, Edge
+from demask.kernels.cpu.tiles.depthwise_tile import CALL, DepthwiseTileKernel, Edge
 from demask.kernels.llvm.isa import Isa
-from demask.sparse.plan.layer_windows import first_position, reach
+from demask.sparse.plan.layers.layer_windows import first_position, reach
+from demask.sparse.plan.layers.tiling import Tiling, rects
+from demask.sparse.plan.layers.window_piece import (
+    Size,
+    WindowPiece,
+    shares,
+    tile_lines,
+    tiles_by_size,
+)
 from demask.sparse.plan.tape import KernelCall, Tape
 from demask.sparse.plan.tile_layout import At, Border, GridLayout, TileGrid, permutations, widened
-from demask.sparse.plan.tiling import Tiling, rects
-from demask.sparse.plan.window_piece import Size, WindowPiece, shares, tile_lines, tiles_by_size
 from demask.sparse.segment_program import ConvStep
 
 UNROLLED_PRODUCTS = 600  # most products of an area of a depthwise kernel

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from demask.sparse.plan.pack_weights import Csr
+from demask.sparse.plan.layers.pack_weights import Csr
 
 DENSE = 0.9  # share of nonzeros from which a weight is multiplied with its zeros
 LEAST_ROWS = 3  # mean rows of the blocks of a weight: with fewer, values are read too often

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from demask.kernels.cpu import relayout as move
-from demask.kernels.cpu.dense_vector import CALL as DENSE_CALL
-from demask.kernels.cpu.dense_vector import DenseVectorKernel
-from demask.kernels.cpu.sparse_vector import CALL as NARROW
-from demask.kernels.cpu.sparse_vector import SparseVectorKernel
+from demask.kernels.cpu.tiles import relayout as move
+from demask.kernels.cpu.tiles.dense_vector import CALL as DENSE_CALL
+from demask.kernels.cpu.tiles.dense_vector import DenseVectorKernel
+from demask.kernels.cpu.tiles.sparse_vector import CALL as NARROW
+from demask.kernels.cpu.tiles.sparse_vector import SparseVectorKernel
 from demask.kernels.llvm.isa import Isa
-from demask.sparse.plan.dense_blocks import DenseBlock
-from demask.sparse.plan.layer_windows import is_pixelwise
-from demask.sparse.plan.pack_weights import dealt, sliced
+from demask.sparse.plan.layers.dense_blocks import DenseBlock
+from demask.sparse.plan.layers.layer_windows import is_pixelwise
+from demask.sparse.plan.layers.pack_weights import dealt, sliced
+from demask.sparse.plan.layers.window_piece import WindowPiece
 from demask.sparse.plan.tape import Buffer, KernelCall, Tape, by_thread
 from demask.sparse.plan.tile_layout import NO_BORDER, GridLayout, TileGrid
-from demask.sparse.plan.window_piece import WindowPiece
 
 VECTORS = 4  # vectors of rows that a dense kernel computes at once
 

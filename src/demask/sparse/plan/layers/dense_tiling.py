@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from demask.kernels.llvm.isa import Isa
-from demask.sparse.plan.tiling import rects
+from demask.sparse.plan.layers.tiling import rects
 
 INPUTS = 28 * 1024  # bytes of inputs that a tile reads from a block of input channels
 UNROLLED = 4  # input channels per iteration of a kernel of one position

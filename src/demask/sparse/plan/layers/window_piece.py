@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demask.kernels.cpu.sparse_tile import TILE
-from demask.sparse.plan.dense_blocks import DenseBlock, dense_blocks
-from demask.sparse.plan.layer_windows import OutputWindow, first_read, windows
-from demask.sparse.plan.pack_weights import Csr, Places, read
+from demask.kernels.cpu.tiles.sparse_tile import TILE
+from demask.sparse.plan.layers.dense_blocks import DenseBlock, dense_blocks
+from demask.sparse.plan.layers.layer_windows import OutputWindow, first_read, windows
+from demask.sparse.plan.layers.pack_weights import Csr, Places, read
+from demask.sparse.plan.layers.tiling import TilingProblem, rects
 from demask.sparse.plan.tape import Buffer, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import Area, At, TileGrid
-from demask.sparse.plan.tiling import TilingProblem, rects
 from demask.sparse.segment_program import ConvStep
 
 DEPTHWISE = 0.5  # share of nonzeros from which a depthwise weight is multiplied with its zeros

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from demask.kernels.cpu.dense_tile import CALL, DenseTileKernel
+from demask.kernels.cpu.tiles.dense_tile import CALL, DenseTileKernel
 from demask.kernels.llvm.isa import Isa
-from demask.sparse.plan.dense_blocks import DenseBlock
-from demask.sparse.plan.dense_tiling import (
+from demask.sparse.plan.layers.dense_blocks import DenseBlock
+from demask.sparse.plan.layers.dense_tiling import (
     UNROLLED,
     DenseProblem,
     DenseTiling,
@@ -17,10 +17,10 @@ from demask.sparse.plan.dense_tiling import (
     pack,
     split_outputs,
 )
+from demask.sparse.plan.layers.tiling import Tiling
+from demask.sparse.plan.layers.window_piece import WindowPiece, shares, tile_lines, tiles_by_size
 from demask.sparse.plan.tape import KernelCall, Tape
 from demask.sparse.plan.tile_layout import Area, At
-from demask.sparse.plan.tiling import Tiling
-from demask.sparse.plan.window_piece import WindowPiece, shares, tile_lines, tiles_by_size
 
 
 def emit_dense(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
