@@ -14,7 +14,8 @@ from demask.kernels.llvm.isa import Isa
 from demask.sparse import reference as dense
 from demask.sparse.plan import segment_plan
 from demask.sparse.plan.segment_plan import SegmentPlan
-from demask.sparse.segment_program import (
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import (
     AddStep,
     ConcatStep,
     ConvStep,
@@ -22,7 +23,6 @@ from demask.sparse.segment_program import (
     MeanStep,
     PoolStep,
     ScaleStep,
-    SegmentProgram,
     SelectStep,
     SparseWeight,
     Step,
@@ -120,14 +120,14 @@ def exact(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[T
     return dense.run(program, [x.double() for x in inputs], wide)
 
 
-def compare(found: Sequence[Tensor], program: SegmentProgram, weights: Sequence[Tensor],
+def compare(actual: Sequence[Tensor], program: SegmentProgram, weights: Sequence[Tensor],
             inputs: Sequence[Tensor]) -> None:  # fmt: skip
     """Assert that outputs equal those in float64, and are finite where those are."""
     expected = exact(program, weights, inputs)
     finite = [want[want.isfinite()].abs() for want in expected]
     largest = max([float(want.max()) for want in finite if want.numel()], default=1.0)
     unit = torch.finfo(torch.float32).eps * max(largest, 1e-30)
-    for k, (y, want) in enumerate(zip(found, expected, strict=True)):
+    for k, (y, want) in enumerate(zip(actual, expected, strict=True)):
         assert y.shape == want.shape
         inside = want.isfinite()
         gap = (y.double() - want)[inside].abs()

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demask.sparse.segment_program import ConvStep, LinearStep, SegmentProgram, SparseWeight
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import ConvStep, LinearStep, SparseWeight
 
 
 def csr(dense: Tensor) -> list[Tensor]:

@@ -20,7 +20,8 @@ from demask.sparse.plan.layers import dense_layer, layer_plan, window_piece
 from demask.sparse.plan.layers.dense_blocks import DENSE, LEAST_ROWS, DenseBlock, dense_blocks
 from demask.sparse.plan.layers.pack_weights import Csr
 from demask.sparse.plan.segment_plan import SegmentPlan
-from demask.sparse.segment_program import ConvStep, SegmentProgram
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import ConvStep
 from guarded import guarded
 from segment_drafts import RELU, Draft, all_at_once, check
 from sparse_cases import csr, layer, matrix

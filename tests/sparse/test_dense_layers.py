@@ -11,7 +11,8 @@ from demask.kernels.llvm.isa import AVX2, AVX512, host
 from demask.sparse.plan.layers import dense_layer, layer_plan
 from demask.sparse.plan.layers.dense_tiling import DenseProblem, best_tiling, pack, split_outputs
 from demask.sparse.plan.segment_plan import SegmentPlan
-from demask.sparse.segment_program import ConvStep, SegmentProgram
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import ConvStep
 from sparse_cases import layer, matrix
 from test_sparse_plan import MOST, check, draw
 

@@ -16,7 +16,8 @@ from demask.sparse.plan.layers.depthwise_layer import permutes_edges
 from demask.sparse.plan.layers.window_piece import WindowPiece
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.plan.tile_layout import NO_BORDER, GridLayout, TileGrid
-from demask.sparse.segment_program import AddStep, ConvStep, PoolStep, SegmentProgram, SparseWeight
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import AddStep, ConvStep, PoolStep, SparseWeight
 from sparse_cases import csr, layer, matrix
 from test_sparse_plan import MOST, check, draw
 

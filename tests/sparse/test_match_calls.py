@@ -15,7 +15,7 @@ from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.sparse.segment import match_calls
 from demask.sparse.segment.match_calls import MatchedCall, calls_of
-from demask.sparse.segment_program import ConvStep, ScaleStep, SelectStep
+from demask.sparse.segment_steps import ConvStep, ScaleStep, SelectStep
 from micro import Net
 from test_sparse_segments import all_sparse, check, segments_of, steps
 from test_sparse_segments import made as plainly_made

@@ -16,7 +16,7 @@ from demask.ops.activations import ACTIVATIONS
 from demask.sparse.plan import tape_builder, value_moves
 from demask.sparse.plan.shared_memory import find_parts, owner_of
 from demask.sparse.plan.tape_builder import TapeBuilder
-from demask.sparse.segment_program import ConcatStep, FlattenStep
+from demask.sparse.segment_steps import ConcatStep, FlattenStep
 from segment_drafts import RELU, Draft, all_at_once, compare
 from test_sparse_plan import WIDTHS
 

@@ -17,14 +17,14 @@ from demask.kernels.plan_cache import PLANS, WEIGHTS
 from demask.sparse import reference as dense
 from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
 from demask.sparse.segment.segment_op import segment
-from demask.sparse.segment_program import (
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import (
     ActivationStep,
     AddStep,
     ConvStep,
     FlattenStep,
     LinearStep,
     MeanStep,
-    SegmentProgram,
     SparseWeight,
 )
 from guarded import guarded

@@ -38,22 +38,18 @@ from demask.sparse.plan import segment_plan as plan
 from demask.sparse.plan import tape
 from demask.sparse.plan.layers.pack_weights import dealt
 from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
-from demask.sparse.segment_program import (
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import (
     ActivationStep,
     AddStep,
     ConcatStep,
     ConvStep,
     FlattenStep,
     LinearStep,
-    SegmentProgram,
     SparseWeight,
 )
-from demask.sparse.segment_program import (
-    MeanStep as MeanStep,
-)
-from demask.sparse.segment_program import (
-    PoolStep as PoolStep,
-)
+from demask.sparse.segment_steps import MeanStep as MeanStep
+from demask.sparse.segment_steps import PoolStep as PoolStep
 from guarded import guarded
 from sparse_cases import csr, layer, matrix
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from demask.errors import BadInput
 from demask.ops.activations import ACTIVATIONS
 from demask.sparse import reference as dense
-from demask.sparse.segment_program import (
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import (
     ActivationStep,
     AddStep,
     ConcatStep,
@@ -23,7 +24,6 @@ from demask.sparse.segment_program import (
     LinearStep,
     MeanStep,
     PoolStep,
-    SegmentProgram,
     SparseWeight,
     reads,
 )

@@ -15,7 +15,8 @@ from demask.sparse.plan import static_inputs
 from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
 from demask.sparse.plan.static_inputs import ConvertedTensor, StaticInputs
 from demask.sparse.segment.segment_op import segment
-from demask.sparse.segment_program import AddStep, SegmentProgram
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import AddStep
 from segment_drafts import RELU, Draft, all_at_once, check, compare
 
 

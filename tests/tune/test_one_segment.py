@@ -21,7 +21,7 @@ from demask.machine.cost import Costs
 from demask.sparse.segment import segment_call
 from demask.sparse.segment.build_segments import segments_of
 from demask.sparse.segment.candidates import ALL, EACH
-from demask.sparse.segment_program import NAMES
+from demask.sparse.segment_steps import NAMES
 from demask.tune.module.optimized_module import Optimized
 
 optimize = importlib.import_module("demask.optimize")

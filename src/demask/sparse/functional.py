@@ -18,7 +18,7 @@ from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.gradient_ops import kernels
 from demask.sparse.products.spmm_op import NARROW, product
 from demask.sparse.reference import check_indices, traced
-from demask.sparse.segment_program import MAX_SIZE
+from demask.sparse.segment_steps import MAX_SIZE
 
 INDICES = (torch.int32, torch.int64)
 

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from demask.errors import BadInput
 from demask.ops.activations import ActivationLike
-from demask.sparse.segment_program import ConvStep, LinearStep, Pair, SegmentProgram
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import ConvStep, LinearStep, Pair
 from demask.sparse.sparse_layer import SparseLayer, expect
 
 Sizes = int | Sequence[int]

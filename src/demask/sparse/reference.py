@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from demask.compat.dispatch import count_dispatch_modes, has_functorch_transforms
 from demask.errors import BadInput
 from demask.ops.activations import apply_activation
-from demask.sparse.segment_program import (
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import (
     MAX_SIZE,
     NAMES,
     AddStep,
@@ -28,7 +29,6 @@ from demask.sparse.segment_program import (
     MeanStep,
     PoolStep,
     ScaleStep,
-    SegmentProgram,
     SelectStep,
     Span,
     SparseWeight,

@@ -17,184 +17,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from math import inf
 from typing import Any
 
 from demask.errors import BadInput
-from demask.ops.activations import ACTIVATIONS, Act
-
-KINDS = ("image", "signal", "tokens")
-MAX_TEXT = 4_000_000  # characters of a program: ResNet-152 has 60,000
-MAX_SIZE = 2**31 - 1
-LARGEST = 3.4e38  # fits in float32
-
-Span = tuple[int, int, int]  # number of the tensor, first element, end
-Pair = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class SparseWeight:
-    """A matrix [rows, columns] in CSR: float values, int32 row starts and columns; or, without row
-    starts and columns, a dense one: all float values, row by row.
-
-    The matrix of a convolution is [out, in / groups * kernel height * kernel width], that is
-    `weight.flatten(1)`. values: float32, bfloat16, or in CSR int8 with a float32 scale per row.
-    """
-
-    values: Span
-    crow: Span | None = None
-    col: Span | None = None
-    scale: Span | None = None
-
-    @property
-    def csr(self) -> tuple[Span, Span, Span] | None:
-        """Values, row starts and columns; None for a dense matrix."""
-        return None if self.crow is None or self.col is None else (self.values, self.crow, self.col)
-
-
-@dataclass(frozen=True, slots=True)
-class ConvStep:
-    """act(conv(x) + bias + value `add`) of an image or a signal (height 1).
-
-    padding: before and after, per axis. transposed: as conv_transpose, with the full output (input
-    spaced by the stride, kernel not flipped) cropped by `padding`. The padding after an axis may be
-    negative, down to 1 - max(stride, dilation): the output_padding of torch is before - after. The
-    matrix is [out, in / groups * kernel] too, that is weight.transpose(0, 1).flatten(1) for one
-    group.
-    Fields of a signal are those of an image of height 1: (1, kernel), ((0, 0), (before, after)).
-    """
-
-    x: int
-    weight: SparseWeight
-    bias: Span | None
-    out: int
-    kernel: Pair
-    stride: Pair = (1, 1)
-    padding: tuple[Pair, Pair] = ((0, 0), (0, 0))
-    dilation: Pair = (1, 1)
-    groups: int = 1
-    transposed: bool = False
-    act: Act | None = None
-    add: int | None = None
-    name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class LinearStep:
-    """act(x @ W.T + bias + value `add`) of tokens."""
-
-    x: int
-    weight: SparseWeight
-    bias: Span | None
-    out: int
-    act: Act | None = None
-    add: int | None = None
-    name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStep:
-    """The maximum or mean of each window.
-
-    ceil: windows may start inside and end outside of the padded image. counted: means include the
-    padding; their windows have no dilation.
-    """
-
-    x: int
-    mean: bool
-    kernel: Pair
-    stride: Pair
-    padding: Pair = (0, 0)
-    dilation: Pair = (1, 1)
-    ceil: bool = False
-    counted: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class MeanStep:
-    """The mean of each channel of an image, as an image of one pixel (keep) or as tokens."""
-
-    x: int
-    keep: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FlattenStep:
-    """Images of one pixel as tokens."""
-
-    x: int
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationStep:
-    """act(x)."""
-
-    x: int
-    act: Act
-
-
-@dataclass(frozen=True, slots=True)
-class AddStep:
-    """act(x + z) of values of the same shape."""
-
-    x: int
-    z: int
-    act: Act | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleStep:
-    """act(x * z) of an image and an image of one pixel."""
-
-    x: int
-    z: int
-    act: Act | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ConcatStep:
-    """Channels of several values, concatenated."""
-
-    xs: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SelectStep:
-    """Channel index[k] of x as channel k, for every `stride`-th row and column of an image.
-
-    index: int32 channel numbers. padded: whether some are -1, for a channel of zeros.
-    """
-
-    x: int
-    index: Span
-    stride: Pair = (1, 1)
-    padded: bool = False
-
-    @property
-    def out(self) -> int:
-        """Number of channels of the output."""
-        return self.index[2] - self.index[1]
-
-
-Step = (
-    ConvStep
-    | LinearStep
-    | PoolStep
-    | MeanStep
-    | FlattenStep
-    | ActivationStep
-    | AddStep
-    | ScaleStep
-    | ConcatStep
-    | SelectStep
+from demask.sparse.segment_checks import (
+    check_positive,
+    check_step,
+    is_count,
+    kind_of,
+    shape_of_step,
+    weight_spans,
 )
-# Names of steps in the text of a program, which is stored in files.
-STEPS: dict[str, type] = {
-    "conv": ConvStep, "linear": LinearStep, "pool": PoolStep, "mean": MeanStep, "flat": FlattenStep,
-    "map": ActivationStep, "add": AddStep, "scale": ScaleStep, "cat": ConcatStep,
-    "select": SelectStep,
-}  # fmt: skip
-NAMES = {kind: name for name, kind in STEPS.items()}
+from demask.sparse.segment_steps import KINDS, NAMES, STEPS, SparseWeight, Step, reads
+
+MAX_TEXT = 4_000_000  # characters of a program: ResNet-152 has 60,000
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,32 +91,10 @@ class SegmentProgram:
         for number, step in enumerate(self.steps):
             kind = self.kinds[reads(step)[0]]
             try:
-                shapes.append(_positive(_shape(step, shapes, kind), kind))
+                shapes.append(check_positive(shape_of_step(step, shapes, kind), kind))
             except BadInput as error:
                 raise BadInput(f"step {number} ({NAMES[type(step)]}): {error}") from None
         return shapes
-
-
-def reads(step: Step) -> tuple[int, ...]:
-    """The values that a step reads."""
-    if isinstance(step, ConcatStep):
-        return step.xs
-    if isinstance(step, (AddStep, ScaleStep)):
-        return step.x, step.z
-    add = getattr(step, "add", None)
-    return (step.x,) if add is None else (step.x, add)
-
-
-def canonical(kind: str, shape: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
-    """(batch, channels, height, width) of a value; tokens are pixels of one row."""
-    if kind == "image":
-        return shape[0], shape[1], shape[2], shape[3]
-    if kind == "signal":
-        return shape[0], shape[1], 1, shape[2]
-    count = 1
-    for size in shape[:-1]:
-        count = count * size
-    return 1, shape[-1], 1, count
 
 
 def _plain(step: Step) -> dict[str, Any]:
@@ -289,13 +103,8 @@ def _plain(step: Step) -> dict[str, Any]:
     for f in fields(step):
         value = getattr(step, f.name)
         if value != f.default:
-            changed[f.name] = _spans(value) if isinstance(value, SparseWeight) else value
+            changed[f.name] = weight_spans(value) if isinstance(value, SparseWeight) else value
     return changed
-
-
-def _spans(weight: SparseWeight) -> list[Span]:
-    spans = [weight.values] if weight.csr is None else list(weight.csr)
-    return spans if weight.scale is None else [*spans, weight.scale]
 
 
 def _step(entry: dict[str, Any]) -> Step:
@@ -322,224 +131,13 @@ def _kinds(program: SegmentProgram) -> tuple[str, ...]:
         kinds.append(kind)
     for number, step in enumerate(program.steps):
         try:
-            _check(step, len(kinds))
-            kinds.append(_kind(step, [kinds[v] for v in reads(step)]))
+            check_step(step, len(kinds))
+            kinds.append(kind_of(step, [kinds[v] for v in reads(step)]))
         except BadInput as error:
             raise BadInput(f"step {number} ({NAMES[type(step)]}): {error}") from None
-    if not program.outputs or not all(_is_count(v) and v < len(kinds) for v in program.outputs):
+    if not program.outputs or not all(is_count(v) and v < len(kinds) for v in program.outputs):
         raise BadInput(f"expected outputs among {len(kinds)} values, got {program.outputs!r:.80}")
     input_count = len(program.inputs)
-    if not all(_is_count(v) and v < input_count for v in program.static):
+    if not all(is_count(v) and v < input_count for v in program.static):
         raise BadInput(f"expected static inputs below {input_count}, got {program.static!r:.80}")
     return tuple(kinds)
-
-
-def _kind(step: Step, operands: Sequence[str]) -> str:
-    """The kind of the output of a step. operands: kinds of its operands."""
-    images = dict.fromkeys((PoolStep, MeanStep, FlattenStep, ScaleStep), ("image",))
-    some = {ConvStep: ("image", "signal"), LinearStep: ("tokens",), **images}
-    allowed = some.get(type(step), KINDS)
-    if operands[0] not in allowed or len(set(operands)) != 1:
-        raise BadInput(f"expected values of one kind of {allowed}, got {operands}")
-    if isinstance(step, ConvStep) and operands[0] == "signal":
-        first = step.kernel[0], step.stride[0], step.dilation[0], step.padding[0]
-        if first != (1, 1, 1, (0, 0)):
-            raise BadInput(f"expected a kernel of height 1 for a signal, got {step.kernel}")
-    if isinstance(step, SelectStep) and operands[0] != "image" and step.stride != (1, 1):
-        raise BadInput(f"expected stride 1 for {operands[0]}, got {step.stride}")
-    if isinstance(step, FlattenStep) or (isinstance(step, MeanStep) and not step.keep):
-        return "tokens"
-    return operands[0]
-
-
-def _is_count(value: Any, least: int = 0) -> bool:
-    """Whether a value is an integer from `least` to MAX_SIZE."""
-    return type(value) is int and least <= value <= MAX_SIZE
-
-
-def _check(step: Step, known: int) -> None:
-    """Raise BadInput for fields that are invalid for all sizes."""
-    if not all(_is_count(v) and v < known for v in reads(step)) or not reads(step):
-        raise BadInput(f"expected values before it, got {reads(step)!r:.80}")
-    if isinstance(step, MeanStep) and type(step.keep) is not bool:
-        raise BadInput(f"expected a flag, got keep={step.keep!r:.40}")
-    if isinstance(step, (ConvStep, LinearStep)):
-        _check_layer(step)
-    if isinstance(step, (ConvStep, PoolStep)):
-        _check_window(step)
-    if isinstance(step, SelectStep):
-        _check_select(step)
-    act = getattr(step, "act", None)
-    if act is not None or isinstance(step, ActivationStep):
-        _check_act(act)
-
-
-def _check_layer(step: ConvStep | LinearStep) -> None:
-    weight = step.weight
-    spans = _spans(weight) + ([] if step.bias is None else [step.bias])
-    for span in spans:
-        if len(span) != 3 or not all(map(_is_count, span)) or span[1] > span[2]:
-            raise BadInput(f"expected spans (tensor, first, end), got {span!r:.80}")
-    if not _is_count(step.out, 1) or type(step.name) is not str:
-        raise BadInput(f"expected output channels and a name, got {step.out!r}, {step.name!r:.40}")
-    _check_weight(weight, step.out)
-    for what, span in (("bias", step.bias), ("scale", weight.scale)):
-        if span is not None and span[2] - span[1] != step.out:
-            raise BadInput(f"expected a {what} per output channel, got {span}")
-
-
-def _check_weight(weight: SparseWeight, rows: int) -> None:
-    count = weight.values[2] - weight.values[1]
-    if weight.csr is None:
-        if (weight.crow, weight.col, weight.scale) != (None, None, None):
-            raise BadInput(f"expected row starts and columns, or values alone, got {weight}")
-        if count % rows:
-            raise BadInput(f"expected values of {rows} rows, got {weight.values}")
-        return
-    _, crow, col = weight.csr
-    if crow[2] - crow[1] != rows + 1:
-        raise BadInput(f"expected {rows + 1} row starts, got {crow}")
-    if count != col[2] - col[1]:
-        raise BadInput(f"expected a column per value, got {weight.values} and {col}")
-
-
-def _check_select(step: SelectStep) -> None:
-    index, stride = step.index, step.stride
-    if len(index) != 3 or not all(map(_is_count, index)) or index[1] >= index[2]:
-        raise BadInput(f"expected a span (tensor, first, end), got {index!r:.80}")
-    if len(stride) != 2 or not all(_is_count(n, 1) for n in stride):
-        raise BadInput(f"expected two positive strides, got {stride!r:.80}")
-    if type(step.padded) is not bool:
-        raise BadInput(f"expected a flag, got padded={step.padded!r:.40}")
-
-
-def _check_window(step: ConvStep | PoolStep) -> None:
-    for key in ("kernel", "stride", "dilation"):
-        sizes = getattr(step, key)
-        if len(sizes) != 2 or not all(_is_count(n, 1) for n in sizes):
-            raise BadInput(f"expected two positive {key} sizes, got {sizes!r:.80}")
-    if len(step.padding) != 2:
-        raise BadInput(f"expected padding of two axes, got {step.padding!r:.80}")
-    if isinstance(step, ConvStep):
-        _check_conv(step)
-        return
-    if not all(map(_is_count, step.padding)) or any(
-        2 * p > k for p, k in zip(step.padding, step.kernel, strict=True)
-    ):
-        raise BadInput(f"expected padding of at most half the kernel, got {step.padding!r:.80}")
-    if any(type(flag) is not bool for flag in (step.mean, step.ceil, step.counted)):
-        raise BadInput(f"expected flags, got {step.mean!r}, {step.ceil!r}, {step.counted!r}")
-    if step.mean and step.dilation != (1, 1):
-        raise BadInput(f"expected a mean of windows without dilation, got {step.dilation}")
-
-
-def _check_conv(step: ConvStep) -> None:
-    if not _is_count(step.groups, 1) or step.out % step.groups:
-        raise BadInput(f"expected groups that divide {step.out}, got {step.groups!r}")
-    if type(step.transposed) is not bool:
-        raise BadInput(f"expected a flag, got transposed={step.transposed!r}")
-    for axis, pair in enumerate(step.padding):
-        limit = max(step.stride[axis], step.dilation[axis]) if step.transposed else 1
-        is_pair = type(pair) is tuple and len(pair) == 2
-        if not is_pair or not _is_count(pair[0]) or not _is_count(pair[1], 1 - limit):
-            raise BadInput(f"expected padding (before, after) per axis, got {step.padding!r:.80}")
-
-
-def _check_act(act: Any) -> None:
-    known = type(act) is tuple and len(act) == 2 and act[0] in ACTIVATIONS
-    numbers = act[1] if known else ()
-    if not known or len(numbers) != ACTIVATIONS[act[0]].count:
-        raise BadInput(f"expected an activation of {sorted(ACTIVATIONS)}, got {act!r:.80}")
-    if not all(type(n) in (int, float) and (abs(n) <= LARGEST or abs(n) == inf) for n in numbers):
-        raise BadInput(f"expected numbers, got {act!r:.80}")
-
-
-def _shape(step: Step, shapes: Sequence[tuple[Any, ...]], kind: str) -> tuple[Any, ...]:
-    """The shape of the output of a step."""
-    x = shapes[reads(step)[0]]
-    if isinstance(step, LinearStep):
-        return _same(step, shapes, (*x[:-1], step.out))
-    if isinstance(step, ConvStep):
-        if x[1] % step.groups:
-            raise BadInput(f"expected channels in {step.groups} groups, got {x[1]}")
-        height = (1,) if len(x) == 3 else ()
-        sizes = _convolved(step, (*height, *x[2:]))
-        return _same(step, shapes, (x[0], step.out, *sizes[len(height) :]))
-    if isinstance(step, PoolStep):
-        return (x[0], x[1], *_pooled(step, x[2:]))
-    if isinstance(step, MeanStep):
-        return (x[0], x[1], 1, 1) if step.keep else (x[0], x[1])
-    if isinstance(step, FlattenStep):
-        if x[2] != 1 or x[3] != 1:
-            raise BadInput(f"expected images of one pixel, got {x}")
-        return (x[0], x[1])
-    if isinstance(step, ConcatStep):
-        return _joined([shapes[v] for v in step.xs], len(x) - 1 if kind == "tokens" else 1)
-    if isinstance(step, SelectStep):
-        if kind != "image":
-            return (*x[:-1], step.out) if kind == "tokens" else (x[0], step.out, x[2])
-        return (x[0], step.out, *(-(-n // s) for n, s in zip(x[2:], step.stride, strict=True)))
-    if isinstance(step, ScaleStep):
-        if tuple(shapes[step.z]) != (x[0], x[1], 1, 1):
-            raise BadInput(f"expected one factor per channel of {x}, got {shapes[step.z]}")
-        return x
-    return _same(step, shapes, x)
-
-
-def _joined(shapes: Sequence[tuple[Any, ...]], axis: int) -> tuple[Any, ...]:
-    """The shape of values concatenated along an axis."""
-    other_sizes = [(*shape[:axis], *shape[axis + 1 :]) for shape in shapes]
-    if any(sizes != other_sizes[0] for sizes in other_sizes):
-        raise BadInput(f"expected shapes that differ only in axis {axis}, got {shapes}")
-    total = shapes[0][axis]
-    for shape in shapes[1:]:
-        total = total + shape[axis]
-    return (*shapes[0][:axis], total, *shapes[0][axis + 1 :])
-
-
-def _positive(shape: tuple[Any, ...], kind: str) -> tuple[Any, ...]:
-    """The shape. Raises BadInput if an image is empty or too large (symbolic sizes pass)."""
-    sizes = shape[2:] if len(shape) > 2 and kind != "tokens" else ()
-    if any(isinstance(size, int) and not 1 <= size <= MAX_SIZE for size in sizes):
-        raise BadInput(f"expected windows that fit into the input, got an output of {shape}")
-    return shape
-
-
-def _same(step: Step, shapes: Sequence[tuple[Any, ...]], shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`shape`. Raises BadInput if the added value has another shape."""
-    addend = getattr(step, "add", None)
-    addend = getattr(step, "z", None) if addend is None else addend
-    if addend is not None and tuple(shapes[addend]) != shape:
-        raise BadInput(f"expected {shape} to be added, got {shapes[addend]}")
-    return shape
-
-
-def _convolved(step: ConvStep, sizes: Sequence[Any]) -> list[Any]:
-    """Output sizes of a convolution."""
-    outputs = []
-    for axis, size in enumerate(sizes):
-        reach = step.dilation[axis] * (step.kernel[axis] - 1)
-        padding_before, padding_after = step.padding[axis]
-        if step.transposed:
-            outputs.append(
-                (size - 1) * step.stride[axis] + reach + 1 - padding_before - padding_after
-            )
-        else:
-            outputs.append(
-                (size + padding_before + padding_after - reach - 1) // step.stride[axis] + 1
-            )
-    return outputs
-
-
-def _pooled(step: PoolStep, sizes: Sequence[Any]) -> list[Any]:
-    """Output sizes of a pool."""
-    outputs = []
-    for axis, size in enumerate(sizes):
-        reach, pad = step.dilation[axis] * (step.kernel[axis] - 1), step.padding[axis]
-        stride = step.stride[axis]
-        last_start = size + 2 * pad - reach - 1 + (stride - 1 if step.ceil else 0)
-        count = last_start // stride + 1
-        if step.ceil and (count - 1) * stride >= size + pad:
-            count = count - 1
-        outputs.append(count)
-    return outputs

@@ -12,14 +12,8 @@ from demask.errors import BadInput
 from demask.ops.activations import ActivationLike, act_of, activation_module
 from demask.sparse import reference as dense
 from demask.sparse.segment.segment_op import segment
-from demask.sparse.segment_program import (
-    MAX_SIZE,
-    ConvStep,
-    LinearStep,
-    SegmentProgram,
-    Span,
-    SparseWeight,
-)
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import MAX_SIZE, ConvStep, LinearStep, Span, SparseWeight
 
 
 class SparseLayer(nn.Module):

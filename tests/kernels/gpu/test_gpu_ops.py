@@ -15,13 +15,8 @@ from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.functional import sparse_product
 from demask.sparse.products import gpu_segment
 from demask.sparse.products import gradient_ops as gpu_ops
-from demask.sparse.segment_program import (
-    ConvStep,
-    LinearStep,
-    MeanStep,
-    SegmentProgram,
-    SparseWeight,
-)
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import ConvStep, LinearStep, MeanStep, SparseWeight
 from interpreted import DEVICES, error, rows_of, run_on
 from sparse_cases import csr, matrix, weight
 

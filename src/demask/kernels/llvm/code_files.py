@@ -99,15 +99,15 @@ class CodeFiles:
                 with suppress(OSError):  # another process removed it
                     status = entry.stat(follow_symlinks=False)
                     files.append((status.st_mtime_ns, status.st_size, entry.name))
-        self.size = sum(size for _, size, _ in files)
-        if self.size <= self.limit:
-            return
-        for _, size, name in sorted(files):
-            if self.size <= self.limit * 3 // 4:
+        total = sum(size for _, size, _ in files)
+        removes = total > self.limit
+        for _, size, name in sorted(files) if removes else ():
+            if total <= self.limit * 3 // 4:
                 break
-            self.size -= size
+            total -= size
             with suppress(OSError):
                 os.unlink(name, dir_fd=folder)
+        self.size = total
 
 
 def _is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from demask.sparse.plan.layers.pack_weights import selected
 from demask.sparse.plan.tile_layout import TileGrid
-from demask.sparse.segment_program import ConcatStep, SegmentProgram, SelectStep
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import ConcatStep, SelectStep
 
 Place = tuple[int, int]  # a value and one of its channels
 

@@ -18,7 +18,7 @@ from demask.sparse.plan.layers.layer_windows import as_conv, is_pixelwise, reach
 from demask.sparse.plan.layers.pack_weights import selected
 from demask.sparse.plan.layers.tiling import Tiling, TilingProblem, best
 from demask.sparse.plan.layers.window_piece import (
-    LayerWeight,
+    StepWeight,
     WindowPiece,
     is_depthwise,
     pieces,
@@ -39,7 +39,8 @@ from demask.sparse.plan.tile_layout import (
     widened,
 )
 from demask.sparse.plan.value_moves import Moves, as_windows, elements, rows_of
-from demask.sparse.segment_program import (
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import (
     AddStep,
     ConcatStep,
     ConvStep,
@@ -48,7 +49,6 @@ from demask.sparse.segment_program import (
     MeanStep,
     PoolStep,
     ScaleStep,
-    SegmentProgram,
     SelectStep,
     Step,
     canonical,
@@ -90,7 +90,7 @@ class TapeBuilder:
     parts: dict[int, Place] = field(default_factory=dict)
     buffers: dict[tuple[int, TileGrid, float], Buffer] = field(default_factory=dict)
     cuts: list[tuple[str, Tiling]] = field(default_factory=list)
-    read: dict[int, LayerWeight] = field(default_factory=dict)  # weights of values
+    read: dict[int, StepWeight] = field(default_factory=dict)  # weights of values
     remaining: list[int] = field(default_factory=list)  # values not yet computed
 
     def __post_init__(self) -> None:
@@ -341,7 +341,7 @@ class TapeBuilder:
         weight = self._weight(value)
         return weight.depthwise or bool(weight.blocks)
 
-    def _weight(self, value: int) -> LayerWeight:
+    def _weight(self, value: int) -> StepWeight:
         """The weight of the layer that computes a value."""
         if value not in self.read:
             step = self.step(value)
@@ -463,7 +463,7 @@ class TapeBuilder:
             channels = selected(step, self.weights, self.shapes[step.x][1])
             moves.select(step, channels, sources[0], out)
         elif isinstance(step, ScaleStep):
-            moves.scale(step.act, *sources, out)
+            moves.scale(step.act, (sources[0], sources[1]), out)
         elif isinstance(step, ConcatStep):
             self._concatenate(step, value, sources)
             return

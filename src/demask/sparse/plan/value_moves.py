@@ -14,7 +14,7 @@ from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layers.layer_windows import first_read, windows
 from demask.sparse.plan.tape import Buffer, KernelCall, Location, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, at_array, permutations
-from demask.sparse.segment_program import ConvStep, PoolStep, SelectStep
+from demask.sparse.segment_steps import ConvStep, PoolStep, SelectStep
 
 Row = tuple[int, int, np.ndarray]  # part, line, elements of its lanes
 
@@ -130,8 +130,9 @@ class Moves:
             self._add(kernel, x, out, (thread, begin, end), table[picked],
                       {"weights": _aligned(scale[picked])})  # fmt: skip
 
-    def scale(self, act: Any, x: Buffer, z: Buffer, out: Buffer) -> None:
-        """Write act(x * z). z: images of one pixel."""
+    def scale(self, act: Any, factors: tuple[Buffer, Buffer], out: Buffer) -> None:
+        """Write act(x * z). factors: x and z; z: images of one pixel."""
+        x, z = factors
         grid, lanes = x.layout.grid, self.isa.lanes
         tiles_per_image = grid.rows * grid.columns
         elements = self._pixel_elements(z, x.layout.size[0])

@@ -16,7 +16,8 @@ from demask.ops.activations import apply_activation
 from demask.sparse import reference as dense
 from demask.sparse.csr_matrix import CsrMatrix
 from demask.sparse.products.gradient_ops import kernels
-from demask.sparse.segment_program import ConvStep, LinearStep, SegmentProgram, reads
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import ConvStep, LinearStep, reads
 
 
 def run(

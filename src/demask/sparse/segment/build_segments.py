@@ -28,13 +28,13 @@ from demask.ops.activations import Act
 from demask.ops.schema import same_size
 from demask.sparse.segment.convex_groups import SegmentRegion, Wanted, regions
 from demask.sparse.segment.match_calls import MatchedCall, has_shape, matrix
-from demask.sparse.segment_program import (
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import (
     AddStep,
     ConcatStep,
     ConvStep,
     LinearStep,
     ScaleStep,
-    SegmentProgram,
     SelectStep,
     Span,
     SparseWeight,
@@ -147,9 +147,9 @@ def _slice_splits(editor: GraphEditor) -> None:
         if not all(type(size) is int for size in sizes):
             continue
         for user in list(node.users):
-            begin, size = sum(sizes[: user.args[1]]), sizes[user.args[1]]
-            x = node.args[0]
-            part = editor.insert(user, user, aten.slice.Tensor, x, axis, begin, begin + size)
+            number: Any = user.args[1]
+            begin, end = sum(sizes[:number]), sum(sizes[: number + 1])
+            part = editor.insert(user, user, aten.slice.Tensor, node.args[0], axis, begin, end)
             editor.replace(user, part)
     drop_unread(editor.graph)
 

@@ -36,7 +36,8 @@ from demask.sparse.segment.build_segments import (
 )
 from demask.sparse.segment.convex_groups import Wanted
 from demask.sparse.segment.match_calls import MatchedCall, calls_of, matrix
-from demask.sparse.segment_program import ConvStep, LinearStep, SegmentProgram, SparseWeight
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import ConvStep, LinearStep, SparseWeight
 from demask.tune.candidates import GAIN, Candidate, CandidateBuilder, seconds_by_image_size
 from demask.tune.layer_costs import CACHE, LayerCosts
 from demask.tune.onnxruntime_candidate import for_runtime

@@ -22,7 +22,8 @@ from demask.registry import CUSTOM_OPS
 from demask.sparse import reference as dense
 from demask.sparse.segment.build_segments import segments_of
 from demask.sparse.segment.segment_call import bound
-from demask.sparse.segment_program import (
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import (
     MAX_SIZE,
     AddStep,
     ConcatStep,
@@ -30,7 +31,6 @@ from demask.sparse.segment_program import (
     LinearStep,
     PoolStep,
     ScaleStep,
-    SegmentProgram,
     SelectStep,
     SparseWeight,
     Step,

@@ -15,7 +15,7 @@ from demask.ops import schema
 from demask.ops.activations import Act, activations_by_op
 from demask.ops.schema import same_size
 from demask.ops.traits import IDENTITIES, SQUEEZES
-from demask.sparse.segment_program import (
+from demask.sparse.segment_steps import (
     ActivationStep,
     AddStep,
     ConcatStep,
@@ -425,8 +425,9 @@ def _flat(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCa
 def has_shape(node: fx.Node, shape: Sequence[Any]) -> bool:
     """Whether a value is a tensor of this shape."""
     value = node.meta.get("val")
-    is_tensor = isinstance(value, Tensor) and value.ndim == len(shape)
-    return is_tensor and all(map(same_size, value.shape, shape))
+    if not isinstance(value, Tensor) or value.ndim != len(shape):
+        return False
+    return all(map(same_size, value.shape, shape))
 
 
 _RULES: dict[Any, Rule] = {

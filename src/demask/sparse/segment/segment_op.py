@@ -44,7 +44,8 @@ def segment(inputs: Sequence[Tensor], weights: Sequence[Tensor], program: str) -
     not count, only those that change most of it. Raises BadInput if program, inputs and weights do
     not match.
 
-    >>> from demask.sparse.segment_program import LinearStep, SegmentProgram, SparseWeight
+    >>> from demask.sparse.segment_program import SegmentProgram
+    >>> from demask.sparse.segment_steps import LinearStep, SparseWeight
     >>> step = LinearStep(0, SparseWeight((0, 0, 1), (1, 0, 3), (1, 3, 4)), None, out=2)
     >>> weights = [torch.tensor([5.0]), torch.tensor([0, 0, 1, 2], dtype=torch.int32)]
     >>> segment([torch.eye(3)], weights, SegmentProgram(("tokens",), (step,), (1,)).text())

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from demask.sparse.csr_matrix import CsrMatrix, row_of
 from demask.sparse.products.gpu_formats import formats_of
-from demask.sparse.segment_program import MAX_SIZE, ConvStep, Pair
+from demask.sparse.segment_steps import MAX_SIZE, ConvStep, Pair
 
 
 @dataclass(frozen=True, slots=True)

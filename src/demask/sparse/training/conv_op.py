@@ -21,7 +21,7 @@ from torch.library import Library
 from demask.errors import BadInput
 from demask.sparse import reference as dense
 from demask.sparse.csr_matrix import CsrMatrix
-from demask.sparse.segment_program import ConvStep
+from demask.sparse.segment_steps import ConvStep
 from demask.sparse.training.recompute import parsed, recomputed
 
 _LIBRARY = Library("demask", "FRAGMENT")

@@ -23,7 +23,8 @@ from demask.kernels.llvm import availability as llvm
 from demask.ops.activations import Act, apply_activation
 from demask.sparse import reference as dense
 from demask.sparse.products.spmm_op import product
-from demask.sparse.segment_program import ConvStep, LinearStep, SegmentProgram, Span, SparseWeight
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import ConvStep, LinearStep, Span, SparseWeight
 from demask.sparse.training.conv_offsets import ConvGeometry
 from demask.sparse.training.conv_op import convolved
 

@@ -21,7 +21,7 @@ from demask.sparse.plan.layers.window_piece import (
 )
 from demask.sparse.plan.tape import KernelCall, Tape
 from demask.sparse.plan.tile_layout import At, Border, GridLayout, TileGrid, permutations, widened
-from demask.sparse.segment_program import ConvStep
+from demask.sparse.segment_steps import ConvStep
 
 UNROLLED_PRODUCTS = 600  # most products of an area of a depthwise kernel
 EDGE_PRODUCTS = 700  # the same where it permutes lines over the edges of tiles

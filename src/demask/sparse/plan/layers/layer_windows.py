@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from demask.sparse.plan.tile_layout import At, Border, GridLayout, TileGrid
-from demask.sparse.segment_program import ConvStep, LinearStep
+from demask.sparse.segment_steps import ConvStep, LinearStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class OutputWindow:
     start: tuple[int, int]
     step: tuple[int, int]
     stride: tuple[int, int]
-    taps: tuple[tuple[int | None, ...], tuple[int | None, ...]]
+    taps: tuple[tuple[int | None, ...], ...]
 
 
 def windows(step: ConvStep) -> list[OutputWindow]:
@@ -28,12 +28,12 @@ def windows(step: ConvStep) -> list[OutputWindow]:
     if not step.transposed:
         taps = tuple(tuple(k * d - p[0] for k in range(n)) for n, d, p in
                      zip(step.kernel, step.dilation, step.padding, strict=True))  # fmt: skip
-        return [OutputWindow((0, 0), (1, 1), step.stride, taps)]  # type: ignore[arg-type]
+        return [OutputWindow((0, 0), (1, 1), step.stride, taps)]
     output_windows = []
     for i in range(step.stride[0]):
         for j in range(step.stride[1]):
             taps = tuple(_transposed_taps(step, axis, offset) for axis, offset in enumerate((i, j)))
-            output_windows.append(OutputWindow((i, j), step.stride, (1, 1), taps))  # type: ignore[arg-type]
+            output_windows.append(OutputWindow((i, j), step.stride, (1, 1), taps))
     return output_windows
 
 

@@ -17,7 +17,7 @@ from demask.errors import BadInput
 from demask.kernels.cpu.tiles import sparse_tile as tile
 from demask.kernels.cpu.tiles.sparse_tile import BLOCK, FIRST, LAST, RECORD
 from demask.sparse.plan.tape import NoPlan
-from demask.sparse.segment_program import NAMES, ConvStep, LinearStep, SelectStep, Span
+from demask.sparse.segment_steps import NAMES, ConvStep, LinearStep, SelectStep, Span
 
 WIDE = 2**16  # offsets from this on have 32 bits
 

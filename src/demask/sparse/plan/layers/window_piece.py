@@ -17,7 +17,7 @@ from demask.sparse.plan.layers.pack_weights import Csr, Places, read
 from demask.sparse.plan.layers.tiling import TilingProblem, rects
 from demask.sparse.plan.tape import Buffer, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import Area, At, TileGrid
-from demask.sparse.segment_program import ConvStep
+from demask.sparse.segment_steps import ConvStep
 
 DEPTHWISE = 0.5  # share of nonzeros from which a depthwise weight is multiplied with its zeros
 
@@ -25,7 +25,7 @@ Size = tuple[int, int]  # rows and columns of a tile
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeight:
+class StepWeight:
     """The weight of a layer. channels: input channel of each nonzero. depthwise: whether the
     depthwise kernel computes the layer; blocks: those that the dense kernel computes, if it does.
     """
@@ -36,7 +36,7 @@ class LayerWeight:
     blocks: Sequence[DenseBlock]
 
 
-def read_weight(step: ConvStep, weights: Sequence[Tensor], channels: int) -> LayerWeight:
+def read_weight(step: ConvStep, weights: Sequence[Tensor], channels: int) -> StepWeight:
     """The weight of a layer with this many input channels. Raises BadInput if it is invalid."""
     if channels % step.groups:
         raise NoPlan(f"{channels} channels in {step.groups} groups")
@@ -46,7 +46,7 @@ def read_weight(step: ConvStep, weights: Sequence[Tensor], channels: int) -> Lay
     depthwise = is_depthwise(step, channels, weights)
     is_dense = not depthwise and matrix.kind == "float32"
     blocks = dense_blocks(matrix, of, channels, math.prod(step.kernel)) if is_dense else ()
-    return LayerWeight(matrix, of, depthwise, blocks)
+    return StepWeight(matrix, of, depthwise, blocks)
 
 
 def is_depthwise(step: ConvStep, channels: int, weights: Sequence[Tensor]) -> bool:
@@ -66,7 +66,7 @@ class WindowPiece:
 
     step: ConvStep
     window: OutputWindow
-    layer: LayerWeight
+    layer: StepWeight
     weight: Csr
     places: Places
     shape: TilingProblem
@@ -76,13 +76,13 @@ class WindowPiece:
 
 
 def pieces(
-    step: ConvStep, layer: LayerWeight, x: Buffer, add: Buffer | None, out: Buffer
+    step: ConvStep, layer: StepWeight, x: Buffer, add: Buffer | None, out: Buffer
 ) -> list[WindowPiece]:
     """The windows of a layer."""
     return [_piece(step, window, layer, x, add or x, out) for window in windows(step)]
 
 
-def _piece(step: ConvStep, window: OutputWindow, layer: LayerWeight, x: Buffer, add: Buffer,
+def _piece(step: ConvStep, window: OutputWindow, layer: StepWeight, x: Buffer, add: Buffer,
            out: Buffer) -> WindowPiece:  # fmt: skip
     """The nonzeros that a window reads, and their lines."""
     x_layout, kernel = x.layout, math.prod(step.kernel)

@@ -1,0 +1,210 @@
+"""The steps of segments: values that say what is computed, but not how.
+
+Value k of a program is input k, or the output of step k - len(inputs). Kinds of values, by their
+tensors:
+
+    image   [batch, channels, height, width]
+    signal  [batch, channels, length]
+    tokens  [..., channels]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from demask.ops.activations import Act
+
+KINDS = ("image", "signal", "tokens")
+MAX_SIZE = 2**31 - 1
+LARGEST = 3.4e38  # fits in float32
+Span = tuple[int, int, int]  # number of the tensor, first element, end
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseWeight:
+    """A matrix [rows, columns] in CSR: float values, int32 row starts and columns; or, without row
+    starts and columns, a dense one: all float values, row by row.
+
+    The matrix of a convolution is [out, in / groups * kernel height * kernel width], that is
+    `weight.flatten(1)`. values: float32, bfloat16, or in CSR int8 with a float32 scale per row.
+    """
+
+    values: Span
+    crow: Span | None = None
+    col: Span | None = None
+    scale: Span | None = None
+
+    @property
+    def csr(self) -> tuple[Span, Span, Span] | None:
+        """Values, row starts and columns; None for a dense matrix."""
+        return None if self.crow is None or self.col is None else (self.values, self.crow, self.col)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvStep:
+    """act(conv(x) + bias + value `add`) of an image or a signal (height 1).
+
+    padding: before and after, per axis. transposed: as conv_transpose, with the full output (input
+    spaced by the stride, kernel not flipped) cropped by `padding`. The padding after an axis may be
+    negative, down to 1 - max(stride, dilation): the output_padding of torch is before - after. The
+    matrix is [out, in / groups * kernel] too, that is weight.transpose(0, 1).flatten(1) for one
+    group.
+    Fields of a signal are those of an image of height 1: (1, kernel), ((0, 0), (before, after)).
+    """
+
+    x: int
+    weight: SparseWeight
+    bias: Span | None
+    out: int
+    kernel: Pair
+    stride: Pair = (1, 1)
+    padding: tuple[Pair, Pair] = ((0, 0), (0, 0))
+    dilation: Pair = (1, 1)
+    groups: int = 1
+    transposed: bool = False
+    act: Act | None = None
+    add: int | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearStep:
+    """act(x @ W.T + bias + value `add`) of tokens."""
+
+    x: int
+    weight: SparseWeight
+    bias: Span | None
+    out: int
+    act: Act | None = None
+    add: int | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStep:
+    """The maximum or mean of each window.
+
+    ceil: windows may start inside and end outside of the padded image. counted: means include the
+    padding; their windows have no dilation.
+    """
+
+    x: int
+    mean: bool
+    kernel: Pair
+    stride: Pair
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+    ceil: bool = False
+    counted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MeanStep:
+    """The mean of each channel of an image, as an image of one pixel (keep) or as tokens."""
+
+    x: int
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FlattenStep:
+    """Images of one pixel as tokens."""
+
+    x: int
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationStep:
+    """act(x)."""
+
+    x: int
+    act: Act
+
+
+@dataclass(frozen=True, slots=True)
+class AddStep:
+    """act(x + z) of values of the same shape."""
+
+    x: int
+    z: int
+    act: Act | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleStep:
+    """act(x * z) of an image and an image of one pixel."""
+
+    x: int
+    z: int
+    act: Act | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConcatStep:
+    """Channels of several values, concatenated."""
+
+    xs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SelectStep:
+    """Channel index[k] of x as channel k, for every `stride`-th row and column of an image.
+
+    index: int32 channel numbers. padded: whether some are -1, for a channel of zeros.
+    """
+
+    x: int
+    index: Span
+    stride: Pair = (1, 1)
+    padded: bool = False
+
+    @property
+    def out(self) -> int:
+        """Number of channels of the output."""
+        return self.index[2] - self.index[1]
+
+
+Step = (
+    ConvStep
+    | LinearStep
+    | PoolStep
+    | MeanStep
+    | FlattenStep
+    | ActivationStep
+    | AddStep
+    | ScaleStep
+    | ConcatStep
+    | SelectStep
+)
+# Names of steps in the text of a program, which is stored in files.
+STEPS: dict[str, type] = {
+    "conv": ConvStep, "linear": LinearStep, "pool": PoolStep, "mean": MeanStep, "flat": FlattenStep,
+    "map": ActivationStep, "add": AddStep, "scale": ScaleStep, "cat": ConcatStep,
+    "select": SelectStep,
+}  # fmt: skip
+NAMES = {kind: name for name, kind in STEPS.items()}
+
+
+def reads(step: Step) -> tuple[int, ...]:
+    """The values that a step reads."""
+    if isinstance(step, ConcatStep):
+        return step.xs
+    if isinstance(step, (AddStep, ScaleStep)):
+        return step.x, step.z
+    add = getattr(step, "add", None)
+    return (step.x,) if add is None else (step.x, add)
+
+
+def canonical(kind: str, shape: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+    """(batch, channels, height, width) of a value; tokens are pixels of one row."""
+    if kind == "image":
+        return shape[0], shape[1], shape[2], shape[3]
+    if kind == "signal":
+        return shape[0], shape[1], 1, shape[2]
+    count = 1
+    for size in shape[:-1]:
+        count = count * size
+    return 1, shape[-1], 1, count
