@@ -209,6 +209,7 @@ def test_axis_one_of_longer_tokens_is_none_of_channels() -> None:
     assert not calls(model, torch.randn(2, 5, 6))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["slice", "index_select", "pad", "gate"])
 def test_dynamic_sizes(name: str) -> None:
     body, out, expected = MATCHED[name]

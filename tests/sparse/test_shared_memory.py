@@ -224,7 +224,7 @@ def test_what_shares_no_memory() -> None:
 # ------------------------------------------------------------------------------ values not finite
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_does_not_spread(name: str, value: float) -> None:
