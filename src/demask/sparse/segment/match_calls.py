@@ -306,8 +306,7 @@ def _reaches_end(end: Any, size: Any, step: int) -> bool:
     """Whether a slice up to `end` (an argument of a node) has the last of each `step` elements."""
     if end is None or (type(end) is int and end == LAST):
         return True
-    if isinstance(end, fx.Node):
-        end = end.meta["val"]
+    end = end.meta["val"] if isinstance(end, fx.Node) else end
     if type(end) is int and type(size) is int:
         return -(-min(end, size) // step) == -(-size // step)
     return same_size(end, size)

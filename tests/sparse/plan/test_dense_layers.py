@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from test_sparse_plan import MOST, check, draw
 from torch.nn.functional import conv2d
 
 from demask.kernels.llvm.isa import AVX2, AVX512, host
@@ -14,7 +15,6 @@ from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConvStep
 from sparse_cases import layer, matrix
-from test_sparse_plan import MOST, check, draw
 
 GEOMETRY = [
     # kernel, stride, padding, dilation

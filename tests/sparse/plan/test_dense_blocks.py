@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_sparse_plan import MOST, Guarded, draw
 from torch import Tensor
 
 from demask.kernels.cpu.tiles.dense_tile import DenseTileKernel
@@ -25,7 +26,6 @@ from demask.sparse.segment_steps import ConvStep
 from guarded import guarded
 from segment_drafts import RELU, Draft, all_at_once, check
 from sparse_cases import csr, layer, matrix
-from test_sparse_plan import MOST, Guarded, draw
 
 GELU = ("gelu", ())
 
@@ -159,6 +159,7 @@ def convolution(weight: Tensor, kernel: int, **fields):
     return layer("image", weight.reshape(len(weight), -1), draw(len(weight)), **window | fields)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("groups", [2, 4, 6])
 def test_grouped_convolutions(groups: int, isa, emitted) -> None:
@@ -171,6 +172,7 @@ def test_grouped_convolutions(groups: int, isa, emitted) -> None:
     assert {shape[:2] for shape in emitted} == {(24 // groups, 12 // groups)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_many_blocks_are_dealt_to_threads(threads: int, emitted) -> None:
     """At a position without parts, threads share blocks; with few blocks, the rows of each."""
@@ -180,8 +182,9 @@ def test_many_blocks_are_dealt_to_threads(threads: int, emitted) -> None:
     assert len(emitted) >= 4
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("kernel, stride, padding", [(3, 2, (1, 0)), (2, 2, (0, 0)), (4, 2, (1, 1)),
+@pytest.mark.parametrize("kernel, stride, padding", [(2, 2, (0, 0)), (3, 2, (1, 0)), (4, 2, (1, 1)),
                                                     (2, 3, (0, 0)), (1, 2, (0, -1))])  # fmt: skip
 def test_transposed_convolutions(kernel, stride, padding, groups, emitted) -> None:
     """Windows without a tap are the bias alone."""
@@ -196,7 +199,8 @@ def test_transposed_convolutions(kernel, stride, padding, groups, emitted) -> No
     assert emitted
 
 
-@pytest.mark.parametrize("batch, size", [(1, 9), (3, 4), (1, 1)])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("batch, size", [(3, 4), (1, 9), (1, 1)])
 def test_rows_of_zeros_keep_bias_and_activation(batch: int, size: int, emitted) -> None:
     weight = drawn(12, 5, 9)
     weight[[0, 7, 11]], weight[:, 3] = 0.0, 0.0
@@ -224,11 +228,10 @@ def test_sums_with_blocks(emitted) -> None:
     y = draft.conv(0, 12, density=1.0, groups=3, act=RELU)
     z = draft.conv(y, 12, density=1.0, groups=2, add=y)
     draft.conv(draft.cat(z, y), 12, density=1.0, groups=4, add=z, act=GELU)
-    for threads in (1, 2, 3):
-        with all_at_once():
-            draft.check(threads=threads)
-        draft.check(4, threads=threads)
-    assert len(emitted) >= 9
+    with all_at_once():
+        draft.check(threads=2)
+    draft.check(4, threads=1)
+    assert len(emitted) >= 6
 
 
 def test_tokens_of_blocks(emitted) -> None:
@@ -249,6 +252,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("end", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_beside_its_memory_is_touched(name: str, end: bool, monkeypatch, emitted) -> None:

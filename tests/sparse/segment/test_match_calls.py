@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_sparse_segments import all_sparse, check, segments_of, steps
+from test_sparse_segments import made as plainly_made
 from torch import Tensor, nn
 
 from demask.graph.editor import GraphEditor
@@ -17,8 +19,6 @@ from demask.sparse.segment import match_calls
 from demask.sparse.segment.match_calls import MatchedCall, calls_of
 from demask.sparse.segment_steps import ConvStep, ScaleStep, SelectStep
 from micro import Net
-from test_sparse_segments import all_sparse, check, segments_of, steps
-from test_sparse_segments import made as plainly_made
 
 IMAGE = torch.randn(2, 4, 9, 7, generator=torch.Generator().manual_seed(3))
 ROWS = torch.randn(3, 6, generator=torch.Generator().manual_seed(4))
@@ -209,6 +209,7 @@ def test_axis_one_of_longer_tokens_is_none_of_channels() -> None:
     assert not calls(model, torch.randn(2, 5, 6))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["slice", "index_select", "pad", "gate"])
 def test_dynamic_sizes(name: str) -> None:
     body, out, expected = MATCHED[name]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_sparse_plan import MOST, check, draw
 from torch.nn.functional import conv2d
 
 from demask.kernels.llvm.isa import AVX2, host
@@ -19,7 +20,6 @@ from demask.sparse.plan.tile_layout import NO_BORDER, GridLayout, TileGrid
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import AddStep, ConvStep, PoolStep, SparseWeight
 from sparse_cases import csr, layer, matrix
-from test_sparse_plan import MOST, check, draw
 
 GEOMETRY = [
     # kernel, stride, padding, dilation
