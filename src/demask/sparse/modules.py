@@ -47,9 +47,8 @@ class SparseLinear(SparseLayer):
         in_features, out_features: sizes of the last axis of input and output.
 
     Raises:
-        BadInput: `weight` has not two axes, is neither torch.sparse_csr nor dense, or is not
-            floating-point; `bias` has another shape; the activation is unknown; or there are 2^31
-            or more rows, columns or stored weights.
+        BadInput: `weight` has another shape, layout or dtype than listed above, `bias` another
+            shape, the activation is unknown, or there are 2^31 or more rows, columns or weights.
 
     Example:
         >>> import torch
@@ -345,7 +344,8 @@ class SparseConv2d(SparseConv):
     Args:
         weight: floating-point matrix [out_channels, in_channels / groups * kernel height * kernel
             width], torch.sparse_csr or dense, copied: `weight.flatten(1)` of the nn.Conv2d.
-        bias, activation: vector [out_channels] and function, as in `SparseLinear`; default None.
+        bias: floating-point vector [out_channels], copied; default None, no bias.
+        activation: "relu" or another name or module that `SparseLinear` lists; default None.
         kernel_size: window size in positions, 1 or more. Sizes are one integer or (height, width).
         stride: positions from one window to the next, 1 (default) or more.
         dilation: positions from one kernel element to the next, 1 (default) or more.
@@ -356,13 +356,16 @@ class SparseConv2d(SparseConv):
         output_padding: must be 0 (default); transposed convolutions use it.
 
     Attributes:
-        values, crow, col, bias, density, weight_csr: as in `SparseLinear`.
-        weight: dense weight in the shape of nn.Conv2d's, differentiable.
+        values: stored weights, a parameter [number of stored weights].
+        crow, col: int32 buffers, row starts [out_channels + 1] and columns of `values`, as in CSR.
+        bias, density: parameter [out_channels] or None; share of weights that are stored, 0 to 1.
+        weight, weight_csr: dense, of nn.Conv2d's shape; a torch.sparse_csr matrix; differentiable.
         in_channels, out_channels: integers. The options are attributes, too, sizes as tuples.
 
     Raises:
         BadInput: an argument has another value, dtype or shape than listed above.
         TypeError: a size is neither an integer nor a sequence.
+        RuntimeError: `bias` is not floating-point.
 
     Example:
         >>> import torch
@@ -433,8 +436,7 @@ class SparseConvTranspose1d(SparseConvTranspose):
         dilation: output positions from one kernel element to the next, 1 (default) or more.
         padding: positions removed at each border of the output, 0 (default) or more.
         groups: number of channel groups, a divisor of out_channels; default 1.
-        output_padding: positions added at the end of the output, 0 (default) or more; less than
-            `stride` or less than `dilation`.
+        output_padding: positions added after the output, 0 (default) to max(stride, dilation) - 1.
         padding_mode: must be "zeros", the default.
 
     Attributes:
@@ -462,8 +464,7 @@ class SparseConvTranspose2d(SparseConvTranspose):
     """A transposed convolution like nn.ConvTranspose2d that computes with the nonzero weights only.
 
     It maps [batch, in_channels, height, width] to [batch, out_channels, output height, output
-    width], with or without batch. `from_dense` and `to_dense` convert from and to
-    nn.ConvTranspose2d.
+    width]; batch is optional. `from_dense` and `to_dense` convert from and to nn.ConvTranspose2d.
 
     Args:
         weight: floating-point matrix [out_channels, in_channels / groups * kernel height * kernel
@@ -475,8 +476,7 @@ class SparseConvTranspose2d(SparseConvTranspose):
         dilation: output positions from one kernel element to the next, 1 (default) or more.
         padding: positions removed at each border of the output, 0 (default) or more.
         groups: number of channel groups, a divisor of out_channels; default 1.
-        output_padding: positions added at the end of each output axis, 0 (default) or more; less
-            than `stride` or less than `dilation`.
+        output_padding: positions added after each axis, 0 (default) to max(stride, dilation) - 1.
         padding_mode: must be "zeros", the default.
 
     Attributes:

@@ -130,17 +130,20 @@ class ConstantChannels(_Selective):
 
     Args:
         keep: share of each layer's channels that is computed, the largest magnitudes first, above
-            0, at most 1; default None.
-        threshold: an alternative to `keep`, 0 or more: channels are computed whose magnitude is
-            above `threshold` times the mean of their layer; default None.
+            0, at most 1, at least one channel; default None.
+        threshold: an alternative to `keep`, 0 or more: a channel is computed if its magnitude is
+            above `threshold` times the mean of its layer, at least one channel; default None.
         layers: pattern of names of the layers that are conditioned, such as "layer3.*"; default
             "*": all.
-        value: the constant: a number for all channels, or "mean" (the default) for each channel's
-            mean over the example inputs, which should then be a representative batch.
+        value: the constant, which replaces the channel after the norm and activation that follow
+            the layer: a number for all channels, or "mean" (the default) for each channel's mean
+            there over the example inputs, which should then be a representative batch.
 
     Raises:
         BadInput: not exactly one of `keep` and `threshold` is set, a value is out of range, or
-            `value` is a text other than "mean"; when the condition is applied: as for `Skip`.
+            `value` is a text other than "mean"; when the condition is applied: there is no pilot,
+            no layer can be conditioned, or the pilot lacks one of the layers.
+        NotExportable: when the condition is applied: torch.export cannot capture the model.
 
     Example:
         >>> import torch
@@ -234,8 +237,8 @@ class Precision(_Selective):
     Args:
         keep: share of each layer's channels that has full precision, the largest magnitudes first,
             above 0, at most 1; default None.
-        threshold: an alternative to `keep`, 0 or more: channels have full precision whose magnitude
-            is above `threshold` times the mean of their layer; default None.
+        threshold: an alternative to `keep`, 0 or more: a channel has full precision if its
+            magnitude is above `threshold` times the mean of its layer; default None.
         layers: pattern of names of the layers that are conditioned, such as "layer3.*"; default
             "*": all.
         bits: bits of the other channels' weights, an integer from 1 to 16, rounded as by `Bits`;
@@ -243,7 +246,9 @@ class Precision(_Selective):
 
     Raises:
         BadInput: not exactly one of `keep` and `threshold` is set, or a value is out of range; when
-            the condition is applied: as for `Skip`.
+            the condition is applied: there is no pilot, no layer can be conditioned, or the pilot
+            lacks one of the layers.
+        NotExportable: when the condition is applied: torch.export cannot capture the model.
 
     Example:
         >>> import torch

@@ -48,13 +48,15 @@ PILOT = "pilot"
 class Missed:
     """The share of an output that a choice of regions left out; the result of `Regions.missed`.
 
-    A position matters where the full run and the fill (the output where nothing is run) differ by
-    more than a tolerance.
+    A position is an (image, row, column) of the output, with all channels. It matters where the
+    full run and the fill (the output where nothing is run) differ by more than a tolerance in a
+    channel.
 
     Attributes:
         matters: share of all positions that matter, 0 to 1.
         missed: share of all positions that matter and were not run, 0 to 1.
-        worst: largest |full run - fill| at a position that was not run, in units of the output.
+        worst: largest |full run - fill| of a channel at a position that was not run, in units of
+            the output; 0 where all positions were run.
         recall: share of the positions that matter which were run, 0 to 1; 1 where none matters.
 
     Example:
