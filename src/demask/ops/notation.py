@@ -71,7 +71,11 @@ def parse(text: str) -> Line:
 
     Args:
         text: operands and outputs, such as "... i, o i -> ... o" for a matrix product. Commas
-            separate operands, spaces separate axes, and a letter names an axis.
+            separate operands, and spaces separate axes. An axis is a letter or short name; letters
+            that share it, such as (a b), a the major one; 1, an axis of size one; or ..., any
+            number of axes, which broadcast. A mark before a letter: ~ a window slides along the
+            axis; ! the op normalizes over it; @ positions are moved along it; ^ the call reads its
+            own output of the previous step.
 
     Raises:
         TableError: the text is not in the notation; the message quotes the part that is wrong.
