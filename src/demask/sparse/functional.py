@@ -47,7 +47,7 @@ class DCSR:
         BadInput: `rows`, `crow` and `col` differ in dtype or are neither int32 nor int64; a shape
             does not match; `size` has other numbers, or not two; an index is out of range; `rows`
             does not increase; or `crow` does not rise from 0 to n.
-        AttributeError, TypeError: a field is not a tensor, or `size` is not a tuple.
+        AttributeError, TypeError: a field is not a tensor, or `size` is one number.
 
     Example:
         >>> import torch
