@@ -96,8 +96,7 @@ def optimize_onnx(
         model: an `nn.Module`, a `torch.export.ExportedProgram`, or the path of an ONNX file.
         path: name of the file, which is replaced if it exists.
         args: example inputs by position, a tuple such as (x,), of the sizes to tune for. Default:
-            (), as for a demasked network, an exported program, or an ONNX file whose sizes are not
-            dynamic.
+            (), as for a demasked network or an exported program; an ONNX file needs examples.
         kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
         dynamic_shapes: sizes that may differ from call to call, as for `demask.demask`.
         minimal: whether to write the smallest candidate (multiples of 1) without timing. Default:
