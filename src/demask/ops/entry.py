@@ -154,6 +154,10 @@ class Entry:
             (least, largest) output. Default: "", derived from `fill` and `rest`.
         cases: a tuple of `Case`: example calls for tests. Default: ().
 
+    Raises:
+        TableError: when `TABLE.extended` is called with the entry: `line` cannot be parsed. Other
+            attributes are not checked.
+
     Example:
         >>> from demask.ops import TABLE, Entry
         >>> table = TABLE.extended({"my::scale": Entry("... i, i -> ... i", zero="any")})

@@ -102,9 +102,11 @@ class Explanation:
 
     Attributes:
         lines: one per pair, in the order of the call: `pilot` and `condition` (texts), `seconds` of
-            a call, `gain` (times as fast as the network), `loss` (share of inputs with another
-            answer, 0 for exact conditions), `exact`, `use` (whether to use the pair) and `why`.
-            `seconds`, `gain` and `loss` are None where the pair cannot be applied.
+            a call, `gain` (the network's seconds divided by the pair's), `loss` (share of inputs
+            whose answer, the index of the largest output, differs; 0 for exact conditions), `exact`
+            (whether the condition changes no output), `use` (whether to use the pair) and `why`
+            (the reason, a text). `seconds`, `gain` and `loss` are None where the pair cannot be
+            applied.
         seconds: seconds of a call of the unchanged network, the median over the inputs.
         inputs: number of inputs that were used.
         threads: number of torch's threads.

@@ -78,6 +78,7 @@ class Columns:
 
     Raises:
         BadInput: when the condition is applied: the pilot is not None.
+        NotExportable: when the condition is applied: torch.export cannot capture the model.
 
     Example:
         >>> import torch

@@ -88,7 +88,8 @@ class Regions:
     above the threshold are covered by a few rectangles. In these the network is run, with the halo
     (the positions around a rectangle that its layers read). Values there are those of the full run
     up to rounding: float64 differs by at most 1e-12 of the largest value, float32 in the last
-    digits. Where the rectangles would cost more than the image, the whole image is run.
+    digits. Where the rectangles would cost more than the image, the whole image is run. Regions are
+    for inference on the CPU.
 
     The pilot (the cheap first run) is one of these:
 
@@ -116,7 +117,9 @@ class Regions:
     Raises:
         BadInput: `tile` is below 1, `grow` below 0, or `fill` another text; when the condition is
             applied: the pilot does not fit, fill="pilot" without a pilot that is a network, or a
-            layer reads the whole image (a norm over the image, a global pool, attention).
+            layer reads the whole image (a norm over the image, a global pool, attention); when the
+            conditioned module is called: images have another size than the example's.
+        NotExportable: when the condition is applied: torch.export cannot capture the model.
 
     Example:
         >>> import torch
@@ -183,6 +186,8 @@ class Regions:
         Raises:
             RuntimeError: the shapes do not fit.
 
+        >>> import torch
+        >>> from demask.pilot import Regions
         >>> full = torch.tensor([[[[0.0, 1.0], [1.0, 0.0]]]])
         >>> where = torch.tensor([[[True, True], [False, False]]])
         >>> Regions.missed(full, torch.zeros(()), where, 0.5)
