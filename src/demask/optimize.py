@@ -77,8 +77,8 @@ def optimize(
     is then returned, or `model` itself where that is slower, too. `demask.report` states the choice
     and all times.
 
-    The result is for inference: calls record no gradients. It owns its weights; `model` is not
-    changed.
+    The result is for inference: rewritten networks and submodules record no gradients. It owns its
+    weights; `model` is not changed.
 
     Args:
         model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`.
@@ -88,7 +88,8 @@ def optimize(
         dynamic_shapes: sizes that may differ from call to call, as for `demask.demask`.
         modules: submodules to optimize one by one in a copy of the model, as for `demask.demask`.
             The copy is timed against `model`, too. Default: the whole model.
-        threads: number of CPU threads of the measurements. Default: `torch.get_num_threads()`.
+        threads: number of CPU threads of the measurements, from 1 to 64, or to four per CPU where
+            that is more. Default: `torch.get_num_threads()`.
         precision: dtype in which sparse layers store weights: "bf16", or "int8" with one scale per
             row. `demask.report` states the effect on outputs. Default: None, for exact weights.
         backends: kernels that may be used: "torch", which is required, and "sparse", compiled ones

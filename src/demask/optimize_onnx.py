@@ -96,12 +96,13 @@ def optimize_onnx(
         model: an `nn.Module`, a `torch.export.ExportedProgram`, or the path of an ONNX file.
         path: name of the file, which is replaced if it exists.
         args: example inputs by position, a tuple such as (x,), of the sizes to tune for. Default:
-            (), as for an ONNX file without dynamic sizes.
+            (), as for a demasked network or an exported program; an ONNX file needs examples.
         kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
         dynamic_shapes: sizes that may differ from call to call, as for `demask.demask`.
         minimal: whether to write the smallest candidate (multiples of 1) without timing. Default:
             False.
-        threads: number of threads of ONNX Runtime. Default: `torch.get_num_threads()`.
+        threads: number of threads of ONNX Runtime, 1 or more, with the limit of `demask.optimize`.
+            Default: `torch.get_num_threads()`.
         tolerance: largest allowed difference / largest value of the output, above 0. Default: None,
             for 1e-5 or, if that is larger, the effect of rounding (two steps of a quantized
             output).

@@ -58,13 +58,14 @@ class Verification:
         max_abs, max_rel: largest difference over all runs in float64: absolute, and relative to the
             largest absolute value of the output.
         dtype: floating dtype of the models, such as "float32".
-        ok: whether the networks are equal: to 1e-10 in float64 (64 ulps of `dtype` where constants
-            are rounded), and to 64 ulps in `dtype`. An ulp is the unit in the last place of the
-            output's largest value.
+        ok: whether the networks are equal. Floats must be finite, and equal to 1e-10 in float64 (64
+            ulps of `dtype` where constants are rounded) and, in `dtype`, to 64 ulps or 8 times the
+            rounding error of the first network. Other outputs, complex ones too, must be the same.
+            An ulp is the unit in the last place of the output's largest value.
         ulps: largest difference in `dtype`, in ulps. Default: 0.
         runs: number of calls whose outputs were compared.
         vacuous: names of outputs that did not depend on the inputs: their equality proves nothing.
-        narrowed: names of calls that cast to a narrower float, whose ulp then counts.
+        narrowed: names of calls that cast to a less precise float; `ulps` is in ulps of that float.
         failure: the first difference that was too large, as text; "" for none.
         layers: names of the layers that were compared in float64, one by one, where copies of the
             networks in float64 take too much memory; `max_abs` and `max_rel` are of these. Else ().
@@ -111,10 +112,9 @@ def verify(
 
     Both run on the example inputs and on three seeded random inputs like them, also at batch sizes
     1 and 3 if the batch is dynamic, in float64 and in the models' dtype. Models with `generate`
-    also generate 4 tokens each. Integer and boolean outputs must be equal; for other outputs, see
-    `Verification.ok`. In the models' dtype, 8 times the rounding error of `model` is allowed, too.
-    If float64 copies take more than a quarter of the machine's memory, a sample of the repeated
-    layers is compared in float64 instead, one by one. Neither network is changed.
+    also generate 4 tokens each. `Verification.ok` says which differences are allowed. If float64
+    copies take more than a quarter of the machine's memory, a sample of the repeated layers is
+    compared in float64 instead, one by one. Neither network is changed.
 
     Args:
         model, slim: the networks to compare; `model` may be a `torch.export.ExportedProgram`.
@@ -126,6 +126,7 @@ def verify(
     Raises:
         Mismatch: the networks differ, and `check` is True.
         BadInput: a network does not run on the inputs, or its recorded inputs are not all tensors.
+        NotExportable: torch.export cannot capture `model`, and `slim` casts between float dtypes.
 
     Example:
         >>> import torch, demask
@@ -321,9 +322,7 @@ class _Differences:
                 self._fail(f"output {name} by {ulps:.3g} ulps in {x.dtype} ({where})")
 
     def _is_rounding(self, name: str, x: Tensor, y: Tensor) -> bool:
-        """Whether the second network is as exact as the first: ill-conditioned networks round
-        badly.
-        """
+        """Whether the second network is as exact as the first, which may round badly itself."""
         exact = self.exact.get(name)
         if exact is None or exact.shape != x.shape:
             return False

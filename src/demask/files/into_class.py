@@ -31,7 +31,9 @@ def resize(
 ) -> nn.Module:
     """A copy of `model` with the tensors of a demasked network, whose layers may be smaller.
 
-    Sizes of torch's layers and configs of transformers' models are updated. `model` is not changed.
+    Sizes of torch's layers and configs of transformers' models are updated. Tensors keep the dtypes
+    of `state_dict`. Whether successive layers fit each other is not checked. `model` is not
+    changed.
 
     Args:
         model: an instance of the network's class, with the sizes before the network was demasked.

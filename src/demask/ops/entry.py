@@ -46,9 +46,15 @@ class SizedLine:
             are in the first operand (attention). Default: False.
 
     Example:
-        >>> from demask.ops import SizedLine
-        >>> SizedLine("n (g c) -> n g c", {"g": 2}).sizes["g"]
-        2
+        >>> import torch
+        >>> from demask.ops import Entry, SizedLine, Table, bind
+        >>> from demask.ops.laws import call_node
+        >>> def line(node):  # of aten.channel_shuffle(input, groups)
+        ...     return SizedLine("n (g c) h w -> n (c g) h w", {"g": node.args[1]})
+        >>> table = Table([("aten.channel_shuffle.default", Entry(line))])
+        >>> call = call_node(torch.ops.aten.channel_shuffle.default, torch.ones(1, 6, 2, 2), 3)
+        >>> bind(call, table).size["g"], bind(call, table).size["c"]
+        (3, 2)
     """
 
     line: str
@@ -65,14 +71,20 @@ class Case:
     """An example call of an op, with which tests check its `Entry`.
 
     Attributes:
-        args, kwargs: the arguments of the call, by position and by name. A `demask.ops.entry.Shape`
-            describes each tensor to draw; all other values are passed unchanged.
+        args, kwargs: the arguments of the call, by position (a tuple) and by name (a mapping). Each
+            `demask.ops.entry.Shape` is replaced by a random tensor; all other values are passed
+            unchanged. `Shape(sizes)` is an activation, and `Shape(sizes, constant=True)` a weight.
+            Its argument `of` is the distribution: "normal" (default), "positive", "zero" or "bool",
+            or an int n for integers from 0 to n - 1.
 
     Example:
-        >>> from demask.ops import Case
+        >>> from demask import demask
+        >>> from demask.ops import Case, Entry, Table
         >>> from demask.ops.entry import Shape
-        >>> Case((Shape((2, 3)), Shape((3,), constant=True)), {"alpha": 2}).kwargs
-        {'alpha': 2}
+        >>> from demask.ops.laws import check
+        >>> case = Case((Shape((2, 3)), Shape((3,), constant=True)), {"alpha": 2})
+        >>> table = Table([("aten.add.Tensor", Entry("..., ... -> ...", cases=(case,)))])
+        >>> check("aten.add.Tensor", table, demask)  # raises Mismatch where a law is violated
     """
 
     args: tuple[Any, ...]
@@ -141,6 +153,10 @@ class Entry:
             it and 0 for negative operands, and between 0 and the operand for others (silu). A pair:
             (least, largest) output. Default: "", derived from `fill` and `rest`.
         cases: a tuple of `Case`: example calls for tests. Default: ().
+
+    Raises:
+        TableError: when `TABLE.extended` is called with the entry: `line` cannot be parsed. Other
+            attributes are not checked.
 
     Example:
         >>> from demask.ops import TABLE, Entry

@@ -37,15 +37,18 @@ class Line:
     """A parsed line of the op table: the axes of an op's operands and outputs.
 
     `parse` returns it. An axis is a tuple of letters (strings); several letters share one axis in
-    row-major order, and () is an axis of size one.
+    row-major order, and () is an axis of size one. The last four attributes are frozensets of
+    letters; default: empty.
 
     Attributes:
-        ins, outs: the axes of each operand and of each output, a tuple of axes each.
-        window: letters of axes along which a window slides (mark `~`), a frozenset of strings. "h"
-            is "h<0" in operand 0 and "h>0" in output 0, since the two axes have different sizes.
-        complete: letters of axes over which the op normalizes (mark `!`).
+        ins: a tuple with one entry per operand: the tuple of its axes, in order.
+        outs: a tuple with one entry per output: the tuple of its axes, in order.
+        window: letters of axes along which a window slides (mark `~`). "h" is "h<0" in operand 0
+            and "h>0" in output 0, since the two axes have different sizes.
+        complete: letters of axes over which the op normalizes (mark `!`), without the mark.
         moved: letters of axes whose positions the op moves (mark `@`), named as in `window`.
-        back: letters along which a call reads its own output of the previous step (mark `^`).
+        back: letters along which a call reads its own output of the previous step (mark `^`): "^h"
+            is "h^".
 
     Example:
         >>> from demask.ops import parse
@@ -68,7 +71,11 @@ def parse(text: str) -> Line:
 
     Args:
         text: operands and outputs, such as "... i, o i -> ... o" for a matrix product. Commas
-            separate operands, spaces separate axes, and a letter names an axis.
+            separate operands, and spaces separate axes. An axis is a letter or short name; letters
+            that share it, such as (a b), a the major one; 1, an axis of size one; or ..., any
+            number of axes, which broadcast. A mark before a letter: ~ a window slides along the
+            axis; ! the op normalizes over it; @ positions are moved along it; ^ the call reads its
+            own output of the previous step.
 
     Raises:
         TableError: the text is not in the notation; the message quotes the part that is wrong.

@@ -44,11 +44,15 @@ class Relation:
         window, complete, moved, back: letters of the axes with the marks `~`, `!`, `@` and `^`, a
             frozenset each; see `Line`.
         contracted: letters that are summed over: in two operands or more, and in no output.
-        factors: numbers of the operands that are multiplied; the others are added to the sum. (0,
-            1) for a depthwise convolution, which sums over its window only.
+        factors: numbers of the operands that are multiplied in a sum of products; the others are
+            added to the sum. (0, 1) where `contracted` is empty, as for a depthwise convolution,
+            which sums over its window only.
         mixed: letters along which an output position may depend on several positions of an operand.
         looped: letters along which a position depends on all others through earlier steps
             (recurrent layers).
+        selectors: numbers of the operands that only select weights at run time.
+        is_grouped: whether the call is a sum of products with groups, as a grouped convolution.
+        total: whether the output is finite whenever all operands other than constants are finite.
 
     Example:
         >>> import torch
@@ -96,16 +100,17 @@ class Relation:
 
     @cached_property
     def factors(self) -> tuple[int, ...]:
-        """Numbers of the operands that are multiplied; the others are added to the sum.
+        """Numbers of the operands that are multiplied in a sum of products, a tuple of ints.
 
-        A depthwise convolution sums over its window alone: its factors are the first two operands.
+        The other operands are added to the sum. (0, 1) where `contracted` is empty: a depthwise
+        convolution sums over its window alone, and its factors are the first two operands.
         """
         summed = self.contracted
         return tuple(k for k, a in enumerate(self.ins) if self.letters(a) & summed) or (0, 1)
 
     @property
     def total(self) -> bool:
-        """Whether finite values of the operands that are no constants result in a finite output."""
+        """Whether the output is finite whenever all operands other than constants are finite."""
         nodes = [o.value if isinstance(o.value, fx.Node) else None for o in self.operands]
         computed = [k for k, node in enumerate(nodes) if node is not None and node.op != "get_attr"]
         entry = self.entry
@@ -148,8 +153,7 @@ class Relation:
 
     @cached_property
     def looped(self) -> frozenset[str]:
-        """The letters along which a position depends on all others, through the values of earlier
-        steps."""
+        """The letters along which a position depends on all others, through earlier steps."""
         letter_sets = [self.letters(axes) for axes in self.ins if self.letters(axes) & self.back]
         return frozenset(letter.removesuffix("^") for letters in letter_sets for letter in letters)
 

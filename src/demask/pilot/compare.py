@@ -72,15 +72,16 @@ class Comparison:
     """The result of `compare`: for each simplifier, how far outputs differ and what a call costs.
 
     A simplifier derives a cheaper network from the full one. `print` shows a comparison as a table.
+    Score vectors are the vectors along the last axis of the first output, one score per class.
 
     Attributes:
         rows: one per simplifier, in the order of the call: `by` (its text), `agreement` (share of
-            outputs with the same largest entry as the full network's), `error` (relative, Euclidean
-            norm), `correlation` (of channel magnitudes), `precision` and `recall` of zeros after
-            ReLU, `weight_bytes` (of floating-point constants, as the simplifier would store them),
-            `macs` (multiply-adds of the first call), `speed` (times as fast as the full network),
-            `timing`, and `refused` (why there are no numbers, or ""). Shares are from 0 to 1; a
-            number that does not apply is None.
+            score vectors with the same largest entry as the full network's), `error` (relative,
+            Euclidean norm), `correlation` (of channel magnitudes), `precision` and `recall` of
+            zeros after ReLU, `weight_bytes` (of floating-point constants, as the simplifier would
+            store them), `macs` (multiply-adds of the first call), `speed` (times as fast as the
+            full network), `timing`, and `refused` (why there are no numbers, or ""). Shares are
+            from 0 to 1; a number that does not apply is None.
         inputs: number of inputs (sizes of the first axis, summed over the calls).
         weight_bytes: bytes of all tensors of the full network.
         macs: multiply-adds of the first call of the full network.
@@ -88,8 +89,9 @@ class Comparison:
             a ReLU.
         timing: of the first call of the full network, in seconds: `median`, `low` and `high` (10 %
             and 90 % quantiles), `count`; None without timing.
-        same: by simplifier's text, a tuple with one bool per output: whether its largest entry has
-            the same index as in the full network; () where outputs are no class scores.
+        same: by simplifier's text, a tuple with one bool per score vector, in the order of the
+            inputs: whether its largest entry has the same index as in the full network. () where
+            the simplifier was refused, or outputs have one axis or one class alone.
 
     Example:
         >>> import torch

@@ -87,10 +87,10 @@ def condition(
         condition: a condition or its text: "columns" (the default), "certified", "skip:0.5",
             "constant:0.5", "value:0.5", "precision:0.5:bits=4", "order:0.001", "route:0.8",
             "regions:0.1". Parameters follow as "name=value", as in "skip:threshold=0.1".
-        check: whether to time the result and the model in turns, 30 times each; default True. Where
-            the result may be slower (the lower 95 % bound of the ratio of medians is below 0.97), a
-            copy of the model is returned, and `conditioned.decisions` says so. `Order` is not
-            timed.
+        check: whether to time the result and the model in turns, 30 times each; default True. Speed
+            is the median time of the model divided by that of the result. Where the lower 95 %
+            bound of the speed is below 0.97, the result may be slower: a copy of the model is
+            returned, and `conditioned.decisions` says so. `Order` is not timed.
         calibration: batches of examples (each a tensor or a tuple of arguments), for a condition
             that is named without its parameter: "skip", "constant", "value", "precision" or
             "route". The most aggressive value (the one that leaves out most work) of `knobs` that
@@ -112,8 +112,11 @@ def condition(
         weights.
 
     Raises:
-        BadInput: the condition is unknown, the pilot does not fit the condition or the model, a
-            condition on channels applies to no layer, or the calibration has too few examples.
+        BadInput: the condition is unknown or has a value out of range, the pilot does not fit the
+            condition or the model, or the condition cannot be applied to the model; with
+            calibration: the condition has its parameter or has none to choose, there are too few
+            examples, labels are not integers, one per example, or `loss` or `level` is out of
+            range.
         NotExportable: torch.export cannot capture the model.
 
     Example:

@@ -102,9 +102,11 @@ class Explanation:
 
     Attributes:
         lines: one per pair, in the order of the call: `pilot` and `condition` (texts), `seconds` of
-            a call, `gain` (times as fast as the network), `loss` (share of inputs with another
-            answer, 0 for exact conditions), `exact`, `use` (whether to use the pair) and `why`.
-            `seconds`, `gain` and `loss` are None where the pair cannot be applied.
+            a call, `gain` (the network's seconds divided by the pair's), `loss` (share of inputs
+            whose answer, the index of the largest output, differs; 0 for exact conditions), `exact`
+            (whether the condition changes no output), `use` (whether to use the pair) and `why`
+            (the reason, a text). `seconds`, `gain` and `loss` are None where the pair cannot be
+            applied.
         seconds: seconds of a call of the unchanged network, the median over the inputs.
         inputs: number of inputs that were used.
         threads: number of torch's threads.
@@ -167,14 +169,17 @@ def explain(
     Times are those of this machine. A pilot is a cheap first run that selects the work; a condition
     is the policy by which the full run does only that work. For conditions that change no output,
     the time is computed from the bytes of weights that a call reads. Other conditions are applied
-    and timed on the inputs, and their changed answers are counted. The model is not changed.
+    and timed on the inputs, and their changed answers are counted. The answer to an input is the
+    index of the largest entry in each row of the first output.
 
     Args:
-        model: the network, an nn.Module.
-        inputs: tensors, or tuples of arguments, like those of later calls; the first 64 are used.
+        model: the network, an nn.Module, which is called as it is. Call `model.eval()` before: in
+            training mode the calls change the statistics of batch norms. Nothing else is changed.
+        inputs: an iterable with one tensor or tuple of arguments per call, like those of later
+            calls; the first 64 are used.
         threads: number of torch's threads, 1 or more; default None: torch's setting.
-        loss: greatest share of answers that may differ, 0 to 1; default 0.01. Pairs that exceed it
-            get the verdict not to use them.
+        loss: greatest share of inputs whose answers may differ, 0 to 1; default 0.01. Pairs that
+            exceed it get the verdict not to use them.
         candidates: pairs of texts (pilot, condition), "" for no pilot, as in ("bits:8",
             "skip:0.5"); `simplify` and `condition` list the texts. Default: six common pairs.
         costs: measured bandwidths of this machine, a `demask.machine.cost.Costs`; default None:
@@ -185,9 +190,11 @@ def explain(
         table: facts about each ATen op; default: the library's table.
 
     Raises:
-        BadInput: there are no inputs, `threads` is out of range, or `model` is no nn.Module. (A
-            pair that cannot be applied has a line with the reason.)
+        BadInput: there are no inputs, the first does not fit the model, `threads` is out of range,
+            or `model` is no network. (A pair that cannot be applied has a line with the reason.)
         NotExportable: torch.export cannot capture the model.
+        DemaskError: `model` is an ExportedProgram (pass its `module()`), a later input does not fit
+            the model, the first output is a scalar, or an entry of `candidates` is no pair.
 
     Example:
         >>> import torch

@@ -45,18 +45,19 @@ class Gated:
 class Gate(TorchFunctionMode):
     """A context in which training updates only the most important units of each layer.
 
-    Priorities (numbers that rate the importance of units) come from `priorities`, from the weights
-    or at random. Layers are nn.Linear, nn.Conv1d and nn.Conv2d whose weight requires gradients; a
-    unit is a row of the weight (an output unit or a filter). Within `with gate:` weight gradients
-    are computed for the chosen units alone. Then `gate.step(optimizer)` updates only these units
-    and their state in the optimizer. (Grouped convolutions and calls under autocast compute all
-    gradients, and `step` updates the chosen units.)
+    Layers are nn.Linear, nn.Conv1d and nn.Conv2d whose weight requires gradients. A unit is a row
+    of the weight (an output unit or a filter) with its element of the bias. A priority is a number
+    that rates the importance of a unit. Within `with gate:` gradients of weights and biases are
+    computed for the chosen units alone and are 0 for others. Then `gate.step(optimizer)` updates
+    only the chosen units and their state in the optimizer. All gradients are computed for grouped
+    convolutions, convolutions with padding="same" or "valid" or one image without a batch, and
+    calls under autocast; `step` still updates only the chosen units.
 
     Args:
         model: the network to train.
-        priorities: for by="pilot": an ExecutionData, a mapping from layer names to one number per
-            unit, or a function without arguments that returns one of these; default None, for other
-            values of `by`.
+        priorities: for by="pilot": an ExecutionData, a mapping from layer names to one finite
+            number per unit (a tensor or a sequence), or a function without arguments that returns
+            one of these; default None, for other values of `by`.
         fraction: share of each layer's units that is updated, above 0, at most 1; the number of
             units is rounded up.
         by: how units are chosen: "pilot" (the default) by `priorities`, "magnitude" by the L2 norm
@@ -72,8 +73,8 @@ class Gate(TorchFunctionMode):
         steps: number of calls of `step` so far.
 
     Raises:
-        BadInput: a value is out of range, priorities are missing or do not fit, or no layer of the
-            model requires gradients.
+        BadInput: a value is out of range, priorities are missing, do not fit or are set with
+            another value of `by`, or no layer of the model requires gradients.
 
     Example:
         >>> import torch

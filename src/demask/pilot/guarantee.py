@@ -314,8 +314,11 @@ def by_mean(outcomes: Outcomes, loss: float = LOSS) -> float | None:
             answers that became wrong less the share that became right.
 
     Returns:
-        The last value of `outcomes.knobs` whose loss is at most `loss`, a float; None if no value's
-        is.
+        The last value of `outcomes.knobs` whose loss is at most `loss`, a float; None if all values
+        lose more.
+
+    Raises:
+        ZeroDivisionError: `outcomes` has no examples.
 
     Example:
         >>> import torch

@@ -28,8 +28,8 @@ class DCSR:
     """A sparse matrix in doubly compressed sparse rows: CSR without its empty rows.
 
     `spmm` and `sddmm` accept it. Unlike torch's sparse tensors it supports torch.compile, since its
-    fields are plain tensors. The constructor takes the attributes in this order and copies no
-    tensor. Below, r is the number of stored rows, and n the number of stored elements.
+    fields are plain tensors, all on one device. The constructor takes the attributes in this order
+    and copies no tensor. Below, r is the number of stored rows, and n that of stored elements.
 
     Source: Buluc and Gilbert 2008, "On the representation and multiplication of hypersparse
     matrices".
@@ -45,8 +45,9 @@ class DCSR:
 
     Raises:
         BadInput: `rows`, `crow` and `col` differ in dtype or are neither int32 nor int64; a shape
-            does not match; `size` is not a pair of such numbers; an index is out of range; `rows`
+            does not match; `size` has other numbers, or not two; an index is out of range; `rows`
             does not increase; or `crow` does not rise from 0 to n.
+        AttributeError, TypeError: a field is not a tensor, or `size` is one number.
 
     Example:
         >>> import torch

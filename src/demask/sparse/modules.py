@@ -32,7 +32,7 @@ class SparseLinear(SparseLayer):
     Args:
         weight: floating-point matrix [out_features, in_features], torch.sparse_csr or dense,
             copied; out_features is 1 or more. Zeros of a dense weight are not stored.
-        bias: vector [out_features], copied; default None, no bias.
+        bias: floating-point vector [out_features], copied; default None, no bias.
         activation: function applied to each output: a name, "relu", "relu6", "leaky_relu",
             "sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "hardswish" or "hardsigmoid", with
             torch's default parameters; or a torch module of one of them or nn.Hardtanh, such as
@@ -41,16 +41,15 @@ class SparseLinear(SparseLayer):
     Attributes:
         values: stored weights, a parameter [number of stored weights] of the dtype of `weight`.
         crow, col: int32 buffers, row starts [out_features + 1] and columns of `values`, as in CSR.
-        bias: parameter [out_features], or None.
-        density: number of stored weights divided by out_features * in_features.
+        bias, density: parameter [out_features] or None; share of weights that are stored, 0 to 1.
         weight: dense weight [out_features, in_features], computed at each access; differentiable.
         weight_csr: weight as torch.sparse_csr, which shares memory with `values`; differentiable.
         in_features, out_features: sizes of the last axis of input and output.
 
     Raises:
-        BadInput: `weight` has not two axes, is neither torch.sparse_csr nor dense, or is not
-            floating-point; `bias` has another shape; the activation is unknown; or there are 2^31
-            or more rows, columns or stored weights.
+        BadInput: `weight` has another shape, layout or dtype than listed above, `bias` another
+            shape, the activation is unknown, or there are 2^31 or more rows, columns or weights.
+        RuntimeError: `bias` is not floating-point.
 
     Example:
         >>> import torch
@@ -346,7 +345,8 @@ class SparseConv2d(SparseConv):
     Args:
         weight: floating-point matrix [out_channels, in_channels / groups * kernel height * kernel
             width], torch.sparse_csr or dense, copied: `weight.flatten(1)` of the nn.Conv2d.
-        bias, activation: vector [out_channels] and function, as in `SparseLinear`; default None.
+        bias: floating-point vector [out_channels], copied; default None, no bias.
+        activation: "relu" or another name or module that `SparseLinear` lists; default None.
         kernel_size: window size in positions, 1 or more. Sizes are one integer or (height, width).
         stride: positions from one window to the next, 1 (default) or more.
         dilation: positions from one kernel element to the next, 1 (default) or more.
@@ -357,13 +357,16 @@ class SparseConv2d(SparseConv):
         output_padding: must be 0 (default); transposed convolutions use it.
 
     Attributes:
-        values, crow, col, bias, density, weight_csr: as in `SparseLinear`.
-        weight: dense weight in the shape of nn.Conv2d's, differentiable.
+        values: stored weights, a parameter [number of stored weights].
+        crow, col: int32 buffers, row starts [out_channels + 1] and columns of `values`, as in CSR.
+        bias, density: parameter [out_channels] or None; share of weights that are stored, 0 to 1.
+        weight, weight_csr: dense, of nn.Conv2d's shape; a torch.sparse_csr matrix; differentiable.
         in_channels, out_channels: integers. The options are attributes, too, sizes as tuples.
 
     Raises:
         BadInput: an argument has another value, dtype or shape than listed above.
         TypeError: a size is neither an integer nor a sequence.
+        RuntimeError: `bias` is not floating-point.
 
     Example:
         >>> import torch
@@ -424,9 +427,8 @@ class SparseConvTranspose1d(SparseConvTranspose):
 
     Args:
         weight: floating-point matrix [out_channels, in_channels / groups * kernel_size],
-            torch.sparse_csr or dense, copied. Row i has the weights of output channel i, so the
-            order differs from nn.ConvTranspose1d, whose `weight` has input channels first: with one
-            group the matrix is `weight.transpose(0, 1).flatten(1)`, with G groups
+            torch.sparse_csr or dense, copied. Row i has the weights of output channel i: with one
+            group `weight.transpose(0, 1).flatten(1)` of the nn.ConvTranspose1d, with G groups
             `weight.unflatten(0, (G, -1)).transpose(1, 2).flatten(0, 1).flatten(1)`.
         bias, activation: vector [out_channels] and function, as in `SparseLinear`; default None.
         kernel_size: window size in positions, 1 or more.
@@ -434,8 +436,7 @@ class SparseConvTranspose1d(SparseConvTranspose):
         dilation: output positions from one kernel element to the next, 1 (default) or more.
         padding: positions removed at each border of the output, 0 (default) or more.
         groups: number of channel groups, a divisor of out_channels; default 1.
-        output_padding: positions added at the end of the output, 0 (default) or more; less than
-            `stride` or less than `dilation`.
+        output_padding: positions added after the output, 0 (default) to max(stride, dilation) - 1.
         padding_mode: must be "zeros", the default.
 
     Attributes:
@@ -463,30 +464,29 @@ class SparseConvTranspose2d(SparseConvTranspose):
     """A transposed convolution like nn.ConvTranspose2d that computes with the nonzero weights only.
 
     It maps [batch, in_channels, height, width] to [batch, out_channels, output height, output
-    width], with or without batch. `from_dense` and `to_dense` convert from and to
-    nn.ConvTranspose2d.
+    width]; batch is optional. `from_dense` and `to_dense` convert from and to nn.ConvTranspose2d.
 
     Args:
         weight: floating-point matrix [out_channels, in_channels / groups * kernel height * kernel
-            width], torch.sparse_csr or dense, copied. Row i has the weights of output channel i;
-            the formula in `SparseConvTranspose1d` reorders the `weight` of nn.ConvTranspose2d.
-        bias, activation: vector [out_channels] and function, as in `SparseLinear`; default None.
+            width], torch.sparse_csr or dense, copied; in the order of `SparseConvTranspose1d`.
+        bias: floating-point vector [out_channels], copied; default None, no bias.
+        activation: "relu" or another name or module that `SparseLinear` lists; default None.
         kernel_size: window size in positions, 1 or more. Sizes are one integer or (height, width).
         stride: output positions from one window to the next, 1 (default) or more.
         dilation: output positions from one kernel element to the next, 1 (default) or more.
         padding: positions removed at each border of the output, 0 (default) or more.
         groups: number of channel groups, a divisor of out_channels; default 1.
-        output_padding: positions added at the end of each output axis, 0 (default) or more; less
-            than `stride` or less than `dilation`.
+        output_padding: positions added after each axis, 0 (default) to max(stride, dilation) - 1.
         padding_mode: must be "zeros", the default.
 
     Attributes:
-        values, crow, col, bias, density, weight_csr: as in `SparseLinear`.
-        weight: dense weight in the shape of nn.ConvTranspose2d's, differentiable.
+        values, crow, col, bias, density: as in `SparseConv2d`.
+        weight, weight_csr: dense, of nn.ConvTranspose2d's shape; as the argument; differentiable.
         in_channels, out_channels: integers. The options are attributes, too, sizes as tuples.
 
     Raises:
-        BadInput, TypeError: under the conditions of `SparseConv2d`.
+        BadInput: an argument has another value, dtype or shape than listed above.
+        TypeError, RuntimeError: a size is no integer or sequence; `bias` is not floating-point.
 
     Example:
         >>> import torch

@@ -40,9 +40,9 @@ def sddmm(a: Tensor, b: Tensor, mask: Tensor | DCSR, *, transposed: bool = False
         transposed: False (the default) for a @ b with b [k, n]; True for a @ b.T with b [n, k].
 
     Raises:
-        BadInput: `a` or `b` is not dense or not floating-point; `mask` is neither torch.sparse_csr
-            nor DCSR; shapes, dtypes or devices do not match; or an index of the mask is out of
-            range.
+        BadInput: `a` or `b` is not dense or not floating-point; `mask` is a tensor of another
+            layout; shapes, dtypes or devices do not match; or an index of the mask is out of range.
+        AttributeError: `mask` is neither a tensor nor a DCSR.
 
     Example:
         >>> import torch

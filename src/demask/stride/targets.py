@@ -69,18 +69,20 @@ class Target:
             `demask.stride.targets.OPS` describes them. Convolutions are always allowed.
         conv_stride: largest stride of convolutions in positions, an int of at least 1. Default: 1.
         pool_size, pool_stride: largest window and largest stride of pools in positions, along each
-            axis. Default: no limit.
+            axis; whole numbers of at least 1. Default: inf, no limit.
         pool_windows: "any" (default), or "stride" if each window must be as large as its stride.
         pool_ceil: whether the last window may extend beyond the input (`ceil_mode`). Default: True.
         finite: whether no value is Inf or NaN, so that 0 * x is 0. Default: False.
-        largest: upper bound of absolute values, above 0. Default: no bound.
+        largest: upper bound of absolute values, a number above 0. Default: inf, no bound.
         mask: the factor a of the form "two_masks", which multiplies by a and later by 1 / a; above
             0. Default: 2.
-        forms: names of forms (ways to write a convolution without its stride) from
-            `demask.stride.lowering.forms.FORMS`, or "dilation", in order of preference: the first
-            exact one is used. Default: (), which uses the exact one of the least cost.
-        forbidden: of "max_pool" and "avg_pool", those that no network on the target may contain.
-            Default: ().
+        forms: a tuple of names of forms (ways to write a convolution without its stride) in order
+            of preference: the first exact one is used. Names: "mask_max_pool", "two_masks",
+            "select_max_pool", "pool_1x1", "slice", "mask_sum_pool", "mask_avg_pool", "split",
+            "rotate", "space_to_depth", "phase_split" and "dilation". Default: (), which uses the
+            exact one of the least cost.
+        forbidden: a tuple of those of "max_pool" and "avg_pool" that no network on the target may
+            contain. Default: ().
 
     Raises:
         BadInput: a name of an op or window is unknown, or a number is out of range. `lower` raises

@@ -78,6 +78,7 @@ class Columns:
 
     Raises:
         BadInput: when the condition is applied: the pilot is not None.
+        NotExportable: when the condition is applied: torch.export cannot capture the model.
 
     Example:
         >>> import torch
@@ -110,14 +111,15 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Certified:
-    """A condition that skips rows which are proved to be zero after a ReLU; outputs do not change.
+    """A condition that skips the weights of units that are proved to be zero after a ReLU.
 
     A condition selects the work that a network does. Pass `Certified()`, or its text "certified" or
-    "certified:levels=2", to the function `condition`. In chains of linear layers and ReLU, the
-    upper bits of the weights give an upper bound on each output. Where the bound is below zero, the
-    ReLU returns 0, and the row of float32 weights is not read. Columns of zero inputs are skipped,
-    too, where that is predicted to be faster (`Columns`). Outputs equal those of `unconditioned`
-    bit for bit, and those of the model up to the rounding of sums in another order.
+    "certified:levels=2", to the function `condition`. In chains of float32 linear layers and ReLU
+    on the CPU, the upper bits of the weights give an upper bound on each unit (output of a layer).
+    Where the bound is below zero, the ReLU returns 0, and the unit's row of weights is not read.
+    Columns of zero inputs are skipped, too, where that is predicted to be faster (`Columns`).
+    Outputs equal those of `unconditioned` bit for bit, and those of the model up to the rounding of
+    sums in another order.
 
     Args:
         bits: bits of the weights from which the bound follows; 8, the default, is the only value.
@@ -185,7 +187,8 @@ def unconditioned(model: nn.Module, args: tuple[Any, ...],
         `Conditioned`) that says for each layer whether it is in a chain.
 
     Raises:
-        BadInput: `model`, `args` or `kwargs` has another type or does not fit the model.
+        BadInput: `model` or `args` has another type, or the inputs do not fit the model.
+        TypeError, ValueError: `kwargs` is neither a mapping nor None.
         NotExportable: torch.export cannot capture the model.
 
     Example:

@@ -61,22 +61,25 @@ class Order:
     A condition selects the work that a network does. Pass `Order(0.001)`, or its text "order:0.001"
     (seconds) or "order:bytes=20MiB", to the function `condition`. In chains of linear layers and
     ReLU, a pilot (the same layers with weights of few bits) runs first and rates all units. Units
-    are then computed with full weights until the limit, those first that can add the most to the
-    next layer: |the pilot's activation| times the norm of the next layer's weights for the unit.
-    The other units have the pilot's values. The pilot always runs, whatever the limit, and after
-    the deadline at most one block of units (1 MiB of weights) is finished.
+    are then computed with full weights until the limit, and the other units have the pilot's
+    values. The first units are those that can add the most to the next layer: the pilot's value
+    times the norm of the next layer's weights for the unit. The pilot always runs, whatever the
+    limit, and after the deadline at most one block of units (1 MiB of weights) is finished.
 
     The pilot argument is a `Bits` or its text "bits:N:G"; None is "bits:4:64". The conditioned
     module has `last`, which maps the name of each chain's first layer to a record of the last call:
-    `seconds`, `pilot` (seconds), `units` (computed per layer), `of` (units per layer) and `bytes`
-    (of weights that were read).
+    `seconds`, `pilot` (seconds), `units` (a tuple: units that were computed per layer), `of` (a
+    tuple: all units per layer) and `bytes` (of weights that were read). A last layer of less than
+    1/16 of the chain's weights is always computed whole, and has no entry in `units` and `of`. The
+    record is None before the first call, and where torch ran the whole chain without a limit, since
+    values were not finite float32 on the CPU.
 
     Args:
-        deadline: seconds for all chains of a call, 0 or more, divided among the chains in
-            proportion to their bytes of weights; a chain's share begins when the chain starts.
-            Default None: no limit.
-        bytes: limit of the bytes of weights that a call reads, the pilot's included: a number, or a
-            text such as "20MiB"; default None: no limit. One of `deadline` and `bytes` must be set.
+        deadline: seconds for all chains of a call, 0 or more; default None: no limit.
+        bytes: limit of the bytes of weights that a call reads, the pilot's included: an integer, 1
+            or more, or a text such as "20MiB" or "1.5GB"; default None: no limit. One of `deadline`
+            and `bytes` must be set. Limits are divided among chains in proportion to their bytes of
+            weights, and the seconds of a chain begin when it starts.
 
     Raises:
         BadInput: neither limit is set, or one is not valid; when the condition is applied: the

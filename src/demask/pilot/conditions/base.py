@@ -34,14 +34,21 @@ class Condition(Protocol):
         name: first word of the condition's text, such as "skip" in "skip:0.5".
 
     Example:
-        >>> import torch
-        >>> from torch.nn import Linear, ReLU, Sequential
-        >>> from demask.pilot import Columns, Condition, condition
-        >>> half_zeros = torch.randn(1, 64).relu()
-        >>> net = Sequential(Linear(64, 64), ReLU(), Linear(64, 4)).eval()
-        >>> fast = condition(net, (half_zeros,), condition=Columns(), check=False)
-        >>> isinstance(fast.conditioned.condition, Condition), fast.conditioned.condition.name
-        (True, 'columns')
+        >>> import copy, dataclasses, torch
+        >>> from demask.pilot import Condition, Conditioned, condition
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class First:  # a condition of your own: only the first `keep` outputs, others are 0
+        ...     keep: int = 1
+        ...     name = "first"
+        ...     def applied(self, model, args, kwargs, pilot, table):
+        ...         result = copy.deepcopy(model)
+        ...         result.weight.data[self.keep :], result.bias.data[self.keep :] = 0, 0
+        ...         result.conditioned = Conditioned(self, pilot="", exact=False)
+        ...         return result
+        >>> net, x = torch.nn.Linear(2, 3).eval(), torch.ones(1, 2)
+        >>> part = condition(net, (x,), condition=First(2), check=False)
+        >>> isinstance(First(), Condition), part.conditioned.condition, part(x)[0, 2].item()
+        (True, First(keep=2), 0.0)
     """
 
     name: ClassVar[str]
@@ -62,7 +69,7 @@ class Condition(Protocol):
             kwargs: example inputs by name, or None.
             pilot: the cheap first run that selects the work: a simplifier or its text, an
                 nn.Module, an ExecutionData, or None.
-            table: facts about each ATen op; default: the library's table.
+            table: facts about each ATen op, a `demask.ops.Table`.
 
         Raises:
             BadInput: the condition does not fit the network or the pilot.

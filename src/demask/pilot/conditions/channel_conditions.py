@@ -87,13 +87,14 @@ class Skip(_Selective):
             0, at most 1, at least one channel; default None.
         threshold: an alternative to `keep`, 0 or more: channels are computed whose magnitude is
             above `threshold` times the mean of their layer, at least one channel; default None.
-        layers: pattern of names of the layers that are conditioned, such as "layer3.*"; default
-            "*": all.
+        layers: pattern (as of `fnmatch`: *, ?, [...]) of names of the layers that are conditioned,
+            such as "layer3.*"; default "*": all.
 
     Raises:
         BadInput: not exactly one of `keep` and `threshold` is set, or a value is out of range; when
             the condition is applied: there is no pilot, no layer can be conditioned, or the pilot
             lacks one of the layers.
+        NotExportable: when the condition is applied: torch.export cannot capture the model.
 
     Example:
         >>> import torch
@@ -130,17 +131,20 @@ class ConstantChannels(_Selective):
 
     Args:
         keep: share of each layer's channels that is computed, the largest magnitudes first, above
-            0, at most 1; default None.
-        threshold: an alternative to `keep`, 0 or more: channels are computed whose magnitude is
-            above `threshold` times the mean of their layer; default None.
-        layers: pattern of names of the layers that are conditioned, such as "layer3.*"; default
-            "*": all.
-        value: the constant: a number for all channels, or "mean" (the default) for each channel's
-            mean over the example inputs, which should then be a representative batch.
+            0, at most 1, at least one channel; default None.
+        threshold: an alternative to `keep`, 0 or more: a channel is computed if its magnitude is
+            above `threshold` times the mean of its layer, at least one channel; default None.
+        layers: pattern (as of `fnmatch`: *, ?, [...]) of names of the layers that are conditioned,
+            such as "layer3.*"; default "*": all.
+        value: the constant, which replaces the channel after the norm and activation that follow
+            the layer: a number for all channels, or "mean" (the default) for each channel's mean
+            there over the example inputs, which should then be a representative batch.
 
     Raises:
         BadInput: not exactly one of `keep` and `threshold` is set, a value is out of range, or
-            `value` is a text other than "mean"; when the condition is applied: as for `Skip`.
+            `value` is a text other than "mean"; when the condition is applied: there is no pilot,
+            no layer can be conditioned, or the pilot lacks one of the layers.
+        NotExportable: when the condition is applied: torch.export cannot capture the model.
 
     Example:
         >>> import torch
@@ -183,20 +187,23 @@ class Value(_Selective):
     A condition selects the work that a network does. Pass `Value(0.5)`, or its text "value:0.5" or
     "value:threshold=0.1", to the function `condition`. The pilot is a simplifier (derives a cheaper
     network), its text or a network, which runs first on every input. The pilot's values must have
-    the shapes of the network's values, so "downsample:N" cannot be the pilot.
+    the shapes of the network's values, so "downsample:N" cannot be the pilot. The magnitudes of
+    channels and the attribute `last` of the conditioned module are those of `Skip`.
 
     Args:
         keep: share of each layer's channels that is computed in full, the largest magnitudes first,
-            above 0, at most 1; default None.
+            above 0, at most 1, at least one channel; default None.
         threshold: an alternative to `keep`, 0 or more: channels are computed in full whose
-            magnitude is above `threshold` times the mean of their layer; default None.
-        layers: pattern of names of the layers that are conditioned, such as "layer3.*"; default
-            "*": all.
+            magnitude is above `threshold` times the mean of their layer, at least one channel;
+            default None.
+        layers: pattern (as of `fnmatch`: *, ?, [...]) of names of the layers that are conditioned,
+            such as "layer3.*"; default "*": all.
 
     Raises:
         BadInput: not exactly one of `keep` and `threshold` is set, or a value is out of range; when
             the condition is applied: as for `Skip`, or the pilot is an ExecutionData or has values
             of other shapes.
+        NotExportable: when the condition is applied: torch.export cannot capture the model.
 
     Example:
         >>> import torch
@@ -234,16 +241,18 @@ class Precision(_Selective):
     Args:
         keep: share of each layer's channels that has full precision, the largest magnitudes first,
             above 0, at most 1; default None.
-        threshold: an alternative to `keep`, 0 or more: channels have full precision whose magnitude
-            is above `threshold` times the mean of their layer; default None.
-        layers: pattern of names of the layers that are conditioned, such as "layer3.*"; default
-            "*": all.
+        threshold: an alternative to `keep`, 0 or more: a channel has full precision if its
+            magnitude is above `threshold` times the mean of its layer; default None.
+        layers: pattern (as of `fnmatch`: *, ?, [...]) of names of the layers that are conditioned,
+            such as "layer3.*"; default "*": all.
         bits: bits of the other channels' weights, an integer from 1 to 16, rounded as by `Bits`;
             default 8.
 
     Raises:
         BadInput: not exactly one of `keep` and `threshold` is set, or a value is out of range; when
-            the condition is applied: as for `Skip`.
+            the condition is applied: there is no pilot, no layer can be conditioned, or the pilot
+            lacks one of the layers.
+        NotExportable: when the condition is applied: torch.export cannot capture the model.
 
     Example:
         >>> import torch

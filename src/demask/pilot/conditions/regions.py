@@ -48,13 +48,15 @@ PILOT = "pilot"
 class Missed:
     """The share of an output that a choice of regions left out; the result of `Regions.missed`.
 
-    A position matters where the full run and the fill (the output where nothing is run) differ by
-    more than a tolerance.
+    A position is an (image, row, column) of the output, with all channels. It matters where the
+    full run and the fill (the output where nothing is run) differ by more than a tolerance in a
+    channel.
 
     Attributes:
         matters: share of all positions that matter, 0 to 1.
         missed: share of all positions that matter and were not run, 0 to 1.
-        worst: largest |full run - fill| at a position that was not run, in units of the output.
+        worst: largest |full run - fill| of a channel at a position that was not run, in units of
+            the output; 0 where all positions were run.
         recall: share of the positions that matter which were run, 0 to 1; 1 where none matters.
 
     Example:
@@ -86,7 +88,8 @@ class Regions:
     above the threshold are covered by a few rectangles. In these the network is run, with the halo
     (the positions around a rectangle that its layers read). Values there are those of the full run
     up to rounding: float64 differs by at most 1e-12 of the largest value, float32 in the last
-    digits. Where the rectangles would cost more than the image, the whole image is run.
+    digits. Where the rectangles would cost more than the image, the whole image is run. Regions are
+    for inference on the CPU.
 
     The pilot (the cheap first run) is one of these:
 
@@ -114,7 +117,9 @@ class Regions:
     Raises:
         BadInput: `tile` is below 1, `grow` below 0, or `fill` another text; when the condition is
             applied: the pilot does not fit, fill="pilot" without a pilot that is a network, or a
-            layer reads the whole image (a norm over the image, a global pool, attention).
+            layer reads the whole image (a norm over the image, a global pool, attention); when the
+            conditioned module is called: images have another size than the example's.
+        NotExportable: when the condition is applied: torch.export cannot capture the model.
 
     Example:
         >>> import torch
@@ -181,6 +186,8 @@ class Regions:
         Raises:
             RuntimeError: the shapes do not fit.
 
+        >>> import torch
+        >>> from demask.pilot import Regions
         >>> full = torch.tensor([[[[0.0, 1.0], [1.0, 0.0]]]])
         >>> where = torch.tensor([[[True, True], [False, False]]])
         >>> Regions.missed(full, torch.zeros(()), where, 0.5)

@@ -45,9 +45,9 @@ def collect(
 ) -> ExecutionData:
     """An `ExecutionData`: how large the values of each channel of each layer are in a run.
 
-    A magnitude is the mean of |value| over a channel after the layer's norm and activation (with
-    measure="max", the largest), for each input. For a network that demask cut, channels are those
-    of the original network, and removed ones have magnitude 0.
+    The magnitude of a channel is the mean of |value| (or the largest, as `measure` says) over the
+    channel, after the layer's norm and activation, for each input. For a network that demask cut,
+    channels are those of the original network, and removed ones have magnitude 0.
 
     Args:
         model: an nn.Module, an ExportedProgram, or the path of a .demask or .pt2 file.
@@ -67,6 +67,10 @@ def collect(
             set" for several.
         progress: function that is called with a line of text after each step; default None.
         table: facts about each ATen op; default: the library's table.
+
+    Returns:
+        An `ExecutionData`, whose `magnitudes` are by layer name float32 [inputs, positions], with a
+        row per element of a batch, in the order of the calls.
 
     Raises:
         BadInput: there are no inputs, an input does not fit, `per` or `measure` is unknown, the

@@ -32,12 +32,12 @@ MEASURES = ("mean", "max")
 
 @dataclass(frozen=True, slots=True)
 class ExecutionData:
-    """Mean magnitudes of the values of each channel of each layer, from one or several runs.
+    """Magnitudes of the values of each part of each layer, from one or several runs.
 
-    `per` says whether channels, units, heads, tokens or tiles are measured. `collect` returns
-    execution data; `condition` takes them as a pilot (the cheap run that selects the work),
-    `write_packets` and `Gate` as priorities. `save` and `load` use the safetensors format, `plot`
-    draws a picture, and `print` shows a table.
+    A magnitude is the mean or the largest of |value|, as `measure` says. Parts are channels, units,
+    heads, tokens or tiles, as `per` says. `collect` returns execution data; `condition` takes them
+    as a pilot (the cheap run that selects the work), `write_packets` and `Gate` as priorities.
+    `save` and `load` use the safetensors format, `plot` draws a picture, and `print` shows a table.
 
     Args:
         per: the part that is measured: "channel", "unit", "head", "token" or "tile:T" (T x T
@@ -52,7 +52,8 @@ class ExecutionData:
         peak_weight_bytes: most bytes of weights in memory at a time; default 0.
 
     Raises:
-        BadInput: magnitudes are not float32 with one or two axes.
+        BadInput: magnitudes are not float32 with one or two axes. `per` and `measure` are not
+            checked here; `load` refuses a file with another `measure`.
 
     Example:
         >>> import torch

@@ -445,7 +445,11 @@ class PacketReader:
             self._state.read[tensor.name] = torch.zeros(tensor.rows, dtype=torch.bool)
 
     def marker(self, k: int) -> Marker:
-        """The header of one packet: priority, norm, exponent, scale, tensor, first, count.
+        """The header of one packet, a record of seven numbers.
+
+        `priority` is the highest of its rows and `norm` the L2 norm of its weights, which are at
+        most 2^`exponent` in magnitude. `scale` is the largest magnitude / 127. The packet has
+        `count` rows of `index.tensors[tensor]`, from position `first` of the order of priority.
 
         Args:
             k: number of the packet in the index, 0 or more.

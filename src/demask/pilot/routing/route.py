@@ -28,8 +28,10 @@ class Route(ThresholdRoute):
     the function `condition`. The pilot, a cheaper network with the same inputs, runs for all rows
     (examples of a batch). The rows whose confidence is not above the threshold are gathered, the
     full network runs for these alone, and its outputs replace the pilot's, as in IDK cascades (Wang
-    et al. 2017). Outputs are class scores [rows, classes], before softmax. `Route.calibrated`
-    chooses a threshold with a guarantee.
+    et al. 2017). Outputs are class scores [rows, classes], before softmax. `condition` times the
+    two networks on the example, also with check=False. Where routing is not faster or rows depend
+    on each other, the full network runs alone, and `conditioned.decisions` says why.
+    `Route.calibrated` chooses a threshold with a guarantee.
 
     Args:
         threshold: confidence, 0 to 1, above which the pilot's answer is used; inf: the full network
@@ -44,12 +46,15 @@ class Route(ThresholdRoute):
         BadInput: `threshold` is NaN, or `confidence` or `answer` is unknown; when the condition is
             applied: there is no pilot, or the outputs of the two networks do not match or are no
             class scores.
+        NotExportable: when the condition is applied: the pilot is a simplifier, and torch.export
+            cannot capture the model.
 
     Example:
         >>> import torch
         >>> from demask.pilot import Route, Router
         >>> scores = torch.tensor([[4.0, 0.0], [0.1, 0.0]])  # margins 0.96 and 0.05
-        >>> routed = Router(full=torch.nn.Identity(), pilot=torch.nn.Identity(), route=Route(0.5))
+        >>> net, pilot = torch.nn.Identity(), torch.nn.Identity()  # outputs are the scores
+        >>> routed = Router(net, pilot, Route(0.5))  # as `condition` returns, without timing
         >>> _ = routed(scores)
         >>> routed.last.rows, routed.last.escalated  # the full network ran one of two rows
         (2, 1)
@@ -71,11 +76,11 @@ class Route(ThresholdRoute):
         parts: tuple[float, float, float] = (1, 4, 5),
         table: Table = TABLE,
     ) -> Calibrated:
-        """The route that runs the full network for as few rows as a guarantee allows.
+        """A `Calibrated`: the route with the fewest full runs that a guarantee allows.
 
-        The result, a `Calibrated`, has the guarantee, and says whether routing is faster on this
-        machine. If no threshold passes the test, the threshold is inf: the full network runs for
-        all rows.
+        Its `route` is the `Route`, `router` the module to call and `guarantee` the guarantee;
+        `pays` says whether routing is faster on this machine. If no threshold passes the test or
+        routing is never faster, the threshold is inf: the full network runs for all rows.
 
         Args:
             model: the full network.

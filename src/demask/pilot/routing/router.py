@@ -88,8 +88,8 @@ class Router(nn.Module):
 
     Rows are the examples of a batch. `condition` with the text "route:0.8" builds a router, and
     checks that rows do not depend on each other and that routing is faster; a router that is built
-    directly checks nothing. Outputs are a tensor of class scores [rows, classes], or a structure of
-    tensors with rows as their first axis, of which the first has the scores.
+    directly checks nothing. Both networks return class scores [rows, classes], or a structure of
+    tensors [rows, ...] whose first tensor is the class scores.
 
     Args:
         full: the full network.
@@ -99,14 +99,17 @@ class Router(nn.Module):
 
     Attributes:
         last: record of the last call: `rows`, `escalated` (rows that the full network ran), `calls`
-            of the full network, `share` (escalated / rows), and after a stream `latency` (seconds
-            from a batch's arrival to its answers: median, 10 % and 90 % quantiles).
+            of the full network and `share` (escalated / rows), all 0 before the first call. After a
+            stream, `latency` is the time in seconds from a batch's arrival to its answers:
+            `median`, `low` and `high` (10 % and 90 % quantiles), `count`; else None.
         conditioned: the `Conditioned`, with the decision about the network.
         whole: whether the full network runs alone, as with a threshold of inf.
 
     Raises:
         BadInput: when the router is called: the first output is no class scores, float [rows,
-            classes].
+            classes], or has one class alone with confidence "margin".
+        RuntimeError, ValueError: when the router is called: the outputs of the two networks differ
+            in shape or in structure.
 
     Example:
         >>> import torch
@@ -198,8 +201,8 @@ class Router(nn.Module):
         Args:
             inputs: batches, each a tensor or a tuple of tensors with the same number of rows.
             batch: rows per call of the full network, 1 or more; default 64.
-            wait: number of batches that may be read after a batch before its outputs are returned,
-                0 or more; default None: any number.
+            wait: limit of the delay, 0 or more: the outputs of a batch are returned when `wait` + 1
+                later batches have been read, or before; default None: no limit.
             fixed: whether every call of the full network has exactly `batch` rows, for networks
                 that take no other number (the last row is repeated); default False.
             tagged: whether to return pairs (number of the batch, outputs), each as soon as it is

@@ -36,14 +36,14 @@ class Channels:
 
     A simplifier derives a cheaper network from a network. Channels that must have the same size
     (those of a residual stream, or the two sides of a hidden layer) form one group. In each group
-    the share `fraction` of the channels with the largest L2 norm of weights remains (Li et al.
+    the channels are ordered by the L2 norm of their weights, and the largest remain (Li et al.
     2017, "Pruning filters for efficient ConvNets", there with L1). The number and size of attention
     heads and the sizes of inputs and outputs do not change. Pass `Channels(0.5)`, or its text
     "channels:0.5", as `by` of `simplify` and `compare`.
 
     Args:
-        fraction: share of each group that remains, above 0, at most 1; at least one channel per
-            group remains.
+        fraction: share of each group that remains, above 0, at most 1. The number of channels is
+            rounded to the nearest integer, half to even, and is at least one per group.
 
     Raises:
         BadInput: `fraction` is out of range.

@@ -64,8 +64,9 @@ class Downsample:
     their sizes; resizing is a part of the new network. Every spatial axis of the inputs is divided
     by `factor`. Spatial axes are axes 2 and higher of floating-point inputs with four or five axes
     (images, volumes), and axis 2 of inputs with three axes that a convolution or pool reads
-    (signals). Weights along a spatial axis are resampled. Pass `Downsample(2)`, or its text
-    "downsample:2" or "downsample:2:area", as `by` of `simplify` and `compare`.
+    (signals). Weights with an element per position, such as position embeddings, are resampled;
+    kernels of convolutions are not. Pass `Downsample(2)`, or its text "downsample:2" or
+    "downsample:2:area", as `by` of `simplify` and `compare`.
 
     Args:
         factor: full size divided by new size, above 1; new sizes are rounded and at least 1.

@@ -40,7 +40,8 @@ class Bits:
         bits: bits per weight, an integer from 1 to 16. With 1 bit, a weight becomes its sign times
             the mean magnitude of its row or group.
         group: number of columns that share a scale, an integer of 1 or more; default None: the
-            whole row.
+            whole row. The columns of a filter are its weights in the order of `weight.flatten(1)`;
+            the last group of a row may have fewer.
 
     Raises:
         BadInput: `bits` or `group` is out of range or no integer; when the simplifier is applied: a

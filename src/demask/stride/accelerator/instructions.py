@@ -64,14 +64,16 @@ def instructions(
             float32.
         args: example inputs by position, a tuple such as (x,). Default: ().
         kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
-        target: the ops that may replace strided convolutions: name of a built-in target, path of a
-            TOML file, or a `Target`. Default: "matrix_unit".
-        machine: sizes and speeds of the accelerator. Default: `Machine()`.
+        target: the ops that may replace strided convolutions: name of a built-in target
+            ("max_pool", "avg_pool", "slice", "no_pool", "space_to_depth", "fhe" or "matrix_unit"),
+            path of a TOML file, or a `Target`. Default: "matrix_unit".
+        machine: sizes and speeds of the accelerator. Default: `demask.stride.Machine()`.
         table: the table of ops. Default: `demask.ops.TABLE`.
 
     Raises:
         BadInput: the accelerator lacks an op of the network, a value is not float32, a size is
-            dynamic, a buffer is too small, or the target is not valid. The message names the nodes.
+            dynamic, a buffer is too small, the target is not valid, or the model does not run on
+            the example inputs. The message names the nodes.
         NoSoundForm: a strided convolution has no exact form in the target's ops.
         NotExportable: the model cannot be captured.
 

@@ -38,11 +38,12 @@ class Machine:
         weight_bytes, activation_bytes: sizes of the two buffers in bytes. Default: 8 GiB and 24
             MiB.
 
-    Cycles of an instruction, rounded up; units do not overlap:
+    One unit runs at a time. The cycles of each instruction are rounded up:
         matrix: see `matrix`.
-        vector: elements of the result / lanes, for every function.
-        pool: elements of the result / pool_lanes, times the elements of a window inside the image.
-        move, dma: bytes / move_bytes, and bytes / host_bytes.
+        vector: (elements of the result) / lanes, for every function.
+        pool: (elements of the result) * (elements of a window inside the image) / pool_lanes.
+        move (within the activations buffer): bytes / move_bytes.
+        dma (between host and device): bytes / host_bytes.
 
     Source: US patent 9,721,203; Jouppi et al. 2017, "In-datacenter performance analysis of a tensor
     processing unit".
@@ -75,8 +76,7 @@ class Machine:
                 raise BadInput(f"machine: {name} is {value!r:.40}; expected a positive integer")
 
     def matrix(self, positions: int, terms: int, channels: int, groups: int) -> int:
-        """Cycles of `groups` matrix products of shapes (positions, terms) and (terms, channels), an
-        int.
+        """Cycles of `groups` products of matrices (positions, terms) and (terms, channels), an int.
 
         A tile is the part of the weights that the matrix unit stores at a time. Cycles: tiles *
         max(positions, rows), as the next tile is loaded while data stream through the current one,

@@ -112,15 +112,17 @@ def lower(
     """A network with the outputs of `model` in eval mode, without strided convolutions.
 
     It is for accelerators that have convolutions of stride 1 only. Each strided convolution is
-    replaced by the form (a way to write it in the target's ops) with the fewest multiply-adds.
-    Outputs are equal up to rounding. `model` is not changed.
+    replaced by a form (a way to write it in the target's ops): the first exact one in the target's
+    `forms`, or if that is empty, the exact one with the fewest multiply-adds. Outputs are equal up
+    to rounding. `model` is not changed.
 
     Args:
         model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`.
         args: example inputs by position, a tuple such as (x,). Default: ().
         kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
-        target: name of a built-in target (see `demask.stride.TARGETS`), path of a TOML file, or a
-            `Target`. Default: "max_pool".
+        target: name of a built-in target ("max_pool", "avg_pool", "slice", "no_pool",
+            "space_to_depth", "fhe" or "matrix_unit"), path of a TOML file, or a `Target`. Default:
+            "max_pool".
         dynamic_shapes: sizes that may vary between calls, as for `demask.demask`. Default: the
             batch, where torch.export proves that it can vary. Spatial sizes must be static.
         table: the table of ops. Default: `demask.ops.TABLE`.

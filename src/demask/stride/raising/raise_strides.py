@@ -47,9 +47,9 @@ def raise_strides(
 
     The inverse of `lower`. Ops that select every s-th position after a convolution (a slice, a pool
     with windows of size 1, a mask before a pool) become the stride of the convolution. Pointwise
-    ops, norms and sums of branches may be between the two. A depthwise convolution that
-    computes means becomes an average pool if its weights are no parameters. Outputs are equal up to
-    rounding. `model` is not changed.
+    ops, norms and sums of branches may be between the convolution and the op that selects. A
+    depthwise convolution that computes means becomes an average pool if its weights are buffers or
+    constants, not parameters. Outputs are equal up to rounding. `model` is not changed.
 
     Args:
         model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`.
@@ -61,7 +61,8 @@ def raise_strides(
         table: the table of ops. Default: `demask.ops.TABLE`.
 
     Returns:
-        A graph module. Its `demasked.notes` are texts: the stride of each strided convolution.
+        A graph module. Its `demasked.notes` is a tuple of texts, one of them for each strided
+        convolution, with the stride.
 
     Raises:
         BadInput: the model does not run on the example inputs.

@@ -73,8 +73,8 @@ def batch(
     model, with a batch of any size, for inference only: calls record no gradients. Its attribute
     `traffic` counts the bytes of weights read.
 
-    Outputs equal those of the model in eval mode for batches of these sizes. With weights in a
-    file, sums may be in another order, so outputs may differ by rounding.
+    Outputs equal those of the model in eval mode up to rounding: torch may select other kernels for
+    other batch sizes, and with weights in a file, sums may be in another order.
 
     Source: US 10,417,555 B2 (batched fully connected layers).
 

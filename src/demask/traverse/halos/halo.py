@@ -124,17 +124,17 @@ class Halo:
     """The result of `halo`: the number of input positions that a tile needs outside of the tile.
 
     `print` shows a table. For an input with the name x, `result["x"]` is its entry in `inputs`.
-    With r input positions per output position, outputs[a:b] of the image equal the outputs of
-    input[a * r - before : b * r + after], cropped to that part, if that crop is within the image
-    and begins at a multiple of `align`.
+    Along an axis with r input positions per output position, positions a to b of the output depend
+    only on the crop input[a * r - before : b * r + after]. If the crop is within the image and
+    begins at a multiple of `align`, the network's output of the crop has the same values there.
 
     Attributes:
         inputs: tuple with an entry per image or sequence: `name`, `leaf` (index among all inputs),
             `rows` and `columns` (None for sequences). `rows` and `columns` have, in positions of
             the input, `before` and `after` (number required at either side of a tile; math.inf if a
             call reads the whole image), `align` (a crop must begin at a multiple of this number),
-            and `local_before` and `local_after` (the same as `before` and `after` if such calls
-            received their statistics of the whole image).
+            and `local_before` and `local_after` (the numbers that a tile would need if calls that
+            read the whole image received their statistics from elsewhere).
         barriers: tuple of the calls that read the whole image: `node` (name of the call), `op`,
             `module` (path of the submodule), `axes` and `why` (the reason).
         notes: tuple of texts, such as a restriction to the example's size; default ().

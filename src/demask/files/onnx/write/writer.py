@@ -68,7 +68,8 @@ def to_onnx(
     Inputs are named after the arguments of `forward`; a network from `from_onnx` has the names,
     dynamic sizes and metadata of its file. If the network cannot be written with dynamic sizes, the
     file is for the sizes of the example, and a UserWarning says so. Weights of more than 2 GiB are
-    written to a second file in the same folder. Needs `pip install demask[onnx]`.
+    written to a second file in the same folder, such as "net.0123456789ab.weights" for "net.onnx",
+    with a hash of the weights. Needs `pip install demask[onnx]`.
 
     Args:
         module: a network that torch.export can capture, an exported program, or a result of
@@ -78,7 +79,8 @@ def to_onnx(
             network or an exported program.
         kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
         dynamic_shapes: sizes that may differ from call to call, as for `demask.demask`.
-        opset: version of ONNX's op set. Default: None, for that of torch's exporter.
+        opset: version of ONNX's op set, an int such as 20. Where torch's exporter cannot convert to
+            it, the file has version 18. Default: None, for the default of torch's exporter.
         check: whether to compare the outputs of file and network before the file is written, on the
             example inputs, zeros, and tiny, large, negative and random numbers. The file runs in
             ONNX Runtime if that is installed, else in onnx's reference implementation. Not compared
