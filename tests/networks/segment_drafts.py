@@ -120,14 +120,14 @@ def exact(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[T
     return dense.run(program, [x.double() for x in inputs], wide)
 
 
-def compare(actual: Sequence[Tensor], program: SegmentProgram, weights: Sequence[Tensor],
+def compare(outputs: Sequence[Tensor], program: SegmentProgram, weights: Sequence[Tensor],
             inputs: Sequence[Tensor]) -> None:  # fmt: skip
     """Assert that outputs equal those in float64, and are finite where those are."""
     expected = exact(program, weights, inputs)
     finite = [want[want.isfinite()].abs() for want in expected]
     largest = max([float(want.max()) for want in finite if want.numel()], default=1.0)
     unit = torch.finfo(torch.float32).eps * max(largest, 1e-30)
-    for k, (y, want) in enumerate(zip(actual, expected, strict=True)):
+    for k, (y, want) in enumerate(zip(outputs, expected, strict=True)):
         assert y.shape == want.shape
         inside = want.isfinite()
         gap = (y.double() - want)[inside].abs()

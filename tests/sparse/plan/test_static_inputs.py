@@ -13,7 +13,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.sparse.plan import static_inputs
 from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
-from demask.sparse.plan.static_inputs import ConvertedTensor, StaticInputs
+from demask.sparse.plan.static_inputs import ConvertedInput, StaticInputs
 from demask.sparse.segment.segment_op import segment
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import AddStep
@@ -329,7 +329,7 @@ def test_bad_static_inputs_are_refused(static) -> None:
 
 
 FAULTS = {
-    "versions": (ConvertedTensor, "is_current", lambda self, tensor: True, "in place"),
+    "versions": (ConvertedInput, "is_current", lambda self, tensor: True, "in place"),
     "layouts": (static_inputs, "_layout", lambda tensor: None, "a part"),
     "probe": (static_inputs.MemoryProbe, "same", lambda self: True, "written through .data"),
 }

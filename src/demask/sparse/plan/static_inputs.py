@@ -20,7 +20,7 @@ from demask.sparse.plan.tape import HEADER, STATIC, EncodedTape, NoPlan, TapeAre
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertedTensor:
+class ConvertedInput:
     """A tensor as it was when it was converted: its memory, the layout of that, and its version.
 
     `tensor.data = other` replaces memory and layout, and counts as no write.
@@ -32,7 +32,7 @@ class ConvertedTensor:
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> ConvertedTensor:
+    def of(cls, tensor: Tensor) -> ConvertedInput:
         storage = weakref.ref(tensor.untyped_storage())
         return cls(weakref.ref(tensor), storage, _layout(tensor), tensor._version)
 
@@ -55,7 +55,7 @@ class ConvertedInputs:
     """Static inputs in the layout of the kernels, with references to their tensors."""
 
     arena: TapeArena
-    tensors: list[ConvertedTensor]
+    tensors: list[ConvertedInput]
     probe: MemoryProbe
 
     def are_current(self, tensors: Sequence[Tensor]) -> bool:
@@ -89,7 +89,7 @@ class StaticInputs:
             return self._convert(tensors, threads)
         if converted is None or not converted.are_current(tensors):
             arena = self._convert(tensors, threads)
-            known = [ConvertedTensor.of(t) for t in tensors]
+            known = [ConvertedInput.of(t) for t in tensors]
             self.converted = converted = ConvertedInputs(arena, known, MemoryProbe(tensors))
         return converted.arena
 
