@@ -179,8 +179,8 @@ Batch 1 unless the name says otherwise, float32. All contenders of a row run in 
 `demask.to_onnx(demask.demask(model))` writes; the fastest of the four is the rival. Threads of ONNX
 Runtime wait without spinning, which would take the cores from the next contender. ResNet-20 and
 ResNet-56: trained, half of the channels masked; the others: torchvision, random weights, half of
-the channels masked, shifts of norms nonzero, or nothing masked. *Ratio*: time of the rival over that
-of optimize(). *Error*: against the original in float64, relative to the largest output.
+the channels masked, shifts of norms nonzero, or nothing masked. *Ratio*: time of the rival over
+that of optimize(). *Error*: against the original in float64, relative to the largest output.
 
 Geometric means of the ratios: {"; ".join(means)}.
 
