@@ -272,7 +272,10 @@ def test_what_kernels_do_not_take():
 
 @pytest.mark.parametrize(
     "where, most, words",
-    [("kernels.cpu.sparse_tile", 20, "20 nonzeros"), ("sparse.plan.tape", 63, "more than 252")],
+    [
+        ("kernels.cpu.tiles.sparse_tile", 20, "20 nonzeros"),
+        ("sparse.plan.tape", 63, "more than 252"),
+    ],
 )
 def test_numbers_beyond_32_bits(monkeypatch, where, most, words):
     """No plan, instead of tables whose numbers wrap: nonzeros of a stream, elements of a value."""

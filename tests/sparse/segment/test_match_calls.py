@@ -49,13 +49,16 @@ def made(model: nn.Module, x: Tensor, dynamic: tuple[int, ...] = ()) -> tuple[Pr
     return canonicalize_calls(program), args
 
 
-def net(body: Body, out: int, channels: int = 4, middle: nn.Module | None = None) -> nn.Module:
-    """A layer, the calls in question, and a layer that reads `out` channels."""
+def net(body: Body, out: int, channels: int = 4, middle: nn.Module | None = None,
+        groups: int = 2) -> nn.Module:  # fmt: skip
+    """A layer of groups, which computes no selection, the calls in question, and a layer that reads
+    `out` channels."""
 
     def run(m: nn.ModuleDict, x: Tensor) -> Tensor:
         return m["b"](body(m, m["a"](x)))
 
-    layers = {"a": nn.Conv2d(channels, channels, 3), "b": nn.Conv2d(out, 3, 1)}
+    first = nn.Conv2d(channels, channels, 3, groups=groups)
+    layers: dict[str, nn.Module] = {"a": first, "b": nn.Conv2d(out, 3, 1)}
     if middle is not None:
         layers["m"] = middle
     return Net(run, **layers)
@@ -96,6 +99,28 @@ def test_calls_that_match(name: str) -> None:
     program, args = made(net(body, out), IMAGE)
     found = check(program, all_sparse, args)
     assert steps(found) == expected
+
+
+@pytest.mark.parametrize("name", [name for name, case in MATCHED.items() if "select" in case[2][0]])
+def test_a_layer_computes_selections_of_its_channels(name: str) -> None:
+    body, out, _ = MATCHED[name]
+    program, args = made(net(body, out, groups=1), IMAGE)
+    has_strides = name in ("rows and columns", "slice and pad", "split")
+    assert (steps(check(program, all_sparse, args)) == ["conv, conv"]) is not has_strides
+
+
+@pytest.mark.parametrize("sign", [1, 2])
+def test_sums_by_index(sign: int) -> None:
+    """An index_add of channels is a sum with a layer that writes at these channels."""
+
+    def run(m: nn.ModuleDict, x: Tensor) -> Tensor:
+        x = m["a"](x).relu()
+        return m["c"](x.index_add(1, numbers(3, 1), m["b"](x), alpha=sign).relu())
+
+    model = Net(run, a=nn.Conv2d(4, 4, 3), b=nn.Conv2d(4, 2, 3, padding=1), c=nn.Conv2d(4, 2, 1))
+    program, args = made(model, IMAGE)
+    found = steps(check(program, all_sparse, args))
+    assert (found == ["conv relu, conv+ relu, conv"]) is (sign == 1)
 
 
 NORMS = {

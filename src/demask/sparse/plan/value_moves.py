@@ -14,8 +14,9 @@ from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layers.layer_windows import first_read, windows
 from demask.sparse.plan.tape import Buffer, KernelCall, Location, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, at_array, permutations
-from demask.sparse.segment_steps import ConvStep, PoolStep, SelectStep
+from demask.sparse.segment_steps import ConvStep, PoolStep, SelectStep, SparseWeight
 
+NO_WEIGHT = SparseWeight((0, 0, 0))
 Row = tuple[int, int, np.ndarray]  # part, line, elements of its lanes
 
 
@@ -239,9 +240,10 @@ def _runs(moves: Sequence[tuple[int, At, int, int]]) -> tuple[tuple[int, int, in
 def as_windows(step: PoolStep | SelectStep) -> ConvStep:
     """A convolution with the windows of a pool, or the pixels of a selection."""
     if isinstance(step, SelectStep):
-        return ConvStep(step.x, None, None, 1, (1, 1), step.stride)  # type: ignore[arg-type]
-    pads = tuple((p, p) for p in step.padding)
-    return ConvStep(step.x, None, None, 1, step.kernel, step.stride, pads, step.dilation)  # type: ignore[arg-type]
+        return ConvStep(step.x, NO_WEIGHT, None, 1, (1, 1), step.stride)
+    (top, left), (kernel, stride) = step.padding, (step.kernel, step.stride)
+    pads = (top, top), (left, left)
+    return ConvStep(step.x, NO_WEIGHT, None, 1, kernel, stride, pads, step.dilation)
 
 
 def _counts(step: PoolStep, axis: int, out: np.ndarray, size: int) -> np.ndarray:
