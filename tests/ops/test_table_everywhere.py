@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_sparse_segments import always
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,7 +34,6 @@ from demask.tune.passes.fuse_epilogues import fuse_epilogues
 from interpreted import DEVICES, rows_of, run_on
 from test_kernels_activations import check, computed, points
 from test_optimize import prefer, quick  # noqa: F401  (a fixture: costs are not measured)
-from test_sparse_segments import always
 from test_tune import ran
 
 aten = torch.ops.aten

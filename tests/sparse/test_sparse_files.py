@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_sparse_segments import always, pruned, resnet
 from torch import Tensor, nn
 
 import demask
@@ -27,7 +28,6 @@ from demask.sparse.segment.candidates import ALL, DENSE, EACH, SPARSE
 from demask.tune.module.optimized_module import Optimized
 from demask.tune.passes.fold_affine import fold_affine
 from test_fast_files import edited
-from test_sparse_segments import always, pruned, resnet
 
 run, saved = test_cli.run, test_cli.saved  # fixtures
 module = importlib.import_module("demask.optimize")
