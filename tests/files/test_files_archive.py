@@ -21,6 +21,7 @@ from torch import fx, nn
 from torch.fx.graph import _PyTreeInfo
 from torch.utils import _pytree as pytree
 
+import demask
 from demask.errors import BadInput, DemaskError, NotExportable, RefusedFile
 from demask.files.allowed_names import BUILTINS
 from demask.files.archive import archive
@@ -476,3 +477,12 @@ def test_what_does_not_export_says_so(tmp_path):
     with pytest.raises(BadInput, match="does not exist"):
         to_pt2(slim, tmp_path / "no" / "m.pt2")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("function", [demask.report, demask.save, demask.to_pt2])
+def test_a_network_without_provenance_is_refused(function, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = () if function is demask.report else ("net.pt2",)
+    with pytest.raises(demask.BadInput, match="Linear without the attribute `demasked`"):
+        function(nn.Linear(2, 3), *paths)
+    assert not any(tmp_path.iterdir())

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any
 
+from demask.errors import BadInput
+
 Positions = tuple[int, ...] | None
 
 
@@ -216,6 +218,17 @@ class Provenance:
             graph_reasons=tuple(map(str, data.get("graph_reasons", ()))),
             numbers={str(k): _numbers(v) for k, v in data.get("numbers", {}).items()},
         )
+
+
+def provenance_of(network: Any) -> Provenance:
+    """The provenance of a demasked network. Raises BadInput for other objects."""
+    provenance = getattr(network, "demasked", None)
+    if not isinstance(provenance, Provenance):
+        raise BadInput(
+            f"expected a network that demask returned, got a {type(network).__name__} without the "
+            "attribute `demasked`; call demask.demask(model, args) and pass its result"
+        )
+    return provenance
 
 
 def _numbers(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from torch import nn
 
-from demask.errors import BadInput
 from demask.failures import public
-from demask.graph.provenance import Provenance, Reason
+from demask.graph.provenance import Reason, provenance_of
 from demask.report.page import write_page
 from demask.report.text import EFFECTS, render
 from demask.report.values import Decline, ReportValues
@@ -88,12 +87,7 @@ def report(slim: nn.Module) -> Report:
         >>> print(demask.report(slim).summary)
         58 -> 16 parameters, 96 -> 24 MACs
     """
-    provenance = getattr(slim, "demasked", None)
-    if not isinstance(provenance, Provenance):
-        raise BadInput(
-            f"expected a network that demask returned, got a {type(slim).__name__} without the "
-            "attribute `demasked`; call demask.demask(model, args) and report its result"
-        )
+    provenance = provenance_of(slim)
     result = Report(
         before=provenance.before,
         after=provenance.after,

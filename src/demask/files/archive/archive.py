@@ -39,7 +39,7 @@ from demask.files.bounded_read import open_zip, read_json
 from demask.files.into_class import resize
 from demask.files.pytree_specs import check_call_spec, load_spec
 from demask.files.weight_file import StoredTensor, WeightFile
-from demask.graph.provenance import Provenance
+from demask.graph.provenance import Provenance, provenance_of
 from demask.graph.result.class_result import as_graph
 from demask.graph.result.demasked_module import Demasked, apply_pass
 from demask.graph.result.module_calls import KINDS as MODULES
@@ -68,9 +68,8 @@ def save(slim: nn.Module, path: str | os.PathLike[str]) -> None:
         path: name of the file, which is replaced if it exists. The usual suffix is ".demask".
 
     Raises:
-        BadInput: a module, an op or a type of argument cannot be stored, or the file cannot be
-            written.
-        DemaskError: `slim` has no attribute `demasked`.
+        BadInput: `slim` has no attribute `demasked`, a module, an op or a type of argument cannot
+            be stored, or the file cannot be written.
 
     Example:
         >>> import tempfile, torch, demask
@@ -80,6 +79,7 @@ def save(slim: nn.Module, path: str | os.PathLike[str]) -> None:
         ...     demask.load(f"{folder}/net.demask").demasked.after.parameters
         10
     """
+    provenance_of(slim)
     graph: fx.GraphModule = as_graph(slim)
     table, stored = _tensor_table(graph)
     document = {
@@ -91,7 +91,7 @@ def save(slim: nn.Module, path: str | os.PathLike[str]) -> None:
         "modules": dict(_module_specs(graph)),
         "tensors": table,
         "training": [name for name, module in graph.named_modules() if module.training],
-        "demasked": _provenance(graph).to_dict(),
+        "demasked": provenance_of(graph).to_dict(),
         **_extra(graph),
     }
     text = json.dumps(document, allow_nan=False)
@@ -202,13 +202,6 @@ def _extra(slim: nn.Module) -> dict[str, Any]:
         return {}
     kind = RESULT_KINDS.name_of(type(slim).graph_module())
     return {} if kind is None else {"kind": kind, "extra": slim._archived()}
-
-
-def _provenance(slim: fx.GraphModule) -> Provenance:
-    demasked = getattr(slim, "demasked", None)
-    if not isinstance(demasked, Provenance):
-        raise BadInput("expected a demasked network (slim.demasked is missing); demask() sets it")
-    return demasked
 
 
 def _encode_node(node: fx.Node) -> dict[str, Any]:

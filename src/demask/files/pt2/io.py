@@ -22,6 +22,7 @@ from demask.files.file_kinds import other_kind
 from demask.files.pt2.gate import open_pt2
 from demask.files.retrace import example, export_graph
 from demask.graph.module_copy import structural_copy
+from demask.graph.provenance import provenance_of
 from demask.graph.result.class_result import as_graph
 from demask.graph.result.demasked_module import Demasked
 from demask.ops.custom import custom_op_of
@@ -39,9 +40,8 @@ def to_pt2(slim: nn.Module, path: str | os.PathLike[str]) -> None:
         path: name of the file, which is replaced if it exists.
 
     Raises:
-        BadInput: the file cannot be written.
+        BadInput: `slim` has no attribute `demasked`, or the file cannot be written.
         NotExportable: torch.export cannot capture the network.
-        DemaskError: `slim` has no attribute `demasked`.
 
     Example:
         >>> import tempfile, torch, demask
@@ -53,6 +53,7 @@ def to_pt2(slim: nn.Module, path: str | os.PathLike[str]) -> None:
         True
     """
     check_writable(path)
+    provenance_of(slim)
     graph: Any = as_graph(slim)
     if isinstance(graph, Demasked):
         graph = lower_own_ops(graph.plain())  # runs on any torch and machine
