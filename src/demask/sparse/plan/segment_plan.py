@@ -65,18 +65,25 @@ class Batch:
         """Compute the batch. tensors: inputs, then outputs."""
         static = None if self.static is None else self.static.arena(tensors, threads)
         memory = self.take(threads, len(tensors))
-        for k, tensor in enumerate(tensors):
-            step = tensor.stride(0) * 4 if tensor.ndim and (self.alone or self.first) else 0
-            begin = tensor.data_ptr() + self.first * step
-            memory.slots[:, k] = begin + step * self.images * np.arange(self.runs)
-        if not self.alone:
-            memory.arenas[0].slots[1 : 1 + len(tensors)] = memory.slots[0]
+        if not self.alone and not self.first:
+            memory.arenas[0].slots[1 : 1 + len(tensors)] = [t.data_ptr() for t in tensors]
+        else:
+            self._set_slots(memory, tensors)
         if static is not None:
             for arena in memory.arenas:
                 arena.slots[STATIC] = static.address
         memory.job.run(threads)
         if len(self.spare) < SPARE:
             self.spare.append(memory)
+
+    def _set_slots(self, memory: SegmentMemory, tensors: Sequence[Tensor]) -> None:
+        """Store the addresses of the batch's images."""
+        for k, tensor in enumerate(tensors):
+            step = tensor.stride(0) * 4 if tensor.ndim and (self.alone or self.first) else 0
+            begin = tensor.data_ptr() + self.first * step
+            memory.slots[:, k] = begin + step * self.images * np.arange(self.runs)
+        if not self.alone:
+            memory.arenas[0].slots[1 : 1 + len(tensors)] = memory.slots[0]
 
 
 class SegmentPlan:
