@@ -17,7 +17,7 @@ from demask.kernels.cpu.tiles.dense_tile import DenseTileKernel
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, host
 from demask.kernels.llvm.jit import assembly
 from demask.sparse.plan import segment_plan, tape
-from demask.sparse.plan.layers import dense_layer, layer_plan, window_piece
+from demask.sparse.plan.layers import dense_layer, window_piece
 from demask.sparse.plan.layers.dense_blocks import DENSE, LEAST_ROWS, DenseBlock, dense_blocks
 from demask.sparse.plan.layers.pack_weights import Csr
 from demask.sparse.plan.segment_plan import SegmentPlan
@@ -137,20 +137,6 @@ def test_rows_and_columns_of_zeros() -> None:
 
 
 # ------------------------------------------------------------------------------------------ layers
-
-
-@pytest.fixture
-def emitted(monkeypatch) -> list[tuple[int, ...]]:
-    """The shapes of the weights that were emitted as dense layers."""
-    shapes: list[tuple[int, ...]] = []
-    emit = layer_plan.emit_dense
-
-    def record(tape, isa, piece):
-        shapes.extend(block.weight.shape for block in piece.layer.blocks)
-        return emit(tape, isa, piece)
-
-    monkeypatch.setattr(layer_plan, "emit_dense", record)
-    return shapes
 
 
 def convolution(weight: Tensor, kernel: int, **fields):

@@ -9,7 +9,7 @@ from test_sparse_plan import MOST, check, draw
 from torch.nn.functional import conv2d
 
 from demask.kernels.llvm.isa import AVX2, AVX512, host
-from demask.sparse.plan.layers import dense_layer, layer_plan
+from demask.sparse.plan.layers import dense_layer
 from demask.sparse.plan.layers.dense_tiling import DenseProblem, best_tiling, pack, split_outputs
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
@@ -26,20 +26,6 @@ GEOMETRY = [
     ((3, 3), (1, 1), ((4, 4), (4, 4)), (4, 4)),
     ((7, 7), (2, 2), ((3, 3), (3, 3)), (1, 1)),
 ]
-
-
-@pytest.fixture
-def emitted(monkeypatch) -> list[tuple[int, ...]]:
-    """The shapes of the weights that were emitted as dense layers."""
-    shapes: list[tuple[int, ...]] = []
-    emit = layer_plan.emit_dense
-
-    def record(tape, isa, piece):
-        shapes.extend(block.weight.shape for block in piece.layer.blocks)
-        return emit(tape, isa, piece)
-
-    monkeypatch.setattr(layer_plan, "emit_dense", record)
-    return shapes
 
 
 @pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
@@ -99,3 +85,18 @@ def test_a_planted_fault_is_seen(monkeypatch):
     program, weights = layer("image", matrix(8, 4 * 9, 1.0, dtype=torch.float32), kernel=(3, 3))
     with pytest.raises(AssertionError):
         check(program, weights, [draw(1, 4, 9, 9)])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_weight_is_packed_once_for_all_tiles(threads, monkeypatch):
+    """Tiles of several sizes, and threads that share positions, read the same copy."""
+    packs: list[int] = []
+
+    def counted(weight, tiling):
+        packs.append(weight.size)
+        return pack(weight, tiling)
+
+    monkeypatch.setattr(dense_layer, "pack", counted)
+    program, weights = layer("image", matrix(9, 4 * 9, 1.0, dtype=torch.float32), kernel=(3, 3))
+    check(program, weights, [draw(1, 4, 57, 43)], threads)
+    assert sum(packs) == 9 * 4 * 9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,15 +24,26 @@ from demask.sparse.plan.tape import KernelCall, Tape
 from demask.sparse.plan.tile_layout import Area, At
 
 
+@dataclass(frozen=True, slots=True)
+class PackedBlock:
+    """A dense block, its tiling, and its weight in the order of use: one copy for all calls."""
+
+    block: DenseBlock
+    tiling: DenseTiling
+    weight: np.ndarray
+
+
 def emit_dense(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
     """Write a dense layer as a phase of its own; returns the tiling of its first block."""
-    first = None
+    packs: dict[tuple[int, ...], PackedBlock] = {}
     for thread, areas, block in _blocks(tape, piece):
-        tiling = best_tiling(_problem(piece, block), isa)
-        first = first or tiling
-        for size, tiles in tiles_by_size(areas, tiling.tile):
-            tape.add(thread, _call(piece, block, tiling, tiles, size, isa))
-    assert first is not None
+        key = tuple(block.rows.tolist())
+        if key not in packs:
+            tiling = best_tiling(_problem(piece, block), isa)
+            packs[key] = PackedBlock(block, tiling, pack(block.weight, tiling))
+        for size, tiles in tiles_by_size(areas, packs[key].tiling.tile):
+            tape.add(thread, _call(piece, packs[key], tiles, size, isa))
+    first = next(iter(packs.values())).tiling
     return Tiling(first.tile, first.inner, first.rows, len(piece.shape.parts) != tape.threads)
 
 
@@ -74,9 +86,10 @@ def _problem(piece: WindowPiece, block: DenseBlock) -> DenseProblem:
     return DenseProblem(shape.parts, outputs, max(channels, 1), taps, shape.stride, shape.reach)
 
 
-def _call(piece: WindowPiece, block: DenseBlock, tiling: DenseTiling, tiles: Sequence[At],
-          size: tuple[int, int], isa: Isa) -> KernelCall:  # fmt: skip
+def _call(piece: WindowPiece, packed: PackedBlock, tiles: Sequence[At], size: tuple[int, int],
+          isa: Isa) -> KernelCall:  # fmt: skip
     """The call of the dense kernel for tiles of one size."""
+    block, tiling = packed.block, packed.tiling
     ys, xs = ([tap for tap in taps if tap is not None] or [0] for taps in piece.window.taps)
     x, out, add = piece.x.layout, piece.out.layout, piece.add.layout
     x_lines, out_lines, add_lines, table = tile_lines(piece, tiles, size)
@@ -96,6 +109,6 @@ def _call(piece: WindowPiece, block: DenseBlock, tiling: DenseTiling, tiles: Seq
         "add_offsets": block.rows.astype(np.int64) * pitches[2],
         "tap_rows": len(ys), "tap_pitch": tap_pitch,
         "channels": len(block.channels), "inner": tiling.inner, "wide": wide, "thin": thin,
-        "weights": pack(block.weight, tiling),
+        "weights": packed.weight,
         "biases": piece.weight.bias[block.rows].astype(np.float32),
         "tiles": table, "tile_begin": 0, "tile_end": len(table)})  # fmt: skip
