@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from demask.kernels.cpu.tiles import relayout as move
+from demask.kernels.cpu.tiles.mean import CALL as MEAN_CALL
+from demask.kernels.cpu.tiles.mean import FEW, MeanKernel, exponent
 from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layers.layer_windows import first_read, windows
 from demask.sparse.plan.tape import Buffer, KernelCall, Location, NoPlan, Tape, by_thread
@@ -174,20 +176,28 @@ class Moves:
 
     def mean(self, x: Buffer, out: Buffer) -> None:
         """Write the means of images."""
-        batch, _, height, width = x.layout.size
+        (batch, channels, height, width), grid = x.layout.size, x.layout.grid
+        tiles = grid.rows * grid.columns
+        groups = tuple(tuple(range(k * tiles, k * tiles + tiles)) for k in range(batch))
         at = at_array(x.layout.inside())
-        weights = x.layout.pixels(at)[3] / (height * width)
-        grid = x.layout.grid
-        tiles_per_image = grid.rows * grid.columns
-        groups = tuple(
-            tuple(range(b * tiles_per_image, (b + 1) * tiles_per_image)) for b in range(batch)
-        )
-        elements = self._pixel_elements(out, batch)
-        fields = {"weights": _aligned(weights), "lines": elements.astype(np.int32)}
-        for thread, (begin, end) in enumerate(by_thread(x.layout.size[1], self.tape.threads)):
+        is_inside = x.layout.pixels(at)[3]
+        partial = ~is_inside[:, : batch * tiles].all(1)
+        order = np.argsort(partial, kind="stable")  # whole lines first
+        count, whole = len(at), len(at) - int(partial.sum())
+        table = x.layout.line(*at[order].T).astype(np.int32)
+        lines = tuple(table.tolist()) if count <= FEW else ()
+        fields = {
+            "x_pitch": self.pitch(x), "out_pitch": self.pitch(out), "whole": whole, "count": count,
+            "table": table, "masks": _aligned(-is_inside[order[whole:]].astype(np.int32), np.int32),
+            "outs": self._pixel_elements(out, batch).astype(np.int32), "pixels": height * width,
+            "exponent": exponent(height * width),
+        }  # fmt: skip
+        kernel, buffers = MeanKernel(groups, lines, whole if lines else 0), {"x": x, "out": out}
+        for thread, (begin, end) in enumerate(by_thread(channels, self.tape.threads)):
             if begin < end:
-                self._add(move.MeanKernel(groups), x, out, (thread, begin, end),
-                          x.layout.line(*at.T).astype(np.int32), fields)  # fmt: skip
+                self.tape.add(thread, KernelCall(
+                    kernel, MEAN_CALL, {key: (buffer, 0) for key, buffer in buffers.items()},
+                    {**fields, "begin": begin, "end": end}))  # fmt: skip
 
     def _pixel_elements(self, out: Buffer, batch: int) -> np.ndarray:
         """The element of the only pixel of each image; tokens are pixels of one row."""
@@ -256,10 +266,10 @@ def _counts(step: PoolStep, axis: int, out: np.ndarray, size: int) -> np.ndarray
     return np.minimum(end, size) - np.maximum(start, 0)
 
 
-def _aligned(array: np.ndarray) -> np.ndarray:
-    """A float32 copy that starts at a cache line."""
+def _aligned(array: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+    """A copy with elements of 4 bytes that starts at a cache line."""
     raw = np.zeros(array.size * 4 + 64, np.uint8)
     skipped = -raw.ctypes.data % 64
-    copy = raw[skipped : skipped + array.size * 4].view(np.float32).reshape(array.shape)
+    copy = raw[skipped : skipped + array.size * 4].view(dtype).reshape(array.shape)
     copy[:] = array
     return copy

@@ -1,9 +1,10 @@
 """The dense kernel for one position: lanes are rows of the weight.
 
-    for block of U vectors of rows:  acc[u] = bias
+    for block of U vectors of rows:  acc[u] = bias + add[rows]
         for k:  acc[u] += x[k] * weight[k][u]
-        out[rows] = act(acc + add[rows])
+        out[rows] = act(acc)
 
+The order of sums is that of `dense_tile`, which computes the same layers in other plans.
 Weights are packed in the order of use, [block][k][u][lane]: one sequential stream.
 """
 
@@ -43,7 +44,12 @@ class DenseVectorKernel:
         with e.loop(fields["begin"], fields["end"]) as block:
             first = e.b.mul(block, I64(rows))
             biases = self._vectors(e, fields.pointer("biases"), first, e.vector)
+            outs = self._vectors(e, fields.pointer("outs"), first, e.ints)
+            adds = self._vectors(e, fields.pointer("adds"), first, e.ints)
+            are_rows = [e.b.icmp_signed(">=", o, ir.Constant(e.ints, [0] * e.lanes)) for o in outs]
             sums = [e.variable(e.vector, bias) for bias in biases]
+            for sum_, places, mask in zip(sums, adds if self.add else (), are_rows, strict=False):
+                sum_.set(e.b.fadd(e.gather(add, places, mask, e.splat(0.0)), sum_.get()))
             begin = e.b.mul(first, fields["count"])
             weights = e.at(fields.pointer("weights"), begin, FLOAT)
             with e.loop(I64(0), fields["count"]) as k:
@@ -51,21 +57,11 @@ class DenseVectorKernel:
                 row = self._vectors(e, weights, e.b.mul(k, I64(rows)), e.vector)
                 for sum_, weight in zip(sums, row, strict=True):
                     sum_.set(e.fma(value, weight, sum_.get()))
-            outs = self._vectors(e, fields.pointer("outs"), first, e.ints)
-            adds = self._vectors(e, fields.pointer("adds"), first, e.ints)
-            for sum_, place, other in zip(sums, outs, adds, strict=True):
-                self._write(e, sum_.get(), (out, place), (add, other))
+            for sum_, places, mask in zip(sums, outs, are_rows, strict=True):
+                e.scatter(activated(e, sum_.get(), self.act), out, places, mask)
 
     def _vectors(self, e: Emitter, table: Value, first: Value, kind: ir.Type) -> list[Value]:
         """The vectors of a block in a table, from an element on."""
         elements = [e.at(table, e.b.add(first, I64(u * e.lanes)), FLOAT)
                     for u in range(self.vectors)]  # fmt: skip
         return [e.b.load(address, typ=kind, align=4) for address in elements]
-
-    def _write(self, e: Emitter, value: Value, out: tuple[Value, Value],
-               add: tuple[Value, Value]) -> None:  # fmt: skip
-        """Write one vector of sums to its rows."""
-        is_row = e.b.icmp_signed(">=", out[1], ir.Constant(e.ints, [0] * e.lanes))
-        if self.add:
-            value = e.b.fadd(value, e.gather(*add, is_row, e.splat(0.0)))
-        e.scatter(activated(e, value, self.act), *out, is_row)

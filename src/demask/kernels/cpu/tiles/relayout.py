@@ -263,32 +263,3 @@ class SelectKernel:
                     e.line(base, e.load_long(I32, pair, n)) for n, base in enumerate((x_c, out_c))
                 )
                 e.write(e.b.select(is_zero, e.splat(0.0), e.read(source)), to)
-
-
-@dataclass(frozen=True, slots=True)
-class MeanKernel:
-    """The mean of each channel over the positions of an image.
-
-    `table` has its lines, `weights` a vector per line. groups: the lanes of each image; `lines` has
-    the element of out for each image.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-
-    arguments = 2
-
-    def emit(self, e: Emitter) -> None:
-        call = _CallFields(e)
-        with call.channels("x", "out") as (x_c, out_c):
-            sums = e.variable(e.vector, e.splat(0.0))
-            with call.lines() as k:
-                line = e.read(e.line(x_c, e.load_long(I32, call.pointer("table"), k)))
-                weight = e.read(e.line(call.pointer("weights"), k))
-                # memory outside of the image may hold NaN or infinity, which times 0 is NaN
-                is_inside = e.b.fcmp_ordered("!=", weight, e.splat(0.0))
-                sums.set(e.b.select(is_inside, e.fma(line, weight, sums.get()), sums.get()))
-            for b, lanes in enumerate(self.groups):
-                image_lanes = [k if k in lanes else -1 for k in range(e.lanes)]
-                total = e.total(e.permuted(sums.get(), image_lanes))
-                element = e.at(out_c, e.load_long(I32, call.pointer("lines"), b), FLOAT)
-                e.b.store(total, element)

@@ -1,8 +1,10 @@
 """The sparse kernel for one position: lanes are rows of the weight.
 
-    for group of rows:  acc[r] = 0
+    for group of rows:  acc[r] = bias[r] + add[r]
         for k:  acc[r] += value[k][r] * x[column[k][r]]
-        out[r] = act(acc[r] + bias[r] + add[r])
+        out[r] = act(acc[r])
+
+The order of sums is that of `sparse_tile`, which computes the same layers in other plans.
 
 Rows of similar length are grouped, so that little padding is needed (sliced ELLPACK: Monakov,
 Lokhmotov and Avetisyan 2010). Gathering a vector of inputs costs about as much as single loads;
@@ -57,17 +59,15 @@ class SparseVectorKernel:
 
         outs = vector("outs", e.ints, group)
         is_row = e.b.icmp_signed(">=", outs, ir.Constant(e.ints, [0] * e.lanes))
-        sums = e.variable(e.vector, e.splat(0.0))
+        scale = vector("scales", e.vector, group) if self.values == "int8" else None
+        added = None
+        if self.add:
+            added = e.gather(add, vector("adds", e.ints, group), is_row, e.splat(0.0))
+        sums = e.variable(e.vector, _begin(e, vector("biases", e.vector, group), added, scale))
         with e.loop(*span) as k:
             inputs = e.gather(x, vector("columns", e.ints, k), e.every(), e.splat(0.0))
             sums.set(e.fma(self._values(e, vector, k), inputs, sums.get()))
-        value = sums.get()
-        if self.values == "int8":
-            value = e.b.fmul(value, vector("scales", e.vector, group))
-        value = e.b.fadd(value, vector("biases", e.vector, group))
-        if self.add:
-            added = e.gather(add, vector("adds", e.ints, group), is_row, e.splat(0.0))
-            value = e.b.fadd(value, added)
+        value = sums.get() if scale is None else e.b.fmul(sums.get(), scale)
         e.scatter(activated(e, value, self.act), out, outs, is_row)
 
     def _values(self, e: Emitter, vector: Value, k: Value) -> Value:
@@ -79,3 +79,12 @@ class SparseVectorKernel:
             return e.b.sitofp(stored, e.vector)
         half = ir.Constant(e.ints, [16] * e.lanes)
         return e.b.bitcast(e.b.shl(e.b.zext(stored, e.ints), half), e.vector)
+
+
+def _begin(e: Emitter, bias: Value, added: Value | None, scale: Value | None) -> Value:
+    """The initial sums: divided by the scale by which sums are multiplied at the end."""
+    if scale is None:
+        return bias if added is None else e.b.fadd(added, bias)
+    inverse = e.b.fdiv(e.splat(1.0), scale)
+    value = e.b.fmul(bias, inverse)
+    return value if added is None else e.fma(added, inverse, value)

@@ -61,11 +61,26 @@ def read(step: ConvStep | LinearStep, weights: Sequence[Tensor], columns: int) -
         if count and (column_indices.min() < 0 or column_indices.max() >= columns):
             raise BadInput(f"expected columns below {columns} in {_name(step)}")
         rows = np.repeat(np.arange(step.out, dtype=np.int32), np.diff(starts))
+        column_indices, values = _ascending(rows, column_indices, values)
     bias, scale = (np.full(step.out, fill, np.float32) if span is None
                    else _span(weights, span, (torch.float32,))
                    for span, fill in ((step.bias, 0.0), (weight.scale, 1.0)))  # fmt: skip
     kind = {"int16": "bfloat16"}.get(values.dtype.name, values.dtype.name)
     return Csr(rows, column_indices, values, kind, bias, scale, step.out)
+
+
+def _ascending(
+    rows: np.ndarray, columns: np.ndarray, values: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Columns and values with ascending columns in each row, the order in which plans add them.
+
+    Plans split columns into blocks, so that they would add others in different orders.
+    """
+    is_sorted = (np.diff(columns) >= 0) | (np.diff(rows) > 0)
+    if is_sorted.all():
+        return columns, values
+    order = np.lexsort((columns, rows))
+    return columns[order], values[order]
 
 
 def _nonzeros(

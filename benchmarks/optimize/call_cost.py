@@ -1,0 +1,164 @@
+"""What a call of a segment costs beyond its kernels: `python -m benchmarks run call_cost`.
+
+Writes benchmarks/results/call_cost.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+from rich.progress import Progress
+from torch import Tensor, nn
+
+import cifar
+from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
+from benchmarks.common.tables import RESULTS, command, format_spread, markdown
+from demask.graph.result.demasked_module import build
+from demask.machine.timing import Timing, time_alternately
+from demask.ops import TABLE
+from demask.shrink.pipeline import capture_program, shrink_program
+from demask.sparse.plan.segment_plan import Batch
+from demask.sparse.segment.build_segments import segmented
+from demask.sparse.segment.segment_op import SegmentPlans, segment
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import ActivationStep
+from demask.tune.module.optimized_module import Optimized
+from demask.tune.passes.fold_affine import fold_affine
+
+BENCHMARK = Benchmark(
+    "a call of a segment beyond its kernels, in microseconds", "about 5 s a setting",
+    ("call_cost.md",), needs=(DEV, SHARED_DATA),
+    quick="--networks nothing --threads 1 --pairs 5 --seconds 1",
+)  # fmt: skip
+
+ASKED = 10e-6  # seconds
+Arguments = tuple[list[Tensor], list[Tensor], str]
+
+
+def nothing() -> Arguments:
+    """The arguments of a segment that computes one number."""
+    program = SegmentProgram(("image",), (ActivationStep(0, ("relu", ())),), (1,))
+    return [torch.ones(1, 1, 1, 1)], [], program.text()
+
+
+def as_one_segment(model: nn.Module, x: Tensor) -> nn.Module:
+    """The demasked network with all its layers in segments."""
+    program = capture_program(model, (x,), None, None)
+    program, provenance = shrink_program(program, TABLE)
+    whole = segmented(fold_affine(program), lambda *_: True, lambda *_: True)
+    return build(whole, provenance, Optimized).eval()
+
+
+def recorded(network: nn.Module, x: Tensor) -> Arguments:
+    """The arguments of the largest segment that a network calls."""
+    calls: list[tuple[SegmentPlans, list[Tensor], list[Tensor]]] = []
+    run = SegmentPlans.run
+
+    def record(self: SegmentPlans, inputs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+        calls.append((self, inputs, weights))
+        return run(self, inputs, weights)
+
+    with patch.object(SegmentPlans, "run", record), torch.no_grad():
+        network(x)
+    plans, inputs, weights = max(calls, key=lambda each: len(each[0].program.steps))
+    return inputs, weights, plans.program.text()
+
+
+def half_masked(depth: int) -> Arguments:
+    """The arguments of a half masked ResNet for CIFAR as a segment."""
+    model = cifar.masked(cifar.trained(depth), torch.Generator().manual_seed(0), shifts=False)
+    image = torch.randn(1, 3, 32, 32)
+    return recorded(as_one_segment(model.eval(), image), image)
+
+
+PROGRAMS: Mapping[str, Callable[[], Arguments]] = {
+    "nothing": nothing,
+    "ResNet-20": lambda: half_masked(20),
+    "ResNet-56": lambda: half_masked(56),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One program and number of threads; call: of the op, kernels: of the machine code alone."""
+
+    name: str
+    threads: int
+    steps: int
+    call: Timing
+    kernels: Timing
+
+    @property
+    def cost(self) -> float:
+        """Seconds beyond the kernels."""
+        return self.call.median - self.kernels.median
+
+
+def kernels_of(arguments: Arguments, threads: int) -> Callable[[], object]:
+    """A call of the machine code of a segment, for the same inputs and outputs."""
+    batches: list[Batch] = []
+    run = Batch.run
+
+    def record(self: Batch, count: int, tensors: Sequence[Tensor]) -> None:
+        batches.append(self)
+        run(self, count, tensors)
+
+    with patch.object(Batch, "run", record):
+        outputs = segment(*arguments)
+    (batch,) = batches
+    memory = batch.spare.pop()  # other calls write to other outputs
+    return lambda: (memory.job.run(threads), outputs)
+
+
+def rows(
+    chosen: Sequence[str], threads: Sequence[int], pairs: int, seconds: float, bar: Progress
+) -> Iterator[Row]:
+    step = bar.add_task("", total=len(chosen) * len(threads))
+    for name in chosen:
+        bar.update(step, description=name)
+        arguments = PROGRAMS[name]()
+        for count in threads:
+            torch.set_num_threads(count)
+            with torch.no_grad():
+                calls = {
+                    "call": lambda arguments=arguments: segment(*arguments),
+                    "kernels": kernels_of(arguments, count),
+                }
+                timings = time_alternately(calls, pairs, seconds=seconds)
+            steps = len(SegmentProgram.parse(arguments[2]).steps)
+            yield Row(name, count, steps, timings["call"], timings["kernels"])
+            bar.advance(step)
+
+
+HEAD = ["program", "threads", "steps", "call, ms", "kernels, ms", "beyond, µs", ""]
+
+
+def cells(row: Row) -> list[str]:
+    return [row.name, str(row.threads), str(row.steps), format_spread(row.call),
+            format_spread(row.kernels), f"{1e6 * row.cost:.1f}",
+            "more than asked" if row.cost > ASKED else ""]  # fmt: skip
+
+
+def page(rows: Sequence[Row], words: str) -> str:
+    return f"""# Calls of segments
+
+{words}
+
+*Call*: `demask::segment` with the arguments that the network gives it. *Kernels*: the machine code
+of the same call alone, with the same memory. *Nothing*: a program of one number. Half of the
+channels of the networks are masked; batch 1, float32. Both run in turns in one process (median,
+10 %–90 % quantile). Asked: at most {1e6 * ASKED:.0f} µs beyond the kernels.
+
+{markdown(HEAD, [cells(row) for row in rows])}
+"""
+
+
+def main() -> None:
+    command(__doc__, rows, HEAD, cells, page, RESULTS / "call_cost.md", 5.0, list(PROGRAMS))
+
+
+if __name__ == "__main__":
+    main()
