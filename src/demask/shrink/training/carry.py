@@ -22,8 +22,8 @@ Names = list[list[str | None]]  # per group, the original's parameters; None: of
 
 @public
 def carry(slim: nn.Module, optimizer: Any, *, ema: Any = None, model: Any = None) -> Any:
-    """The optimizer of a network, for the smaller network that `demask()` returned: training goes
-    on where it was.
+    """The optimizer of a network, for the smaller network that `demask()` returned: training
+    continues where it was.
 
     The optimizer is changed in place, since schedulers and gradient scalers refer to it. Groups
     have their settings and the parameters of `slim` in place of the original's, in the order of

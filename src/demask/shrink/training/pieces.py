@@ -111,8 +111,8 @@ def _find_piece(
     raw, shape = original.raw.get(source, ()), tuple(value.shape)
     positions = (None,) * value.ndim if how is None else _align(how, shape)
     if positions is None or sliced_shape(shape, positions) != own_shape(tensor, value.ndim):
-        # Computed from the source in another way than by slicing.
-        return Piece(source, shape, (None,) * value.ndim, raw)
+        # Computed from the source in another way than by slicing; a buffer is like a new one then.
+        return Piece(source, shape, (None,) * value.ndim, raw) if raw else None
     # A network of the original's class has positions in ascending order, whatever its record says.
     orders = (positions, tuple(None if p is None else tuple(sorted(p)) for p in positions))
     parts = [(order, cut(value, order).reshape(tensor.shape)) for order in dict.fromkeys(orders)]
