@@ -173,7 +173,10 @@ def test_constants_that_a_file_does_not_tell_are_refused() -> None:
         net[0].weight[:2] = 0
     slim = slimmed(net)
     loaded = pickle.loads(pickle.dumps(slim))
-    torch.testing.assert_close(demask.expand(slim)(*inputs()), slim(*inputs()))
+    for large in (demask.expand(slim), demask.expand(loaded, net)):
+        torch.testing.assert_close(large(*inputs()), slim(*inputs()))
+    with torch.no_grad():
+        loaded[0].weight += 0.1
     with pytest.raises(demask.BadInput, match="computes something else"):
         demask.expand(loaded, net)
 

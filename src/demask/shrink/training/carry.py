@@ -14,7 +14,13 @@ from demask.graph.capture.fold_constants import plain_name
 from demask.graph.provenance import provenance_of
 from demask.graph.result.origin import Origin, Piece, get_origin
 from demask.shrink.training.averages import carry_average
-from demask.shrink.training.pieces import NetworkTensors, find_origin, own_shape, sliced_shape
+from demask.shrink.training.pieces import (
+    NetworkTensors,
+    find_origin,
+    find_trained,
+    own_shape,
+    sliced_shape,
+)
 from demask.shrink.training.states import cut_states
 
 Names = list[list[str | None]]  # per group, the original's parameters; None: of another network
@@ -129,14 +135,11 @@ def _origin_of(slim: nn.Module, model: Any) -> Origin:
         return origin
     original, own = NetworkTensors.of(model), NetworkTensors.of(slim).values
     origin = find_origin(slim, model, original, {})
-    for name, piece in origin.pieces.items():
-        axes = len(piece.shape)
-        fits = sliced_shape(piece.shape, piece.positions) == own_shape(own[name], axes)
-        if axes > 1 and fits and not piece.is_slice and piece.parameters:
-            raise BadInput(
-                f"{name} is no slice of {piece.source} of `model`: pass the original with the "
-                "weights that it was demasked with, before the small network is trained"
-            )
+    if name := find_trained(origin, own):
+        raise BadInput(
+            f"{name} is no slice of {origin.pieces[name].source} of `model`: pass the original "
+            "with the weights that it was demasked with, before the small network is trained"
+        )
     return origin
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from demask.graph.provenance import provenance_of
 from demask.graph.result.origin import Origin, Piece, get_origin
 from demask.shrink.check import describe_difference
 from demask.shrink.emit.constant_store import cut
-from demask.shrink.training.pieces import NetworkTensors, find_origin
+from demask.shrink.training.pieces import NetworkTensors, find_origin, find_trained
 
 
 @public
@@ -88,6 +89,9 @@ def _pieces(
     original = NetworkTensors.of(model)
     if origin is None:
         origin = find_origin(slim, model, original, {})
+        if find_trained(origin, NetworkTensors.of(slim).values):  # offsets are steps of training
+            plain = {name: replace(p, offset=None) for name, p in origin.pieces.items()}
+            origin = replace(origin, pieces=plain)
     for piece in origin.pieces.values():
         value = original.values.get(piece.source)
         if value is None or tuple(value.shape) != piece.shape:
