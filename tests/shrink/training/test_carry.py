@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import demask
+import test_tied
 from architectures import transformers
 from demask.graph.result.origin import get_origin
 
@@ -240,6 +241,36 @@ def test_language_models_go_on(make: Callable[[], nn.Module]) -> None:
     expected, actual, _, slim = run_both(make, batches, OPTIMIZERS["adamw"])
     assert_close(expected, actual)
     assert slim.demasked.form == "class"
+
+
+class Positions(nn.Module):
+    """Learned positions added to a sequence of up to 9 rows, of which 4 are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first = nn.Embedding(9, 4), nn.Linear(4, 6)
+        self.last = nn.Linear(6, 5)
+        self.register_buffer("places", torch.arange(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table(self.places[2:6]) + x[:, None]
+        return self.last(torch.tanh(self.first(rows))).mean(1)
+
+
+def positions() -> Positions:
+    torch.manual_seed(0)
+    net = Positions().double()
+    mask(net.first, (0, 4))
+    return net
+
+
+@pytest.mark.parametrize("result", ["class", "graph"])
+def test_rows_of_a_table_go_on(result: str) -> None:
+    call = {"args": (rows(1)[0][0],), "result": result}
+    expected, actual, _, slim = run_both(positions, rows(6), OPTIMIZERS["sgd"], **call)
+    assert_close(expected, actual)
+    table = slim.table.weight
+    assert table.numel() == (16 if result == "graph" else 36)
 
 
 def units() -> nn.Sequential:
@@ -551,6 +582,52 @@ def copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     other = type(optimizer)(optimizer.param_groups[0]["params"])
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return other
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes")  # of torch, for torch's pruning
+@pytest.mark.parametrize("kind", ["modules", "exported"])
+def test_parts_and_exported_programs(kind: str) -> None:
+    batches = rows(6)
+    masked, net = units(), units()
+    whole, optimizer = (OPTIMIZERS["adamw"](n.parameters()) for n in (masked, net))
+    expected = train(masked, whole, batches)[3:]
+    train(net, optimizer, batches[:3])
+    if kind == "modules":
+        slim = slimmed(nn.Sequential(net, nn.Identity()), modules=["0"])
+        assert slim[0][0].weight.shape == (6, 4)
+    else:
+        slim = slimmed(torch.export.export(net, (batches[0][0],)))
+    demask.carry(slim, optimizer)
+    assert_close(expected, train(slim, optimizer, batches[3:]))
+
+
+def test_a_part_replaced_in_its_network() -> None:
+    net = nn.Sequential(units(), nn.ReLU(), nn.Linear(5, 5).double())
+    optimizer = torch.optim.SGD(net.named_parameters(), 0.1, momentum=0.9)
+    train(net, optimizer, rows(2))
+    net[0] = slimmed(net[0])
+    demask.carry(net[0], optimizer)
+    [group] = optimizer.param_groups
+    assert group["param_names"] == [name for name, _ in net.named_parameters()]
+    assert [id(p) for p in group["params"]] == [id(p) for p in net.parameters()]
+
+
+def test_a_tied_tensor_cut_in_two_ways_is_two() -> None:
+    net = test_tied.masked(embed=False)
+    optimizer = torch.optim.SGD(net.parameters(), 0.0, momentum=0.9)
+    net(test_tied.TOKENS).square().sum().backward()
+    optimizer.step()
+    momentum = optimizer.state[net.embed.weight]["momentum_buffer"].clone()
+    slim = test_tied.slimmed(net)
+    embed, head = slim.embed.weight, slim.head.weight
+    assert embed.shape == momentum.shape
+    assert head.shape == (test_tied.WORDS, test_tied.WIDTH - test_tied.MASKED)
+    demask.carry(slim, optimizer)
+    assert torch.equal(optimizer.state[embed]["momentum_buffer"], momentum)
+    rest = momentum[:, test_tied.MASKED :]
+    assert torch.equal(optimizer.state[head]["momentum_buffer"], rest)
+    present = {id(p) for p in optimizer.param_groups[0]["params"]}
+    assert present == {id(p) for p in slim.parameters()}
 
 
 def test_a_network_from_a_file_needs_the_original() -> None:

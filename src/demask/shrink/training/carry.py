@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,6 @@ from demask.shrink.training.pieces import (
     NetworkTensors,
     find_origin,
     find_trained,
-    own_shape,
     sliced_shape,
 )
 from demask.shrink.training.states import cut_states
@@ -236,8 +236,8 @@ class _Plan:
             sources = [p for p in (piece.parameters if piece else ()) if states.get(p)]
             if piece is None or not sources:
                 continue
-            size = own_shape(parameter, len(piece.shape))
-            if piece.has_state and size == sliced_shape(piece.shape, piece.positions):
+            count = math.prod(sliced_shape(piece.shape, piece.positions))
+            if piece.has_state and count == parameter.numel():
                 cut[name] = cut_states(sources[0], states[sources[0]], piece, parameter)
             else:
                 warnings.warn(

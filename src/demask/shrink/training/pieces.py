@@ -126,6 +126,8 @@ def _find_piece(
     raw, shape = original.raw.get(source, ()), tuple(value.shape)
     positions = (None,) * value.ndim if how is None else _align(how, shape)
     if positions is None or sliced_shape(shape, positions) != own_shape(tensor, value.ndim):
+        positions = _find_rows(tensor, value, how)
+    if positions is None:
         # Computed from the source in another way than by slicing; a buffer is like a new one then.
         return Piece(source, shape, (None,) * value.ndim, raw) if raw else None
     orders = (positions, _ascending(positions))
@@ -172,6 +174,23 @@ def _align(how: Cut, shape: Sequence[int]) -> tuple[Positions, ...] | None:
             return None
         remaining.append(positions)
     return tuple(reversed(remaining[: len(shape)]))
+
+
+def _find_rows(tensor: Tensor, table: Tensor, how: Cut | None) -> tuple[Positions, ...] | None:
+    """The cut of a table that a network reads by constant indices: of rows one after another, as
+    positional embeddings are. None if it reads others."""
+    if how is None or table.ndim != 2 or how.shape[-1:] != table.shape[1:]:
+        return None
+    columns = how.kept[-1]
+    values = cut(table, (None, columns))
+    if tensor.shape[-1:] != values.shape[1:]:
+        return None
+    rows = tensor.reshape(-1, values.shape[1])
+    starts = (values == rows[:1]).all(1).nonzero().flatten().tolist()
+    for start in starts:
+        if torch.equal(values[start : start + len(rows)], rows):
+            return tuple(range(start, start + len(rows))), columns
+    return None
 
 
 def sliced_shape(shape: Sequence[int], positions: Sequence[Positions]) -> tuple[int, ...]:
