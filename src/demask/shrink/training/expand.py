@@ -167,11 +167,12 @@ def _write_computed(module: Any, leaf: str, piece: Piece, part: Tensor) -> None:
     except Exception as error:  # a parametrization without an inverse
         raise BadInput(f"{piece.source} cannot be set: {described(error)}") from error
     rows = piece.positions[0] if piece.positions else None
-    removed = torch.ones(piece.shape[:1], dtype=torch.bool, device=value.device)
-    for name, tensor in originals.items() if rows is not None else ():
+    if rows is not None:
+        removed = torch.ones(piece.shape[:1], dtype=torch.bool, device=value.device)
         removed[list(rows)] = False
-        if tensor.shape[:1] == piece.shape[:1]:  # rows of zeros have no inverse in a weight norm
-            tensor.data[removed] = before[name][removed]
+        for name, tensor in originals.items():  # zero rows of a weight norm have no inverse
+            if tensor.shape[:1] == piece.shape[:1]:
+                tensor.data[removed] = before[name][removed]
     if not torch.allclose(getattr(module, leaf), value, rtol=1e-4, atol=1e-6):
         raise BadInput(f"the parametrizations of {piece.source} cannot compute what it was trained "
                        "to")  # fmt: skip
