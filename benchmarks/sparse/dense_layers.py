@@ -1,4 +1,4 @@
-"""Single dense layers: GFLOP/s of their kernels beside the machine's peak, and rivals:
+"""Single dense layers: GFLOP/s of their kernels next to the peak, and rivals:
 `python -m benchmarks run dense_layers`.
 
 Writes benchmarks/results/dense_layers.md.
@@ -31,14 +31,14 @@ from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConvStep, LinearStep, SparseWeight
 
 BENCHMARK = Benchmark(
-    "dense layers: GFLOP/s of each kind beside the machine's peak, torch and two runtimes",
+    "dense layers: GFLOP/s of each kind next to the machine's peak, torch and two runtimes",
     "about 2 s a setting", ("dense_layers.md",), needs=(BENCH,),
     quick="--networks conv_3x3_14 --threads 1 --pairs 3 --seconds 1",
 )  # fmt: skip
 
 OURS, CALL, TORCH, ORT, OPENVINO = "kernel", "call", "PyTorch", "ONNX Runtime", "OpenVINO"
 #: least share of the peak in registers, by the first words of a name; on maps of 28 pixels or more
-ASKED = {"conv_3x3_56": 0.8, "conv_3x3_28": 0.8, "conv_1x1_56": 0.7, "conv_1x1_28": 0.7}
+TARGETS = {"conv_3x3_56": 0.8, "conv_3x3_28": 0.8, "conv_1x1_56": 0.7, "conv_1x1_28": 0.7}
 Make = Callable[[], tuple[nn.Module, Tensor]]
 
 
@@ -130,11 +130,11 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Whether a share that is asked of this layer is reached."""
-        asked = ASKED.get(self.name)
-        if asked is None:
+        """Whether the target share of this layer is reached."""
+        target = TARGETS.get(self.name)
+        if target is None:
             return ""
-        return f"{asked:.0%} asked{'' if self.share >= asked else ': less'}"
+        return f"{target:.0%} target{'' if self.share >= target else ': less'}"
 
 
 def kernel_alone(plan: SegmentPlan, x: Tensor, y: Tensor, threads: int) -> Callable[[], object]:
@@ -223,7 +223,7 @@ def page(rows: Sequence[Row], words: str) -> str:
     )
     missed = [f"{row.name.replace('_', ' ')} ({row.threads})" for row in rows
               if row.verdict.endswith("less")]  # fmt: skip
-    return f"""# Dense layers beside the machine's peak
+    return f"""# Dense layers next to the machine's peak
 
 {words} ONNX Runtime {onnxruntime.__version__}, OpenVINO {openvino_module().__version__}.
 
@@ -236,7 +236,7 @@ contenders of a row run in turns in one process (median, 10 %–90 % quantile, m
 multiply-add, those of padding counted. *Ratio*: time of the fastest of the other three over that of
 the call. *Error*: against float64, relative to the largest output.
 
-Less than the asked share of the peak in registers: {", ".join(missed) or "none"}.
+Below the target share of the peak in registers: {", ".join(missed) or "none"}.
 
 {markdown(HEAD, [cells(row) for row in rows])}
 """
