@@ -110,31 +110,54 @@ class TransposedKernel:
                 line = e.line(channel, e.load_long(I32, call.pointer("lines"), k))
                 lines = [e.at(line, e.b.mul(call[f"{tiled_key}_pitch"], I64(r)))
                          for r in range(e.lanes)]  # fmt: skip
-                if self.out:
-                    self._store(e, lines, table, base)
-                else:
-                    self._load(e, lines, table, base)
+                _move_transposed(e, lines, table, base, self.out)
 
-    def _store(self, e: Emitter, lines: list[Value], table: Value, base: Value) -> None:
-        for lane, value in enumerate(e.transposed([e.read(line) for line in lines])):
-            element = e.load(I32, table, lane)
-            with e.b.if_then(e.b.icmp_signed(">=", element, I32(0))):
-                e.b.store(value, e.at(base, e.b.zext(element, I64), FLOAT), align=4)
 
-    def _load(self, e: Emitter, lines: list[Value], table: Value, base: Value) -> None:
-        vectors = e.transposed([self._read(e, base, table, lane) for lane in range(e.lanes)])
-        for value, line in zip(vectors, lines, strict=True):
+@dataclass(frozen=True, slots=True)
+class RunKernel:
+    """`Gather` or, if `out`, `Scatter` of runs of as many lines as a vector has lanes, where every
+    lane has the element after that of the line before: they are transposed in registers.
+
+    `table` has the elements of the first line of each run, -1 in lanes without elements; `lines`
+    the lines of each run.
+    """
+
+    out: bool
+    fill: float = 0.0
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        call = _CallFields(e)
+        with call.channels("x", "out") as (x_c, out_c), call.lines() as k:
+            tiled, dense = (x_c, out_c) if self.out else (out_c, x_c)
+            table, numbers = (e.line(call.pointer(key), k) for key in ("table", "lines"))
+            lines = [e.line(tiled, e.load_long(I32, numbers, r)) for r in range(e.lanes)]
+            _move_transposed(e, lines, table, dense, self.out, self.fill)
+
+
+def _move_transposed(e: Emitter, lines: list[Value], table: Value, base: Value, out: bool,
+                     fill: float = 0.0) -> None:  # fmt: skip
+    """lines = transposed rows of elements that start at those of the table, or the inverse."""
+    if not out:
+        rows = [_read_row(e, base, table, lane, fill) for lane in range(e.lanes)]
+        for value, line in zip(e.transposed(rows), lines, strict=True):
             e.write(value, line)
-
-    def _read(self, e: Emitter, base: Value, table: Value, lane: int) -> Value:
-        """The channels of the element in a lane; zeros if it has none."""
+        return
+    for lane, value in enumerate(e.transposed([e.read(line) for line in lines])):
         element = e.load(I32, table, lane)
-        is_valid = e.b.icmp_signed(">=", element, I32(0))
-        vector = e.variable(e.vector, e.splat(0.0))
-        with e.b.if_then(is_valid):
-            address = e.at(base, e.b.zext(element, I64), FLOAT)
-            vector.set(e.b.load(address, typ=e.vector, align=4))
-        return vector.get()
+        with e.b.if_then(e.b.icmp_signed(">=", element, I32(0))):
+            e.b.store(value, e.at(base, e.b.zext(element, I64), FLOAT), align=4)
+
+
+def _read_row(e: Emitter, base: Value, table: Value, lane: int, fill: float) -> Value:
+    """A row of elements that starts at that in a lane of the table; the fill value if it is -1."""
+    element = e.load(I32, table, lane)
+    vector = e.variable(e.vector, e.splat(fill))
+    with e.b.if_then(e.b.icmp_signed(">=", element, I32(0))):
+        address = e.at(base, e.b.zext(element, I64), FLOAT)
+        vector.set(e.b.load(address, typ=e.vector, align=4))
+    return vector.get()
 
 
 @dataclass(frozen=True, slots=True)
