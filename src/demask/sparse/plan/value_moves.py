@@ -103,13 +103,12 @@ class Moves:
             self.tape.add(thread, KernelCall(kernel, move.CALL, {"out": (buffer, 0)}, {
                 "out_pitch": self.pitch(buffer), "begin": begin, "end": end}))  # fmt: skip
 
-    def pointwise(self, act: Any, sources: list[Buffer], out: Buffer) -> None:
-        """Write act(x) or act(x + z)."""
+    def pointwise(self, kernel: Any, sources: list[Buffer], out: Buffer) -> None:
+        """Write a kernel of one or two values of the same grid."""
         x, z = sources[0], sources[-1]
         rows = [(x.layout.line(*at), z.layout.line(*at), out.layout.line(*at))
                 for at in out.layout.inside()]  # fmt: skip
         table = np.array(rows, np.int32)
-        kernel = move.Pointwise(act, len(sources) == 2)
         parts = [at[0] for at in out.layout.inside()]
         for thread, picked, begin, end in self._work(x.layout, parts):
             buffers = {"x": (x, 0), "z": (z, 0), "out": (out, 0)}
@@ -117,6 +116,16 @@ class Moves:
                 "x_pitch": self.pitch(x), "z_pitch": self.pitch(z),
                 "out_pitch": self.pitch(out), "begin": begin, "end": end,
                 "count": len(picked), "table": table[picked]}))  # fmt: skip
+
+    def over_channels(self, kernel: Any, x: Buffer, out: Buffer) -> None:
+        """Write a kernel that computes each position from all of its channels."""
+        at, threads, grid = at_array(out.layout.inside()), self.tape.threads, out.layout.grid
+        table = np.stack([x.layout.line(*at.T), out.layout.line(*at.T)], 1).astype(np.int32)
+        for thread, (begin, end) in enumerate(by_thread(len(at), threads)):
+            is_own = at[:, 0] == thread if grid.parts == threads else slice(begin, end)
+            if len(table[is_own]):
+                share = thread, 0, x.layout.size[1]
+                self._add(kernel, x, out, share, table[is_own], {})
 
     def pool(self, step: PoolStep, x: Buffer, out: Buffer) -> None:
         """Write a pool."""

@@ -22,10 +22,12 @@ from demask.registry import CUSTOM_OPS
 from demask.sparse import reference as dense
 from demask.sparse.segment.build_segments import segments_of
 from demask.sparse.segment.segment_call import bound
+from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
     MAX_SIZE,
     AddStep,
+    CallStep,
     ConcatStep,
     ConvStep,
     LinearStep,
@@ -67,6 +69,8 @@ def check(arguments: Mapping[str, Any]) -> None:
     for step in program.steps:
         if isinstance(step, SelectStep) and not any(w is None for w in weights):
             dense.index(step, MAX_SIZE, weights)
+        if isinstance(step, CallStep) and step.index and not any(w is None for w in weights):
+            dense.positions(step.index, weights)
         if not isinstance(step, (ConvStep, LinearStep)):
             continue
         _name(step)
@@ -106,6 +110,9 @@ class _InlinedSegment:
             kind = self.program.kinds[reads(step)[0]]
             channels = [self.channels[value] for value in reads(step)]
             operands = [self.values[value] for value in reads(step)]
+            if isinstance(step, CallStep):
+                self._call(step, operands)
+                continue
             if isinstance(step, (ConvStep, LinearStep)):
                 operands += self._layer(step, kind, channels[0])
             elif isinstance(step, SelectStep):
@@ -117,6 +124,16 @@ class _InlinedSegment:
             )
             self.channels.append(width)
         return self.values
+
+    def _call(self, step: CallStep, operands: list[fx.Node]) -> None:
+        """Append the call of a step that calls one op."""
+        index, entry = None, CALLED[step.call]
+        if step.index is not None:
+            numbers = dense.positions(step.index, self.weights)
+            index = self.editor.add_constant("segment.positions", numbers, self.node)
+        arguments = entry.arguments(operands, step.numbers, index)
+        self.values.append(self.editor.insert(self.node, None, entry.op, *arguments))
+        self.channels.append(_channels(self.values[-1], step.kind))
 
     def _layer(self, step: ConvStep | LinearStep, kind: str, channels: int) -> list[fx.Node]:
         """The weight of a layer, and its bias if there is one; shared by layers with the same
