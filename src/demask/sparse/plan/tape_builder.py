@@ -409,11 +409,9 @@ class TapeBuilder:
         add = getattr(step, "add", None)
         fixed = {*self.moved.stored, *self.program.static, reads(step)[0]}
         owners = {owner_of(self.parts, part)[0] for part in self.parts}
-        if (
-            add is None
-            or add in fixed
-            or owners & {owner_of(self.parts, v)[0] for v in (value, add)}
-        ):
+        if add is None or add in fixed:
+            return self.main(value)
+        if owners & {owner_of(self.parts, v)[0] for v in (value, add)}:
             return self.main(value)
         others = [v for v in self.remaining if v != value]
         readers = [v for v in others if add in self.moved.sources(self.step(v))]
@@ -421,12 +419,9 @@ class TapeBuilder:
             return self.main(value)
         key = (value, self.grids[value], 0.0)
         add_buffer = self.buffers.get((add, self.grids[value], 0.0))
-        if (
-            add_buffer is not None
-            and key not in self.buffers
-            and add_buffer.layout.border == self._border(value)
-        ):
-            self.buffers[key] = add_buffer
+        is_new = add_buffer is not None and key not in self.buffers
+        if is_new and add_buffer.layout.border == self._border(value):  # type: ignore[union-attr]
+            self.buffers[key] = add_buffer  # type: ignore[assignment]
         return self.main(value)
 
     def _load(self, value: int, stride: tuple[int, int, int, int]) -> None:

@@ -39,6 +39,8 @@ from demask.sparse.segment_steps import (
     reads,
 )
 
+UNKNOWN = (512, 1024)  # examples of sizes that are known at run time only
+
 
 def inlined(program: Whole) -> Whole:
     """The program with segments replaced by ATen calls. Layers have their original names.
@@ -131,9 +133,24 @@ class _InlinedSegment:
         if step.index is not None:
             numbers = dense.positions(step.index, self.weights)
             index = self.editor.add_constant("segment.positions", numbers, self.node)
-        arguments = entry.arguments(operands, step.numbers, index)
-        self.values.append(self.editor.insert(self.node, None, entry.op, *arguments))
-        self.channels.append(_channels(self.values[-1], step.kind))
+        with self.editor.graph.inserting_before(self.node):
+            arguments = entry.arguments(operands, step.numbers, index)
+            node = self.editor.graph.call_function(entry.op, arguments)
+        if all("val" in source.meta for source in node.all_input_nodes):
+            self.editor.set_value(node)
+        self.channels.append(self._width(len(self.values), step.kind))
+        self.values.append(node)
+
+    def _width(self, value: int, kind: str) -> int:
+        """The channels of a value, which do not depend on sizes that are known at run time only."""
+        widths = set()
+        for other in UNKNOWN:
+            shapes = [[n if isinstance(n, int) else other for n in _sizes(x)]
+                      for x in self.values[: len(self.program.inputs)]]  # fmt: skip
+            widths.add(self.program.shapes(shapes)[value][-1 if kind == "tokens" else 1])
+        if len(widths) > 1:
+            raise BadInput(f"{self.node.name}: expected values with a fixed number of channels")
+        return int(widths.pop())
 
     def _layer(self, step: ConvStep | LinearStep, kind: str, channels: int) -> list[fx.Node]:
         """The weight of a layer, and its bias if there is one; shared by layers with the same
@@ -180,13 +197,18 @@ def _name(step: ConvStep | LinearStep) -> str:
 
 def _channels(node: fx.Node, kind: str) -> int:
     """The number of channels of a value, from its graph or file."""
-    value = node.meta.get("val", node.meta.get("value"))
-    sizes = value.shape if isinstance(value, Tensor) else getattr(value, "sizes", ())
+    sizes = _sizes(node)
     axis = -1 if kind == "tokens" else 1
     size = sizes[axis] if len(sizes) > (1 if axis == 1 else 0) else None
     if not isinstance(size, int):
         raise BadInput(f"{node.name}: expected a value with a fixed number of channels")
     return size
+
+
+def _sizes(node: fx.Node) -> Sequence[Any]:
+    """The sizes of a value; those known at run time only are no integers."""
+    value = node.meta.get("val", node.meta.get("value"))
+    return value.shape if isinstance(value, Tensor) else getattr(value, "sizes", ())
 
 
 def _shape(step: Step, kind: str, channels: int) -> tuple[int, ...]:
