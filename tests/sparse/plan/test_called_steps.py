@@ -35,6 +35,8 @@ MOVES = {  # name -> steps from an image of SHAPE: (call, kind, numbers, index)
                     ("take", "tokens", (1,), [42, 3, 42, 41, 0])],
     "signal": [("reshape", "signal", (2, 6, 35), None)],
     "images exchanged": [("take", "image", (0,), [1, 0])],
+    "images mixed": [("permute", "tokens", (1, 0, 2, 3), None),
+                     ("reshape", "image", (-1, 6, 5, 7), None)],
 }  # fmt: skip
 POINTWISE = {"times": (0.1,), "over": (3,), "plus": (-2.5,), "exp": ()}
 
@@ -115,7 +117,8 @@ def test_a_sum_is_not_written_over_a_value_that_is_moved_later() -> None:
     x = draft.conv(0, 6)
     turned = draft.call("permute", x, kind="image", numbers=(0, 1, 3, 2))
     y = draft.conv(draft.conv(0, 6), 6, add=x)
-    late = draft.conv(turned, 2)
+    again = draft.call("permute", turned, kind="image", numbers=(1, 0, 2, 3))
+    late = draft.conv(draft.call("permute", again, kind="image", numbers=(1, 0, 2, 3)), 2)
     for outputs_read in ((y, late), (y, turned)):
         for threads in (1, 2):
             draft.check(*outputs_read, threads=threads)
@@ -123,7 +126,8 @@ def test_a_sum_is_not_written_over_a_value_that_is_moved_later() -> None:
 
 @pytest.mark.parametrize("together", [False, True])
 def test_batches_are_split_only_if_moves_keep_images(together: bool) -> None:
-    for name, keeps in (("heads", True), ("zeros taken", True), ("images exchanged", False)):
+    for name, keeps in (("heads", True), ("zeros taken", True), ("images exchanged", False),
+                        ("images mixed", False)):  # fmt: skip
         draft = CallDraft(SHAPE)
         draft.moved(name, draft.conv(0, 6))
         program = draft.program(len(draft.steps))
