@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from demask.errors import BadInput
 from demask.ops.schema import same_size
+from demask.ops.traits import RESHAPES, TRANSPOSES
 
 aten = torch.ops.aten
 MOVED, POINTWISE, SOFTMAX = "moved", "pointwise", "softmax"  # how plans compute an op
@@ -222,12 +223,10 @@ def _two(op: Any) -> CalledOp:
 CALLED: dict[str, CalledOp] = {
     "permute": CalledOp(
         aten.permute.default, lambda xs, n, index: (xs[0], list(n)),
-        (aten.permute.default, aten.transpose.int), _permuted, _permuted_shape),
+        tuple(TRANSPOSES), _permuted, _permuted_shape),
     "reshape": CalledOp(
         aten.reshape.default, lambda xs, n, index: (xs[0], list(n)),
-        (aten.reshape.default, aten.view.default, aten.flatten.using_ints, aten.unflatten.int,
-         aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default),
-        _reshaped, _reshaped_shape),
+        (*RESHAPES, aten.unsqueeze.default), _reshaped, _reshaped_shape),
     "slice": CalledOp(
         aten.slice.Tensor, lambda xs, n, index: (xs[0], *n), (aten.slice.Tensor,), _sliced,
         _sliced_shape, numbers=4),

@@ -53,12 +53,12 @@ class MovedValues:
         """The values whose memory a step reads: of moved operands of a move, their sources."""
         if not is_move(step):
             return reads(step)
-        found: dict[int, None] = {}
-        for x in step.xs:  # type: ignore[union-attr]
+        origins: dict[int, None] = {}
+        for x in reads(step):
             inner = self.step(x)
-            found |= dict.fromkeys((x,) if inner is None or not is_move(inner)
+            origins |= dict.fromkeys((x,) if inner is None or not is_move(inner)
                                    else self.sources(inner))  # fmt: skip
-        return tuple(found)
+        return tuple(origins)
 
     @property
     def written(self) -> set[int]:
@@ -182,10 +182,10 @@ class MoveWriter:
             table = np.where(is_own, elements_of(source.layout, kind, shape, flat), -1)
             is_read = is_own.any(1) | (is_first & (owner < 0).all(1))
             for thread, own in enumerate(picked):
-                for only_found in (False, True):
-                    k = own[is_read[own] & (is_first[own] != only_found)]
+                for partial in (False, True):
+                    k = own[is_read[own] & (is_first[own] != partial)]
                     if len(k):
-                        kernel = ElementGather(only_found, tail)
+                        kernel = ElementGather(partial, tail)
                         buffers = {"x": (source, 0), "out": out}
                         self.tape.add(thread, KernelCall(kernel, CALL, buffers, {
                             "count": len(k), "table": table[k].astype(np.int32),

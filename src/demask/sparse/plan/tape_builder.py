@@ -409,19 +409,21 @@ class TapeBuilder:
         add = getattr(step, "add", None)
         fixed = {*self.moved.stored, *self.program.static, reads(step)[0]}
         owners = {owner_of(self.parts, part)[0] for part in self.parts}
-        if add is None or add in fixed:
+        is_shared = owners & {owner_of(self.parts, v)[0] for v in (value, add)}
+        if add is None or add in fixed or is_shared:
             return self.main(value)
-        if owners & {owner_of(self.parts, v)[0] for v in (value, add)}:
-            return self.main(value)
-        others = [v for v in self.remaining if v != value]
-        readers = [v for v in others if add in self.moved.sources(self.step(v))]
+        reads_of = {v: self.moved.sources(self.step(v)) for v in self.remaining if v != value}
+        readers = [v for v, sources in reads_of.items() if add in sources]
         if any(v not in earlier or not is_pixelwise(self.step(v)) for v in readers):  # type: ignore[arg-type]
             return self.main(value)
         key = (value, self.grids[value], 0.0)
         add_buffer = self.buffers.get((add, self.grids[value], 0.0))
-        is_new = add_buffer is not None and key not in self.buffers
-        if is_new and add_buffer.layout.border == self._border(value):  # type: ignore[union-attr]
-            self.buffers[key] = add_buffer  # type: ignore[assignment]
+        if (
+            add_buffer is not None
+            and key not in self.buffers
+            and add_buffer.layout.border == self._border(value)
+        ):
+            self.buffers[key] = add_buffer
         return self.main(value)
 
     def _load(self, value: int, stride: tuple[int, int, int, int]) -> None:

@@ -20,11 +20,11 @@ from demask.kernels.llvm.emitter import BIT, I32, Emitter, Value
 class ElementGather:
     """Lines of out = elements of x; `table` has their numbers, -1 for zeros, `lines` those of out.
 
-    only_found: leave lanes as they are where the number is -1. tail: store only so many lanes; 0:
+    partial: leave lanes as they are where the number is -1. tail: store only so many lanes; 0:
     all. Lines of out need not be aligned.
     """
 
-    only_found: bool = False
+    partial: bool = False
     tail: int = 0
 
     arguments = 2
@@ -37,11 +37,11 @@ class ElementGather:
         bits = [int(k < count) for k in range(e.lanes)]
         is_stored = ir.Constant(ir.VectorType(BIT, e.lanes), bits)
         with call.lines() as k:
-            index, is_found = read_index(e, call.pointer("table"), k)
-            value = e.gather(x, index, is_found, e.splat(0.0))
+            index, is_valid = read_index(e, call.pointer("table"), k)
+            value = e.gather(x, index, is_valid, e.splat(0.0))
             line = e.line(out, e.load_long(I32, call.pointer("lines"), k))
-            if self.only_found or self.tail:
-                mask = e.b.and_(is_found, is_stored) if self.only_found else is_stored
+            if self.partial or self.tail:
+                mask = e.b.and_(is_valid, is_stored) if self.partial else is_stored
                 e.scatter(value, line, lanes, mask)
             else:
                 e.b.store(value, line, align=4)
