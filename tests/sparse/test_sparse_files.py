@@ -119,6 +119,44 @@ def test_another_dtype_goes_on_with_dense_weights(network, dtype, through_file, 
     close(other(x.to(dtype)).float(), model(x), limit)
 
 
+class Head(nn.Module):
+    """Two maps as rows of two numbers, joined; their scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.maps = nn.ModuleList(nn.Conv2d(8, out, 3, out - 3) for out in (4, 6))
+        self.last = nn.Linear(2, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.stem(x).relu()
+        rows = [m(y).permute(0, 2, 3, 1).reshape(x.shape[0], -1, 2) for m in self.maps]
+        joined = torch.cat(rows, 1)
+        return joined.softmax(-1), self.last((joined[:, 1:] * 0.2).exp())
+
+
+def test_steps_of_single_ops_in_files_and_other_dtypes(tmp_path):
+    """Layers after them have the sizes that these calls make, which files do not state."""
+    torch.manual_seed(0)
+    model, x = Head().eval(), torch.randn(2, 3, 9, 8)
+    smaller, provenance = shrink_program(capture_program(model, (x,), None, None), TABLE)
+    fast = build(segmented(smaller, always, always), provenance, Optimized)
+    (program,) = [p for _, p in segments_of(fast.graph)]
+    assert {"permute", "reshape", "join", "softmax", "times", "exp"} <= {
+        getattr(step, "call", "") for step in program.steps}  # fmt: skip
+    demask.save(fast, tmp_path / "fast.demask")
+    loaded = demask.load(tmp_path / "fast.demask")
+    wide = demask.load(tmp_path / "fast.demask").double()
+    demask.to_onnx(loaded, tmp_path / "fast.onnx", (x,))
+    assert not has_segments(wide)
+    for images in (x, torch.randn(5, 3, 9, 8)):
+        for a, b, c, d in zip(model(images), fast(images), loaded(images), wide(images.double()),
+                              strict=True):  # fmt: skip
+            close(b, a)
+            assert torch.equal(b, c)
+            close(d.float(), a)
+
+
 def test_it_is_verified_and_demasked_again(network):
     model, fast, x = network
     found = demask.verify(model, fast, (x,))

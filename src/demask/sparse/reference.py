@@ -17,11 +17,13 @@ from torch.nn import functional as F
 from demask.compat.dispatch import count_dispatch_modes, has_functorch_transforms
 from demask.errors import BadInput
 from demask.ops.activations import apply_activation
+from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
     MAX_SIZE,
     NAMES,
     AddStep,
+    CallStep,
     ConcatStep,
     ConvStep,
     FlattenStep,
@@ -164,6 +166,8 @@ def call(
     bias are in the dtype of the operands.
     """
     x = operands[0]
+    if isinstance(step, CallStep):
+        return CALLED[step.call].call(operands, step.numbers, weight)
     if isinstance(step, (ConvStep, LinearStep)):
         if weight is None:
             raise BadInput(f"expected the weight of a {NAMES[type(step)]}")
@@ -188,8 +192,10 @@ def call(
 def operand_tensors(
     step: Step, kind: str, x: Tensor, weights: Sequence[Tensor]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias of a step in the dtype of x, or (channel numbers, None) of a selection, or
-    (None, None)."""
+    """Weight and bias of a step in the dtype of x, or (numbers, None) of a selection or a call with
+    an index, or (None, None)."""
+    if isinstance(step, CallStep):
+        return (None if step.index is None else positions(step.index, weights)), None
     if isinstance(step, SelectStep):
         return index(step, x.shape[-1 if kind == "tokens" else 1], weights), None
     if not isinstance(step, (ConvStep, LinearStep)):
@@ -200,14 +206,20 @@ def operand_tensors(
     )
 
 
+def positions(span: Span, weights: Sequence[Tensor]) -> Tensor:
+    """The int32 elements of a span. Raises BadInput for another dtype."""
+    numbers = part(span, weights)
+    if numbers.dtype != torch.int32:
+        raise BadInput(f"expected int32 numbers, got {numbers.dtype}")
+    return numbers
+
+
 def index(step: SelectStep, channels: int, weights: Sequence[Tensor]) -> Tensor:
     """The channel numbers of a selection from `channels`, int32.
 
     Raises BadInput for another dtype and numbers out of range.
     """
-    numbers = part(step.index, weights)
-    if numbers.dtype != torch.int32:
-        raise BadInput(f"expected int32 channel numbers, got {numbers.dtype}")
+    numbers = positions(step.index, weights)
     if not traced([numbers]):
         least, most = int(numbers.min()), int(numbers.max())
         if least < (-1 if step.padded else 0) or most >= channels:

@@ -8,11 +8,13 @@ from typing import Any
 
 from demask.errors import BadInput
 from demask.ops.activations import ACTIVATIONS
+from demask.sparse.segment_calls import CALLED, MOVED
 from demask.sparse.segment_steps import (
     KINDS,
     LARGEST,
     MAX_SIZE,
     ActivationStep,
+    CallStep,
     ConcatStep,
     ConvStep,
     FlattenStep,
@@ -35,6 +37,10 @@ def is_count(value: Any, least: int = 0) -> bool:
 
 def kind_of(step: Step, operands: Sequence[str]) -> str:
     """The kind of the output of a step. operands: kinds of its operands."""
+    if isinstance(step, CallStep):
+        if CALLED[step.call].lowering != MOVED and set(operands) != {step.kind}:
+            raise BadInput(f"expected operands of the kind {step.kind}, got {operands}")
+        return step.kind
     images = dict.fromkeys((PoolStep, MeanStep, FlattenStep, ScaleStep), ("image",))
     some = {ConvStep: ("image", "signal"), LinearStep: ("tokens",), **images}
     allowed = some.get(type(step), KINDS)
@@ -63,6 +69,8 @@ def check_step(step: Step, known: int) -> None:
         _check_window(step)
     if isinstance(step, SelectStep):
         _check_select(step)
+    if isinstance(step, CallStep):
+        _check_call(step)
     act = getattr(step, "act", None)
     if act is not None or isinstance(step, ActivationStep):
         _check_act(act)
@@ -105,6 +113,24 @@ def _check_select(step: SelectStep) -> None:
         raise BadInput(f"expected two positive strides, got {stride!r:.80}")
     if type(step.padded) is not bool:
         raise BadInput(f"expected a flag, got padded={step.padded!r:.40}")
+
+
+def _check_call(step: CallStep) -> None:
+    entry = CALLED.get(step.call) if type(step.call) is str else None
+    if entry is None or step.kind not in KINDS:
+        raise BadInput(f"expected a call of {sorted(CALLED)}, got {step.call!r:.40}")
+    for what, number, limit in (("operands", len(step.xs), entry.operands),
+                                ("numbers", len(step.numbers), entry.numbers)):  # fmt: skip
+        if limit is not None and number != limit:
+            raise BadInput(f"expected {limit} {what} of {step.call}, got {number}")
+    kinds = (int,) if entry.lowering == MOVED else (int, float)
+    if not all(type(n) in kinds and abs(n) <= max(LARGEST, MAX_SIZE) for n in step.numbers):
+        raise BadInput(f"expected numbers of {step.call}, got {step.numbers!r:.80}")
+    if (step.index is not None) != entry.indexed:
+        raise BadInput(f"expected an index where one is read, got {step.index!r:.80}")
+    span = step.index
+    if span is not None and (len(span) != 3 or not all(map(is_count, span)) or span[1] >= span[2]):
+        raise BadInput(f"expected a span (tensor, first, end), got {span!r:.80}")
 
 
 def _check_window(step: ConvStep | PoolStep) -> None:
@@ -151,6 +177,10 @@ def _check_act(act: Any) -> None:
 def shape_of_step(step: Step, shapes: Sequence[tuple[Any, ...]], kind: str) -> tuple[Any, ...]:
     """The shape of the output of a step."""
     x = shapes[reads(step)[0]]
+    if isinstance(step, CallStep):
+        count = 0 if step.index is None else step.index[2] - step.index[1]
+        operands = [tuple(shapes[v]) for v in step.xs]
+        return _of_kind(CALLED[step.call].shape(operands, step.numbers, count), step.kind)
     if isinstance(step, LinearStep):
         return _same(step, shapes, (*x[:-1], step.out))
     if isinstance(step, ConvStep):
@@ -178,6 +208,14 @@ def shape_of_step(step: Step, shapes: Sequence[tuple[Any, ...]], kind: str) -> t
             raise BadInput(f"expected one factor per channel of {x}, got {shapes[step.z]}")
         return x
     return _same(step, shapes, x)
+
+
+def _of_kind(shape: tuple[Any, ...], kind: str) -> tuple[Any, ...]:
+    """The shape. Raises BadInput if it is not one of that kind."""
+    rank = {"image": 4, "signal": 3}.get(kind)
+    if (len(shape) != rank) if rank else (len(shape) < 1):
+        raise BadInput(f"expected the shape of {kind}, got {shape}")
+    return shape
 
 
 def _joined(shapes: Sequence[tuple[Any, ...]], axis: int) -> tuple[Any, ...]:

@@ -167,6 +167,20 @@ class SelectStep:
         return self.index[2] - self.index[1]
 
 
+@dataclass(frozen=True, slots=True)
+class CallStep:
+    """An op of `segment_calls.CALLED`, by name, of several values of the same or other kinds.
+
+    kind: of the result. index: int32 positions, for ops that read some.
+    """
+
+    xs: tuple[int, ...]
+    call: str
+    kind: str
+    numbers: tuple[Any, ...] = ()
+    index: Span | None = None
+
+
 Step = (
     ConvStep
     | LinearStep
@@ -178,19 +192,20 @@ Step = (
     | ScaleStep
     | ConcatStep
     | SelectStep
+    | CallStep
 )
 # Names of steps in the text of a program, which is stored in files.
 STEPS: dict[str, type] = {
     "conv": ConvStep, "linear": LinearStep, "pool": PoolStep, "mean": MeanStep, "flat": FlattenStep,
     "map": ActivationStep, "add": AddStep, "scale": ScaleStep, "cat": ConcatStep,
-    "select": SelectStep,
+    "select": SelectStep, "call": CallStep,
 }  # fmt: skip
 NAMES = {kind: name for name, kind in STEPS.items()}
 
 
 def reads(step: Step) -> tuple[int, ...]:
     """The values that a step reads."""
-    if isinstance(step, ConcatStep):
+    if isinstance(step, (ConcatStep, CallStep)):
         return step.xs
     if isinstance(step, (AddStep, ScaleStep)):
         return step.x, step.z

@@ -189,9 +189,8 @@ def test_calls_that_do_not_match(name: str) -> None:
     assert not [c for c in calls(model, IMAGE) if isinstance(c.step, (SelectStep, ScaleStep))]
 
 
-@pytest.mark.parametrize("name", ["rows of zeros", "channels of ones", "channels cut off",
-                                  "product of equal shapes",
-                                  "rows from the second", "one factor per pixel"])  # fmt: skip
+@pytest.mark.parametrize("name", ["channels of ones", "channels cut off", "reflected",
+                                  "one factor per image", "one factor per pixel"])  # fmt: skip
 def test_what_does_not_match_stays_between_segments(name: str) -> None:
     out = {"channels of ones": 6, "channels cut off": 3}.get(name, 4)
     program, args = made(net(OTHERS[name], out), IMAGE)
@@ -231,7 +230,47 @@ def test_selections_of_rows_of_tokens() -> None:
 
 def test_axis_one_of_longer_tokens_is_none_of_channels() -> None:
     model = Net(lambda m, x: x.cos()[:, 1:3].index_select(1, numbers(0)))
-    assert not calls(model, torch.randn(2, 5, 6))
+    found = calls(model, torch.randn(2, 5, 6))
+    assert [call.step.call for call in found] == ["slice", "take"]
+
+
+# Calls between two layers that only a step with that op computes.
+CALLED: dict[str, tuple[Callable[[nn.ModuleDict, Tensor], Tensor], str]] = {
+    "rows of zeros": (OTHERS["rows of zeros"], "call"),
+    "rows from the second": (OTHERS["rows from the second"], "call"),
+    "product of equal shapes": (OTHERS["product of equal shapes"], "map relu, call"),
+    "a power of e": (lambda m, x: x.exp(), "call"),
+    "rows turned": (lambda m, x: x.transpose(2, 3), "call"),
+    "softmax of pixels": (
+        lambda m, x: x.permute(0, 2, 3, 1).softmax(-1).permute(0, 3, 1, 2), "call, call, call"),
+    "halves exchanged": (
+        lambda m, x: torch.cat([x[:, :, 2:], x[:, :, :2]], 2), "call, call, call"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLED)
+@pytest.mark.parametrize("dynamic", [(), (0,)], ids=str)
+def test_calls_of_single_ops(name: str, dynamic: tuple[int, ...]) -> None:
+    body, expected = CALLED[name]
+    program, args = made(net(body, 4), IMAGE, dynamic=dynamic)
+    assert steps(check(program, all_sparse, args)) == [f"conv, {expected}, conv"]
+
+
+def test_the_last_calls_of_a_network_are_in_its_segment() -> None:
+    """Heads of detectors: maps as rows, joined, and their scores."""
+
+    def run(m: nn.ModuleDict, x: Tensor) -> Tensor:
+        maps = m["b"](m["a"](x)), m["c"](m["a"](x))
+        rows = [y.permute(0, 2, 3, 1).reshape(x.shape[0], -1, 2) for y in maps]
+        joined = torch.cat(rows, 1)
+        return torch.cat([joined.softmax(-1), (joined * 0.2).exp()[:, 1:]], 1)
+
+    convs = {"a": nn.Conv2d(4, 4, 1), "b": nn.Conv2d(4, 2, 3), "c": nn.Conv2d(4, 6, 3, stride=2)}
+    program, args = made(Net(run, **convs), IMAGE, dynamic=(0,))
+    found = check(program, all_sparse, args)
+    assert len(segments_of(found.graph)) == 1
+    live = [n for n in found.graph.nodes if n.op == "call_function"]
+    assert len(live) == 2  # the segment, and its output
 
 
 @pytest.mark.sampled(2)

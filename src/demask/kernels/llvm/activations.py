@@ -66,7 +66,7 @@ def _silu(e: Emitter, x: Value) -> Value:
 
 def _logistic(e: Emitter, x: Value, factor: Value) -> Value:
     """factor / (1 + e**-x), as factor * z / (1 + z) with z = e**x where x is negative."""
-    z = _exp(e, e.b.fneg(e.elementwise("fabs", x)))
+    z = exponential(e, e.b.fneg(e.elementwise("fabs", x)))
     negative = e.b.fcmp_ordered("<", x, e.splat(0.0))
     top = e.b.select(negative, e.b.fmul(factor, z), factor)
     return e.b.fdiv(top, e.b.fadd(e.splat(1.0), z))
@@ -75,7 +75,7 @@ def _logistic(e: Emitter, x: Value, factor: Value) -> Value:
 def _tanh(e: Emitter, x: Value) -> Value:
     """m / (m + 2) with m = e**2|x| - 1, and the sign of x: nothing cancels near 0."""
     magnitude = e.smaller(e.elementwise("fabs", x), e.splat(10.0))
-    power, power_minus_1 = _reduced(e, e.b.fadd(magnitude, magnitude), 0)
+    power, power_minus_1 = reduced_exponential(e, e.b.fadd(magnitude, magnitude), 0)
     m = e.fma(power, power_minus_1, e.b.fsub(power, e.splat(1.0)))
     return e.elementwise("copysign", e.b.fdiv(m, e.b.fadd(m, e.splat(2.0))), x)
 
@@ -91,7 +91,7 @@ def _gelu(e: Emitter, x: Value) -> Value:
     tail = e.splat(TAIL_COEFFICIENTS[-1])
     for coefficient in TAIL_COEFFICIENTS[-2::-1]:
         tail = e.fma(tail, t, e.splat(coefficient))
-    power = _exp(e, b.fneg(square))
+    power = exponential(e, b.fneg(square))
     power = e.fma(power, b.fneg(rounding), power)
     tail = b.fmul(b.fmul(tail, t), power)
     negative = b.fcmp_ordered("<", x, e.splat(0.0))
@@ -105,15 +105,15 @@ def _gelu_tanh(e: Emitter, x: Value) -> Value:
     return _logistic(e, e.b.fmul(x, cubic), x)
 
 
-def _exp(e: Emitter, x: Value) -> Value:
+def exponential(e: Emitter, x: Value) -> Value:
     """e**x of x <= 0, within 2 units in the last place; 0 below -104."""
     exponent_shift = 64  # 2**n itself may be too small for a normal number
-    power, power_minus_1 = _reduced(e, e.larger(x, e.splat(-104.0)), exponent_shift)
+    power, power_minus_1 = reduced_exponential(e, e.larger(x, e.splat(-104.0)), exponent_shift)
     shifted = e.b.fmul(e.b.fadd(power_minus_1, e.splat(1.0)), power)
     return e.b.fmul(shifted, e.splat(2.0**-exponent_shift))
 
 
-def _reduced(e: Emitter, x: Value, exponent_shift: int) -> tuple[Value, Value]:
+def reduced_exponential(e: Emitter, x: Value, exponent_shift: int) -> tuple[Value, Value]:
     """2**(n + exponent_shift) and e**r - 1, where x = n ln 2 + r and |r| <= ln 2 / 2.
 
     Requires -127 < n + exponent_shift < 128. Adding 1.5 * 2**23 rounds n and leaves n +

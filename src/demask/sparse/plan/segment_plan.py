@@ -13,6 +13,7 @@ from demask.errors import BadInput
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.thread_team import Job
 from demask.sparse.plan.layers.tiling import Tiling
+from demask.sparse.plan.moved_values import MovedValues
 from demask.sparse.plan.static_inputs import StaticInputs
 from demask.sparse.plan.tape import STATIC, EncodedTape, NoPlan, TapeArena
 from demask.sparse.plan.tape_builder import TapeBuilder
@@ -146,6 +147,9 @@ def _batches(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequenc
     if count is None or count == 1:
         return [(0, 0, 1)]
     sizes = [n for n in (1, 2, 4, 8, 16) if n <= min(count, isa.lanes)]
+    shapes = program.shapes([tuple(x.shape) for x in inputs])
+    if not MovedValues(program, weights, shapes).keeps_images(sizes):
+        return [(0, 0, 1)]
     costs: dict[int, float] = {}
     for n in sizes:
         builder = TapeBuilder(program, weights, [x[:n] for x in inputs], isa, 1)

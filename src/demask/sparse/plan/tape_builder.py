@@ -25,6 +25,7 @@ from demask.sparse.plan.layers.window_piece import (
     read_weight,
     shape_of,
 )
+from demask.sparse.plan.moved_values import MovedValues, MoveWriter, is_move, write_call
 from demask.sparse.plan.shared_memory import Place, find_parts, owner_of
 from demask.sparse.plan.tape import HEADER, Buffer, NoPlan, Tape
 from demask.sparse.plan.tile_layout import (
@@ -42,6 +43,7 @@ from demask.sparse.plan.value_moves import Moves, as_windows, elements, rows_of
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
     AddStep,
+    CallStep,
     ConcatStep,
     ConvStep,
     FlattenStep,
@@ -84,6 +86,7 @@ class TapeBuilder:
     static_tape: Tape = field(init=False)
     static_bytes: int = HEADER  # of the memory of static inputs in their layouts
     shapes: list[tuple[int, int, int, int]] = field(init=False)
+    moved: MovedValues = field(init=False)
     grids: list[TileGrid] = field(default_factory=list)
     needs: dict[int, list[Need]] = field(default_factory=dict)
     positive: list[bool] = field(default_factory=list)
@@ -96,6 +99,7 @@ class TapeBuilder:
     def __post_init__(self) -> None:
         self.tape, self.static_tape = Tape(self.threads), Tape(self.threads)
         shapes = self.program.shapes([tuple(x.shape) for x in self.inputs])
+        self.moved = MovedValues(self.program, self.weights, shapes)
         self.shapes = [canonical(*both) for both in zip(self.program.kinds, shapes, strict=True)]
         for value, size in enumerate(self.shapes):
             if math.prod(size) == 0 or max(size) >= 2**24:
@@ -143,7 +147,7 @@ class TapeBuilder:
             grid = grid_for(batch, height, width, self.isa.lanes, self.threads, common)
             step = self.program.steps[value - count] if value >= count else None
             if isinstance(step, ConvStep) and step.transposed:
-                grid = _multiple(replace(grid, parts=1), step.stride)
+                grid = replace(grid, parts=1).rounded_up(step.stride)
             self.grids.append(grid)
             self.positive.append(step is not None and self._is_positive(step))
             for need in [] if step is None else self._reads(step, grid):
@@ -155,12 +159,14 @@ class TapeBuilder:
         if act is not None:
             return ACTIVATIONS[act[0]].nonnegative(*act[1])
         preserving = PoolStep, MeanStep, FlattenStep, AddStep, ConcatStep, ScaleStep, SelectStep
-        preserves_sign = isinstance(step, preserving)
+        preserves_sign = isinstance(step, preserving) or is_move(step)
         return preserves_sign and all(self.positive[v] for v in reads(step))
 
     def _reads(self, step: Step, grid: TileGrid) -> list[Need]:
         """How a step reads its operands."""
         x = reads(step)[0]
+        if is_move(step):
+            return [Need(v, self.grids[v], NO_BORDER, 0.0) for v in self.moved.sources(step)]
         if isinstance(step, (ConvStep, PoolStep)):
             input_grid = self.input_grid(step, grid)
             if isinstance(step, ConvStep):
@@ -401,15 +407,13 @@ class TapeBuilder:
         """
         step = self.step(value)
         add = getattr(step, "add", None)
-        fixed = (*self.program.outputs, *self.program.static, reads(step)[0])
+        fixed = {*self.moved.stored, *self.program.static, reads(step)[0]}
         owners = {owner_of(self.parts, part)[0] for part in self.parts}
-        if (
-            add is None
-            or add in fixed
-            or owners & {owner_of(self.parts, v)[0] for v in (value, add)}
-        ):
+        is_shared = owners & {owner_of(self.parts, v)[0] for v in (value, add)}
+        if add is None or add in fixed or is_shared:
             return self.main(value)
-        readers = [v for v in self.remaining if v != value and add in reads(self.step(v))]
+        reads_of = {v: self.moved.sources(self.step(v)) for v in self.remaining if v != value}
+        readers = [v for v, sources in reads_of.items() if add in sources]
         if any(v not in earlier or not is_pixelwise(self.step(v)) for v in readers):  # type: ignore[arg-type]
             return self.main(value)
         key = (value, self.grids[value], 0.0)
@@ -432,6 +436,11 @@ class TapeBuilder:
     def _store(self, value: int, slot: int) -> None:
         """Write the scatter to an output."""
         self.tape.phase()  # also for a static input, which the other tape has only converted
+        step = self.moved.step(value)
+        if step is not None and is_move(step):
+            sources = {v: self.main(v) for v in self.moved.sources(step)}
+            MoveWriter(self.tape, self.moved, sources, self.isa.lanes).to_output(value, slot)
+            return
         source, moves = self.main(value), Moves(self.tape, self.isa)
         _, channels, height, width = self.shapes[value]
         is_tokens = self.program.kinds[value] == "tokens"
@@ -443,6 +452,8 @@ class TapeBuilder:
 
     def _step(self, step: Step, value: int) -> None:
         """Write one step."""
+        if is_move(step) and value not in self.moved.written:
+            return
         grid = self.grids[value]
         sources = [self.buffer(need) for need in self._reads(step, grid)]
         out = self._out(value, ()) if isinstance(step, (ConvStep, LinearStep)) else self.main(value)
@@ -467,8 +478,10 @@ class TapeBuilder:
         elif isinstance(step, ConcatStep):
             self._concatenate(step, value, sources)
             return
+        elif isinstance(step, CallStep):
+            write_call(value, moves, self.moved, sources, out)
         else:
-            moves.pointwise(step.act, sources, out)
+            moves.pointwise(move.Pointwise(step.act, len(sources) == 2), sources, out)
         moves.borders(out)
 
     def _concatenate(self, step: ConcatStep, value: int, sources: Sequence[Buffer]) -> None:
@@ -482,12 +495,6 @@ class TapeBuilder:
             first += count
         moves = Moves(self.tape, self.isa)
         for source, to in copies:
-            moves.pointwise(None, [source], to)
+            moves.pointwise(move.Pointwise(None, False), [source], to)
         for _, to in copies:
             moves.borders(to)
-
-
-def _multiple(grid: TileGrid, factors: tuple[int, int]) -> TileGrid:
-    """The grid with height and width of tiles rounded up to multiples."""
-    return replace(grid, height=-(-grid.height // factors[0]) * factors[0],
-                   width=-(-grid.width // factors[1]) * factors[1])  # fmt: skip

@@ -51,6 +51,11 @@ class TileGrid:
         """The grid of an image that is larger by these factors."""
         return replace(self, height=self.height * factors[0], width=self.width * factors[1])
 
+    def rounded_up(self, factors: tuple[int, int]) -> TileGrid:
+        """The grid with height and width of tiles rounded up to multiples."""
+        return replace(self, height=-(-self.height // factors[0]) * factors[0],
+                       width=-(-self.width // factors[1]) * factors[1])  # fmt: skip
+
     @property
     def by_rows(self) -> bool:
         """Whether tiles are split along their rows."""

@@ -45,22 +45,27 @@ class Moves:
     def moved(self, kernel: Any, x: Location, out: Location, layout: GridLayout,
               pitches: tuple[int, int], rows: Sequence[Row]) -> None:  # fmt: skip
         """Write a gather or scatter of `rows`. layout: of the value in vectors."""
-        is_channels_last = 4 in (pitches if isinstance(kernel, move.Scatter) else pitches[:1])
+        is_out = isinstance(kernel, move.Scatter)
+        is_channels_last = 4 in (pitches if is_out else pitches[:1])
         for thread, picked, begin, end in self._work(layout, [row[0] for row in rows]):
             table = np.stack([rows[k][2] for k in picked]).astype(np.int32)
             lines = np.array([rows[k][1] for k in picked], np.int32)
             whole_channels = (
                 (end - begin) // self.isa.lanes * self.isa.lanes if is_channels_last else 0
             )
-            transposed = move.TransposedKernel(isinstance(kernel, move.Scatter))
-            for chosen, a, b in (
-                (transposed, begin, begin + whole_channels),
-                (kernel, begin + whole_channels, end),
-            ):
-                if a < b:
+            middle = begin + whole_channels
+            calls = [(move.TransposedKernel(is_out), begin, middle, table, lines)]
+            starts, rest = _split_runs(table)
+            runs = starts[:, None] + np.arange(self.isa.lanes)
+            fill = getattr(kernel, "fill", 0.0)
+            calls.append((move.RunKernel(is_out, fill), middle, end, table[starts], lines[runs]))
+            calls.append((kernel, middle, end, table[rest], lines[rest]))
+            for chosen, first, last, numbers, at in calls:
+                if first < last and len(numbers):
                     self.tape.add(thread, KernelCall(chosen, move.CALL, {"x": x, "out": out}, {
-                        "x_pitch": pitches[0], "out_pitch": pitches[1], "begin": a, "end": b,
-                        "count": len(lines), "table": table, "lines": lines}))  # fmt: skip
+                        "x_pitch": pitches[0], "out_pitch": pitches[1], "begin": first,
+                        "end": last, "count": len(numbers), "table": numbers,
+                        "lines": at}))  # fmt: skip
 
     def _work(self, layout: GridLayout, parts: Sequence[int]) -> Iterator[MovePart]:
         """The share of each thread of work on all channels of positions in these parts.
@@ -100,13 +105,12 @@ class Moves:
             self.tape.add(thread, KernelCall(kernel, move.CALL, {"out": (buffer, 0)}, {
                 "out_pitch": self.pitch(buffer), "begin": begin, "end": end}))  # fmt: skip
 
-    def pointwise(self, act: Any, sources: list[Buffer], out: Buffer) -> None:
-        """Write act(x) or act(x + z)."""
+    def pointwise(self, kernel: Any, sources: list[Buffer], out: Buffer) -> None:
+        """Write a kernel of one or two values of the same grid."""
         x, z = sources[0], sources[-1]
         rows = [(x.layout.line(*at), z.layout.line(*at), out.layout.line(*at))
                 for at in out.layout.inside()]  # fmt: skip
         table = np.array(rows, np.int32)
-        kernel = move.Pointwise(act, len(sources) == 2)
         parts = [at[0] for at in out.layout.inside()]
         for thread, picked, begin, end in self._work(x.layout, parts):
             buffers = {"x": (x, 0), "z": (z, 0), "out": (out, 0)}
@@ -114,6 +118,16 @@ class Moves:
                 "x_pitch": self.pitch(x), "z_pitch": self.pitch(z),
                 "out_pitch": self.pitch(out), "begin": begin, "end": end,
                 "count": len(picked), "table": table[picked]}))  # fmt: skip
+
+    def over_channels(self, kernel: Any, x: Buffer, out: Buffer) -> None:
+        """Write a kernel that computes each position from all of its channels."""
+        at, threads, grid = at_array(out.layout.inside()), self.tape.threads, out.layout.grid
+        table = np.stack([x.layout.line(*at.T), out.layout.line(*at.T)], 1).astype(np.int32)
+        for thread, (begin, end) in enumerate(by_thread(len(at), threads)):
+            is_own = at[:, 0] == thread if grid.parts == threads else slice(begin, end)
+            if len(table[is_own]):
+                share = thread, 0, x.layout.size[1]
+                self._add(kernel, x, out, share, table[is_own], {})
 
     def pool(self, step: PoolStep, x: Buffer, out: Buffer) -> None:
         """Write a pool."""
@@ -233,6 +247,27 @@ def elements(layout: GridLayout, stride: tuple[int, int, int, int],
 def rows_of(layout: GridLayout, at: np.ndarray, elements: np.ndarray) -> list[Row]:
     """Positions [n, 3] with their lines and the elements [n, lanes] of their lanes."""
     return list(zip(at[:, 0].tolist(), layout.line(*at.T).tolist(), elements, strict=True))
+
+
+def _split_runs(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first rows of runs of as many rows of elements [n, lanes] as a row has lanes, and the
+    numbers of rows in no run.
+
+    In a run each element is one more than that in the row before, or -1 as that. Runs may overlap:
+    the last of a longer sequence ends where that ends.
+    """
+    lanes = table.shape[1]
+    has_none = (table < 0) & (np.roll(table, 1, 0) < 0)
+    continues = ((table == np.roll(table, 1, 0) + 1) & (table > 0) | has_none).all(1)
+    continues[:1] = False
+    begins = np.flatnonzero(~continues)
+    starts, rest = [], []
+    for begin, end in zip(begins, [*begins[1:], len(table)], strict=True):
+        if end - begin < lanes:
+            rest += range(begin, end)
+            continue
+        starts += [*range(begin, end - lanes, lanes), end - lanes]
+    return np.array(starts, np.int64), np.array(rest, np.int64)
 
 
 def _runs(moves: Sequence[tuple[int, At, int, int]]) -> tuple[tuple[int, int, int, int], ...]:

@@ -20,17 +20,18 @@ import torch
 from torch import Tensor, fx
 
 import demask.sparse.segment.segment_op  # noqa: F401  (registers the op that graphs call)
-from demask.graph.editor import GraphEditor, drop_unread
+from demask.graph.editor import GraphEditor
 from demask.graph.program import Program as Whole
 from demask.graph.queries import input_dependent
 from demask.ops import schema
 from demask.ops.activations import Act
-from demask.ops.schema import same_size
 from demask.sparse.segment.convex_groups import SegmentRegion, Wanted, regions
-from demask.sparse.segment.match_calls import MatchedCall, has_shape, matrix
+from demask.sparse.segment.match_calls import ANY, MatchedCall, matrix
+from demask.sparse.segment.prepare_calls import prepare_calls
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
     AddStep,
+    CallStep,
     ConcatStep,
     ConvStep,
     LinearStep,
@@ -46,7 +47,6 @@ SEGMENT = torch.ops.demask.segment.default
 VALUES, INDEX, NARROW = 0, 1, 2  # the weight tensors of a segment
 DENSE_FROM = 0.5  # share of nonzeros from which a weight is dense: CSR would need as many bytes
 NARROWEST = 127  # largest int8 in use; -128 has no positive counterpart
-aten = torch.ops.aten
 
 
 def segmented(
@@ -60,14 +60,7 @@ def segmented(
     "int8" (with a scale per row), or None to leave them as they are.
     """
     editor = GraphEditor(program)
-    _slice_splits(editor)
-    _select_added(editor)
-    _expand_static_addends(editor)
-    _read_sizes_from_inputs(editor)
-    for node in editor.calls(aten.dropout.default):
-        arguments = schema.arguments(node)
-        if not arguments["train"]:  # often between a layer and a residual sum
-            editor.replace(node, arguments["input"])
+    prepare_calls(editor)
     replacements: dict[fx.Node, fx.Node] = {}  # node of a region -> output of its segment
     for region in regions(editor, dtype, core, allowed):
         replacements |= _replaced(editor, region, replacements, precision)
@@ -122,86 +115,6 @@ def layers_of(whole: Whole) -> list[SegmentLayer]:
         inputs = schema.arguments(node)["inputs"]
         segment_layers += layers(program, [list(whole.example.shape(x)) for x in inputs])
     return segment_layers
-
-
-def _read_sizes_from_inputs(editor: GraphEditor) -> None:
-    """Read dynamic sizes from inputs if possible: a segment does not return all of its values."""
-    known: dict[Any, tuple[fx.Node, int]] = {}
-    for node in editor.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, Tensor):
-            for axis, size in enumerate(value.shape):
-                if not isinstance(size, int):
-                    known.setdefault(size.node.expr, (node, axis))
-    for node in editor.calls(aten.sym_size.int):
-        size = node.meta["val"]
-        if not isinstance(size, int) and size.node.expr in known:
-            node.args = known[size.node.expr]
-
-
-def _slice_splits(editor: GraphEditor) -> None:
-    """Replace splits of channels, whose value is a list, by slices."""
-    for node in editor.calls(aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default):
-        parts, axis = node.meta["val"], schema.arguments(node)["dim"]
-        sizes = [part.shape[axis] for part in parts]
-        if not all(type(size) is int for size in sizes):
-            continue
-        for user in list(node.users):
-            number: Any = user.args[1]
-            begin, end = sum(sizes[:number]), sum(sizes[: number + 1])
-            part = editor.insert(user, user, aten.slice.Tensor, node.args[0], axis, begin, end)
-            editor.replace(user, part)
-    drop_unread(editor.graph)
-
-
-def _select_added(editor: GraphEditor) -> None:
-    """Replace index_add of channels by a selection from the added value and a sum."""
-    for node in editor.calls(aten.index_add.default):
-        arguments = schema.arguments(node)
-        index, source = editor.tensor(arguments["index"]), arguments["source"]
-        value = node.meta["val"]
-        axis, is_plain = arguments["dim"] % value.ndim, arguments["alpha"] == 1
-        count, added = value.shape[axis], source.meta["val"].shape[axis]
-        if index is None or axis != 1 or value.ndim != 4 or not is_plain:
-            continue
-        if type(count) is not int or type(added) is not int or len(index.unique()) < len(index):
-            continue
-        numbers = torch.full((count,), added)
-        numbers[index] = torch.arange(added)
-        pads = [0, 0, 0, 0, 0, 1]
-        padded = editor.insert(node, None, aten.constant_pad_nd.default, source, pads)
-        read = editor.add_constant(f"{node.name}_index", numbers, node)
-        spread = editor.insert(node, None, aten.index_select.default, padded, axis, read)
-        total = editor.insert(node, node, aten.add.Tensor, arguments["self"], spread)
-        editor.replace(node, total)
-    drop_unread(editor.graph)
-
-
-def _expand_static_addends(editor: GraphEditor) -> None:
-    """Expand values that depend on sizes alone, such as border maps, to the shapes to which they
-    are added: segments add values of one shape."""
-    live = input_dependent(editor.graph)
-    for node in editor.calls(aten.add.Tensor):
-        shape = node.meta["val"].shape
-        for side, other in ((0, 1), (1, 0)):
-            value, x = node.args[side], node.args[other]
-            if not isinstance(value, fx.Node) or value in live or x not in live:
-                continue
-            is_tensor = isinstance(value.meta.get("val"), Tensor) and len(shape) > 2
-            if is_tensor and has_shape(x, shape) and not has_shape(value, shape):
-                with editor.graph.inserting_before(node):
-                    expanded = editor.call(aten.expand.default, value, _new_sizes(editor, value, x))
-                node.update_arg(side, expanded)
-
-
-def _new_sizes(editor: GraphEditor, value: fx.Node, x: fx.Node) -> list[Any]:
-    """The sizes of x for an expansion of a value; -1 for those that the value has: they need not be
-    read from x, which would be computed before the expansion, in another segment."""
-    sizes, old = editor.sizes(x), value.meta["val"].shape
-    new = x.meta["val"].shape
-    first = len(new) - len(old)
-    return [-1 if k >= first and same_size(new[k], old[k - first]) else size
-            for k, size in enumerate(sizes)]  # fmt: skip
 
 
 def _replaced(
@@ -276,7 +189,8 @@ class _Steps:
     ):
         self.editor, self.store, self.outputs = editor, store, outputs
         self.calls = {call.node: call for call in calls}
-        sources = ((s, c.kind) for c in calls for s in c.reads if s not in self.calls)
+        outside = ((s, c) for c in calls for s in c.reads if s not in self.calls)
+        sources = ((s, _kind_of_input(s, c.kind)) for s, c in outside)
         self.inputs = {source: number for number, source in enumerate(dict.fromkeys(sources))}
         self.live = input_dependent(editor.graph)
         self.steps: list[Step] = []
@@ -371,6 +285,9 @@ class _Steps:
             step = replace(step, x=reads[0], index=self.store.channels(call.channels))
         elif isinstance(step, ConcatStep):
             step = replace(step, xs=tuple(reads))
+        elif isinstance(step, CallStep):
+            span = None if call.index is None else self.store.channels(call.index)
+            step = replace(step, xs=tuple(reads), kind=call.makes, index=span)
         else:
             step = replace(step, x=reads[0])
         self.steps.append(step)
@@ -378,7 +295,14 @@ class _Steps:
 
     def _value(self, source: fx.Node, kind: str) -> int:
         """The number of a value."""
-        return self.values[source] if source in self.calls else self.inputs[source, kind]
+        if source in self.calls:
+            return self.values[source]
+        return self.inputs[source, _kind_of_input(source, kind)]
+
+
+def _kind_of_input(source: fx.Node, kind: str) -> str:
+    """The kind as which a call with operands of a kind reads an input."""
+    return kind if kind != ANY else "image" if source.meta["val"].ndim == 4 else "tokens"
 
 
 def _can_select_rows(layer: MatchedCall, reader: MatchedCall) -> bool:
@@ -452,7 +376,7 @@ class _WeightStore:
         return self.known[key]
 
     def channels(self, numbers: Tensor) -> Span:
-        """The span of the channel numbers of a selection."""
+        """The span of the numbers of a selection of channels, or positions."""
         return self._add_span(INDEX, numbers.to(torch.int32))
 
     def constants(self, reader: fx.Node) -> list[fx.Node]:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from demask.graph.editor import GraphEditor
-from demask.sparse.segment.match_calls import MatchedCall, calls_of
+from demask.sparse.segment.match_calls import ANY, MatchedCall, calls_of
 
 Wanted = Callable[[GraphEditor, MatchedCall], bool]
 
@@ -54,7 +54,7 @@ def regions(
 
 def _joins(source: fx.Node, call: MatchedCall, known: Mapping[fx.Node, MatchedCall]) -> bool:
     """Whether a call can read a value within a segment: one computed there, of the same kind."""
-    return source in known and known[source].makes == call.kind
+    return source in known and call.kind in (known[source].makes, ANY)
 
 
 def _levels(graph: fx.Graph, known: Mapping[fx.Node, MatchedCall]) -> dict[fx.Node, int]:
@@ -101,22 +101,36 @@ def _between(
         if node in before:
             reads = members.intersection(known[node].reads)
             before.update(s for s in reads if _joins(s, known[node], known))
-    inside = after & before
+    inside, last = after & before, _only_outputs(known)
     for node in group:
-        if node not in inside and _is_stored(known[node], inside, members):
+        if node not in inside and _is_stored(known[node], inside, members, last):
             inside.add(node)
     return [node for node in group if node in inside]
 
 
-def _is_stored(call: MatchedCall, inside: set[fx.Node], group: set[fx.Node]) -> bool:
-    """Whether a call after a region can be fused into its last layer.
+def _only_outputs(known: Mapping[fx.Node, MatchedCall]) -> set[fx.Node]:
+    """The calls that are not layers whose results only become outputs of the network."""
+    last: set[fx.Node] = set()
+    for node in reversed(list(known)):
+        are_last = (user in last or user.op == "output" for user in node.users)
+        if not known[node].is_layer and all(are_last):
+            last.add(node)
+    return last
+
+
+def _is_stored(
+    call: MatchedCall, inside: set[fx.Node], group: set[fx.Node], last: set[fx.Node]
+) -> bool:
+    """Whether a call after a region can be fused into its last layer, or ends the network.
 
     Its other operands must be available: values of the group outside of the region may depend on
     it.
     """
     within = inside.intersection(call.reads)
     has_one_reader = any(len(source.users) == 1 for source in within)
-    return call.is_pointwise and has_one_reader and not group.intersection(call.reads) - inside
+    is_fused = call.is_pointwise and has_one_reader
+    is_last = call.node in last and bool(within)
+    return (is_fused or is_last) and not group.intersection(call.reads) - inside
 
 
 def _connected(inside: list[fx.Node], known: Mapping[fx.Node, MatchedCall]) -> list[list[fx.Node]]:

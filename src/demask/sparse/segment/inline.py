@@ -22,10 +22,12 @@ from demask.registry import CUSTOM_OPS
 from demask.sparse import reference as dense
 from demask.sparse.segment.build_segments import segments_of
 from demask.sparse.segment.segment_call import bound
+from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
     MAX_SIZE,
     AddStep,
+    CallStep,
     ConcatStep,
     ConvStep,
     LinearStep,
@@ -36,6 +38,8 @@ from demask.sparse.segment_steps import (
     Step,
     reads,
 )
+
+UNKNOWN = (512, 1024)  # examples of sizes that are known at run time only
 
 
 def inlined(program: Whole) -> Whole:
@@ -67,6 +71,8 @@ def check(arguments: Mapping[str, Any]) -> None:
     for step in program.steps:
         if isinstance(step, SelectStep) and not any(w is None for w in weights):
             dense.index(step, MAX_SIZE, weights)
+        if isinstance(step, CallStep) and step.index and not any(w is None for w in weights):
+            dense.positions(step.index, weights)
         if not isinstance(step, (ConvStep, LinearStep)):
             continue
         _name(step)
@@ -106,6 +112,9 @@ class _InlinedSegment:
             kind = self.program.kinds[reads(step)[0]]
             channels = [self.channels[value] for value in reads(step)]
             operands = [self.values[value] for value in reads(step)]
+            if isinstance(step, CallStep):
+                self._call(step, operands)
+                continue
             if isinstance(step, (ConvStep, LinearStep)):
                 operands += self._layer(step, kind, channels[0])
             elif isinstance(step, SelectStep):
@@ -117,6 +126,31 @@ class _InlinedSegment:
             )
             self.channels.append(width)
         return self.values
+
+    def _call(self, step: CallStep, operands: list[fx.Node]) -> None:
+        """Append the call of a step that calls one op."""
+        index, entry = None, CALLED[step.call]
+        if step.index is not None:
+            numbers = dense.positions(step.index, self.weights)
+            index = self.editor.add_constant("segment.positions", numbers, self.node)
+        with self.editor.graph.inserting_before(self.node):
+            arguments = entry.arguments(operands, step.numbers, index)
+            node = self.editor.graph.call_function(entry.op, arguments)
+        if all("val" in source.meta for source in node.all_input_nodes):
+            self.editor.set_value(node)
+        self.channels.append(self._width(len(self.values), step.kind))
+        self.values.append(node)
+
+    def _width(self, value: int, kind: str) -> int:
+        """The channels of a value, which do not depend on sizes that are known at run time only."""
+        widths = set()
+        for other in UNKNOWN:
+            shapes = [[n if isinstance(n, int) else other for n in _sizes(x)]
+                      for x in self.values[: len(self.program.inputs)]]  # fmt: skip
+            widths.add(self.program.shapes(shapes)[value][-1 if kind == "tokens" else 1])
+        if len(widths) > 1:
+            raise BadInput(f"{self.node.name}: expected values with a fixed number of channels")
+        return int(widths.pop())
 
     def _layer(self, step: ConvStep | LinearStep, kind: str, channels: int) -> list[fx.Node]:
         """The weight of a layer, and its bias if there is one; shared by layers with the same
@@ -163,13 +197,18 @@ def _name(step: ConvStep | LinearStep) -> str:
 
 def _channels(node: fx.Node, kind: str) -> int:
     """The number of channels of a value, from its graph or file."""
-    value = node.meta.get("val", node.meta.get("value"))
-    sizes = value.shape if isinstance(value, Tensor) else getattr(value, "sizes", ())
+    sizes = _sizes(node)
     axis = -1 if kind == "tokens" else 1
     size = sizes[axis] if len(sizes) > (1 if axis == 1 else 0) else None
     if not isinstance(size, int):
         raise BadInput(f"{node.name}: expected a value with a fixed number of channels")
     return size
+
+
+def _sizes(node: fx.Node) -> Sequence[Any]:
+    """The sizes of a value; those known at run time only are no integers."""
+    value = node.meta.get("val", node.meta.get("value"))
+    return value.shape if isinstance(value, Tensor) else getattr(value, "sizes", ())
 
 
 def _shape(step: Step, kind: str, channels: int) -> tuple[int, ...]:

@@ -15,9 +15,11 @@ from demask.ops import schema
 from demask.ops.activations import Act, activations_by_op
 from demask.ops.schema import same_size
 from demask.ops.traits import IDENTITIES, SQUEEZES
+from demask.sparse.segment_calls import CALLED, LAST, MOVED, SOFTMAX, called_by_target
 from demask.sparse.segment_steps import (
     ActivationStep,
     AddStep,
+    CallStep,
     ConcatStep,
     ConvStep,
     FlattenStep,
@@ -31,7 +33,7 @@ from demask.sparse.segment_steps import (
 )
 
 aten = torch.ops.aten
-LAST = 2**63 - 1  # end of a slice without an end
+ANY = "any"  # kind of the operands of calls that read each kind
 NONE = SparseWeight((0, 0, 0), (0, 0, 0), (0, 0, 0))  # placeholder until the weight is stored
 
 
@@ -40,10 +42,10 @@ class MatchedCall:
     """A call that a segment can replace.
 
     reads: its operands; kind, makes: kinds of operands and output ("" if not yet known: elementwise
-    calls work with any kind). step: its step without values and weights; None if the output equals
-    the operand. weight, bias: of a layer, nodes that read constants. affine: weight and bias of a
-    norm as a layer, tensors [channels]. channels: of a selection, numbers of channels of x, -1 for
-    zeros.
+    calls work with any kind; ANY of operands that may be of several). step: its step without values
+    and weights; None if the output equals the operand. weight, bias: of a layer, nodes that read
+    constants. affine: weight and bias of a norm as a layer, tensors [channels]. channels: of a
+    selection, numbers of channels of x, -1 for zeros. index: of a call that reads positions.
     """
 
     node: fx.Node
@@ -55,6 +57,7 @@ class MatchedCall:
     bias: fx.Node | None = None
     affine: tuple[Tensor, Tensor] | None = None
     channels: Tensor | None = None
+    index: Tensor | None = None
 
     @property
     def is_layer(self) -> bool:
@@ -73,15 +76,16 @@ class MatchedCall:
 def calls_of(editor: GraphEditor, dtype: torch.dtype) -> dict[fx.Node, MatchedCall]:
     """Calls that a segment could replace, in order: on values of this dtype on the CPU."""
     live, calls = input_dependent(editor.graph), {}
-    rules = {**_RULES, **dict.fromkeys(activations_by_op(), _activation)}
+    rules: dict[Any, Rule] = dict.fromkeys(called_by_target(), lambda *call: None)
+    rules |= {**_RULES, **dict.fromkeys(activations_by_op(), _activation)}
     for node in editor.graph.nodes:
         rule = rules.get(node.target) if node.op == "call_function" and node in live else None
         if rule is None or not _fits(node, dtype):
             continue
-        call = rule(editor, node, schema.arguments(node))
+        call = rule(editor, node, schema.arguments(node)) or _called(editor, node)
         if call is not None and all(_fits(source, dtype) for source in call.reads):
             calls[node] = call
-    return _with_kinds(calls)
+    return _with_kinds(editor, calls)
 
 
 def matrix(call: MatchedCall, weight: Tensor) -> Tensor:
@@ -104,24 +108,53 @@ def _fits(node: fx.Node, dtype: torch.dtype) -> bool:
     return value.dtype is dtype and value.device.type == "cpu"
 
 
-def _with_kinds(calls: Mapping[fx.Node, MatchedCall]) -> dict[fx.Node, MatchedCall]:
+def _with_kinds(
+    editor: GraphEditor, calls: Mapping[fx.Node, MatchedCall]
+) -> dict[fx.Node, MatchedCall]:
     """The calls with the kinds of their values: from producers, else readers, else rank."""
     reader_kinds: dict[fx.Node, str] = {}
     for node, call in reversed(list(calls.items())):
         kind = call.kind or next((reader_kinds[u] for u in node.users if u in reader_kinds), "")
-        if kind:
+        if kind and kind != ANY:
             reader_kinds[node] = kind
     with_kinds: dict[fx.Node, MatchedCall] = {}
     for node, call in calls.items():
+        read_as = next((reader_kinds[u] for u in node.users if u in reader_kinds), "")
         if not call.kind:
             kinds = [with_kinds[source].makes for source in call.reads if source in with_kinds]
-            kind = next(iter(kinds), reader_kinds.get(node, ""))
+            kind = next(iter(kinds), read_as)
             kind = kind or ("image" if node.meta["val"].ndim == 4 else "tokens")
-            if not _has_rank(node, kind) or not _joins_channels(call, node, kind):
+            if _has_rank(node, kind) and _joins_channels(call, node, kind):
+                with_kinds[node] = replace(call, kind=kind, makes=kind)
                 continue
-            call = replace(call, kind=kind, makes=kind)
-        with_kinds[node] = call
+            call = _called(editor, node) if isinstance(call.step, ConcatStep) else call
+        if call is not None and call.kind:
+            makes = call.makes or (read_as if read_as and _has_rank(node, read_as) else "tokens")
+            with_kinds[node] = replace(call, makes=makes)
     return with_kinds
+
+
+def _called(editor: GraphEditor, node: fx.Node) -> MatchedCall | None:
+    """A call of an op of `CALLED`; results of moves are of the kind that is read, else tokens."""
+    arguments = schema.arguments(node)
+    for name in called_by_target().get(node.target, ()):
+        entry = CALLED[name]
+        matched = entry.match(arguments, node) if node.meta["val"].ndim else None
+        if matched is None:
+            continue
+        operands, numbers, constant = matched
+        index = editor.tensor(constant)
+        if (constant is not None and index is None) or not all(map(_is_node, operands)):
+            continue
+        kind = {MOVED: ANY, SOFTMAX: "tokens"}.get(entry.lowering, "")
+        step = CallStep((0,) * len(operands), name, "tokens", numbers)
+        makes = "" if kind == ANY else kind
+        return MatchedCall(node, operands, kind, makes, step, index=index)
+    return None
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, fx.Node)
 
 
 def _has_rank(node: fx.Node, kind: str) -> bool:

@@ -26,7 +26,7 @@ CALL = np.dtype([(key, "<i8") for key in (
 UNROLLED = 16  # lines; longer runs are loops
 
 
-class _CallFields(Fields):
+class CallFields(Fields):
     """The fields of a call, with loops over channels and lines."""
 
     def __init__(self, e: Emitter):
@@ -47,8 +47,26 @@ class _CallFields(Fields):
         """A loop over the rows of the table."""
         return self.e.loop(I64(0), self["count"])
 
+    @contextmanager
+    def pairs(self) -> Iterator[list[Value]]:
+        """A loop over the pairs of the table; yields their lines of x and out, of channel 0."""
+        bases = self.buffer("x"), self.buffer("out")
+        with self.lines() as k:
+            pair = self.e.at(self.pointer("table"), self.e.b.mul(k, I64(8)))
+            yield [self.e.line(base, self.e.load_long(I32, pair, n))
+                   for n, base in enumerate(bases)]  # fmt: skip
 
-def _index(e: Emitter, table: Value, row: Value) -> tuple[Value, Value]:
+    @contextmanager
+    def triples(self) -> Iterator[tuple[list[Value], Value]]:
+        """A loop over channels and triples of the table; yields their lines: of x and z, of out."""
+        with self.channels("x", "z", "out") as channels, self.lines() as k:
+            row = self.e.at(self.pointer("table"), self.e.b.mul(k, I64(12)))
+            *places, to = (self.e.line(channel, self.e.load_long(I32, row, n))
+                           for n, channel in enumerate(channels))  # fmt: skip
+            yield places, to
+
+
+def read_index(e: Emitter, table: Value, row: Value) -> tuple[Value, Value]:
     """A vector of element numbers, and the mask of those that are not negative."""
     index = e.b.load(e.line(table, row), typ=e.ints, align=4)
     return index, e.b.icmp_signed(">=", index, ir.Constant(e.ints, [0] * e.lanes))
@@ -66,9 +84,9 @@ class Gather:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        call = _CallFields(e)
+        call = CallFields(e)
         with call.channels("x", "out") as (x_c, out_c), call.lines() as k:
-            index, mask = _index(e, call.pointer("table"), k)
+            index, mask = read_index(e, call.pointer("table"), k)
             elements = e.gather(x_c, index, mask, e.splat(self.fill))
             e.write(elements, e.line(out_c, e.load_long(I32, call.pointer("lines"), k)))
 
@@ -80,9 +98,9 @@ class Scatter:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        call = _CallFields(e)
+        call = CallFields(e)
         with call.channels("x", "out") as (x_c, out_c), call.lines() as k:
-            index, mask = _index(e, call.pointer("table"), k)
+            index, mask = read_index(e, call.pointer("table"), k)
             line = e.line(x_c, e.load_long(I32, call.pointer("lines"), k))
             e.scatter(e.read(line), out_c, index, mask)
 
@@ -99,7 +117,7 @@ class TransposedKernel:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        call = _CallFields(e)
+        call = CallFields(e)
         x, out = call.buffer("x"), call.buffer("out")
         tiled_key, dense = ("x", out) if self.out else ("out", x)
         with e.loop(call["begin"], call["end"], e.lanes) as c:
@@ -110,31 +128,54 @@ class TransposedKernel:
                 line = e.line(channel, e.load_long(I32, call.pointer("lines"), k))
                 lines = [e.at(line, e.b.mul(call[f"{tiled_key}_pitch"], I64(r)))
                          for r in range(e.lanes)]  # fmt: skip
-                if self.out:
-                    self._store(e, lines, table, base)
-                else:
-                    self._load(e, lines, table, base)
+                _move_transposed(e, lines, table, base, self.out)
 
-    def _store(self, e: Emitter, lines: list[Value], table: Value, base: Value) -> None:
-        for lane, value in enumerate(e.transposed([e.read(line) for line in lines])):
-            element = e.load(I32, table, lane)
-            with e.b.if_then(e.b.icmp_signed(">=", element, I32(0))):
-                e.b.store(value, e.at(base, e.b.zext(element, I64), FLOAT), align=4)
 
-    def _load(self, e: Emitter, lines: list[Value], table: Value, base: Value) -> None:
-        vectors = e.transposed([self._read(e, base, table, lane) for lane in range(e.lanes)])
-        for value, line in zip(vectors, lines, strict=True):
+@dataclass(frozen=True, slots=True)
+class RunKernel:
+    """`Gather` or, if `out`, `Scatter` of runs of as many lines as a vector has lanes, where every
+    lane has the element after that of the line before: they are transposed in registers.
+
+    `table` has the elements of the first line of each run, -1 in lanes without elements; `lines`
+    the lines of each run.
+    """
+
+    out: bool
+    fill: float = 0.0
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        call = CallFields(e)
+        with call.channels("x", "out") as (x_c, out_c), call.lines() as k:
+            tiled, dense = (x_c, out_c) if self.out else (out_c, x_c)
+            table, numbers = (e.line(call.pointer(key), k) for key in ("table", "lines"))
+            lines = [e.line(tiled, e.load_long(I32, numbers, r)) for r in range(e.lanes)]
+            _move_transposed(e, lines, table, dense, self.out, self.fill)
+
+
+def _move_transposed(e: Emitter, lines: list[Value], table: Value, base: Value, out: bool,
+                     fill: float = 0.0) -> None:  # fmt: skip
+    """lines = transposed rows of elements that start at those of the table, or the inverse."""
+    if not out:
+        rows = [_read_row(e, base, table, lane, fill) for lane in range(e.lanes)]
+        for value, line in zip(e.transposed(rows), lines, strict=True):
             e.write(value, line)
-
-    def _read(self, e: Emitter, base: Value, table: Value, lane: int) -> Value:
-        """The channels of the element in a lane; zeros if it has none."""
+        return
+    for lane, value in enumerate(e.transposed([e.read(line) for line in lines])):
         element = e.load(I32, table, lane)
-        is_valid = e.b.icmp_signed(">=", element, I32(0))
-        vector = e.variable(e.vector, e.splat(0.0))
-        with e.b.if_then(is_valid):
-            address = e.at(base, e.b.zext(element, I64), FLOAT)
-            vector.set(e.b.load(address, typ=e.vector, align=4))
-        return vector.get()
+        with e.b.if_then(e.b.icmp_signed(">=", element, I32(0))):
+            e.b.store(value, e.at(base, e.b.zext(element, I64), FLOAT), align=4)
+
+
+def _read_row(e: Emitter, base: Value, table: Value, lane: int, fill: float) -> Value:
+    """A row of elements that starts at that in a lane of the table; the fill value if it is -1."""
+    element = e.load(I32, table, lane)
+    vector = e.variable(e.vector, e.splat(fill))
+    with e.b.if_then(e.b.icmp_signed(">=", element, I32(0))):
+        address = e.at(base, e.b.zext(element, I64), FLOAT)
+        vector.set(e.b.load(address, typ=e.vector, align=4))
+    return vector.get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +192,7 @@ class BorderKernel:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        call = _CallFields(e)
+        call = CallFields(e)
         with call.channels("out") as (channel,):
             for lanes, source, to, count in self.runs:
                 lines = e.line(channel, source), e.line(channel, to)
@@ -179,7 +220,7 @@ class PoolKernel:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        call = _CallFields(e)
+        call = CallFields(e)
         with call.channels("x", "out") as (x_c, out_c), call.lines() as k:
             pair = e.at(call.pointer("table"), e.b.mul(k, I64(8)))
             source, to = (
@@ -204,12 +245,8 @@ class Pointwise:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        call = _CallFields(e)
-        with call.channels("x", "z", "out") as channels, call.lines() as k:
-            row = e.at(call.pointer("table"), e.b.mul(k, I64(12)))
-            source, other, to = (
-                e.line(channel, e.load_long(I32, row, n)) for n, channel in enumerate(channels)
-            )
+        call = CallFields(e)
+        with call.triples() as ((source, other), to):
             value = e.read(source)
             if self.add:
                 value = e.b.fadd(value, e.read(other))
@@ -229,7 +266,7 @@ class ScaleKernel:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        call = _CallFields(e)
+        call = CallFields(e)
         with call.channels("x", "z", "out") as (x_c, z_c, out_c):
             factor = e.permuted(e.read(z_c), self.lanes)
             with call.lines() as k:
@@ -250,7 +287,7 @@ class SelectKernel:
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        call = _CallFields(e)
+        call = CallFields(e)
         x, out = call.buffer("x"), call.buffer("out")
         with e.loop(call["begin"], call["end"]) as c:
             channel = e.b.sext(e.load(I32, call.pointer("lines"), c), I64)

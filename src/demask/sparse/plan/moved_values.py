@@ -1,0 +1,208 @@
+"""Values that are elements of other values in other places, such as permuted or sliced ones.
+
+A move needs no code of its own: its op, applied to the numbers of the elements of its operands,
+tells where each element of the result comes from. Moves of moves are one: only values that other
+steps read, and outputs, are written, straight from values that are no moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from demask.errors import BadInput
+from demask.kernels.cpu.tiles.called import ElementGather, PointwiseKernel, SoftmaxKernel
+from demask.kernels.cpu.tiles.relayout import CALL
+from demask.sparse import reference
+from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, Tape, by_thread
+from demask.sparse.plan.tile_layout import GridLayout, at_array
+from demask.sparse.plan.value_moves import Moves
+from demask.sparse.segment_calls import CALLED, MOVED, SOFTMAX
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import CallStep, Step, reads
+
+Shape = tuple[int, ...]
+NUMBERS = 2**32  # of the elements of a value; 0 is for elements that are zero
+
+
+def is_move(step: Step) -> bool:
+    """Whether a step only moves elements, and adds zeros."""
+    return isinstance(step, CallStep) and CALLED[step.call].lowering == MOVED
+
+
+@dataclass(slots=True)
+class MovedValues:
+    """The moved values of a program. shapes: of all values."""
+
+    program: SegmentProgram
+    weights: Sequence[Tensor]
+    shapes: Sequence[Shape]
+    numbered: dict[int, Tensor] = field(default_factory=dict)
+
+    def step(self, value: int) -> Step | None:
+        """The step that computes a value; None for an input."""
+        number = value - len(self.program.inputs)
+        return self.program.steps[number] if number >= 0 else None
+
+    def sources(self, step: Step) -> tuple[int, ...]:
+        """The values whose memory a step reads: of moved operands of a move, their sources."""
+        if not is_move(step):
+            return reads(step)
+        origins: dict[int, None] = {}
+        for x in reads(step):
+            inner = self.step(x)
+            origins |= dict.fromkeys((x,) if inner is None or not is_move(inner)
+                                   else self.sources(inner))  # fmt: skip
+        return tuple(origins)
+
+    @property
+    def written(self) -> set[int]:
+        """The moved values that other steps read."""
+        return {x for step in self.program.steps if not is_move(step) for x in reads(step)}
+
+    @property
+    def stored(self) -> set[int]:
+        """The values that outputs are read from."""
+        outputs: set[int] = set()
+        for value in self.program.outputs:
+            step = self.step(value)
+            outputs.update((value,) if step is None or not is_move(step) else self.sources(step))
+        return outputs
+
+    def numbers(self, value: int) -> Tensor:
+        """Where the elements of a value are: NUMBERS * source + 1 + element, as float64; or 0."""
+        step = self.step(value)
+        if step is None or not is_move(step):
+            count = prod(self.shapes[value])
+            if count >= NUMBERS:
+                raise NoPlan(f"value {value} has {count} elements")
+            first = value * NUMBERS + 1
+            return torch.arange(first, first + count, dtype=torch.float64).reshape(
+                self.shapes[value]
+            )
+        if value not in self.numbered:
+            operands = [self.numbers(x) for x in reads(step)]
+            kind = self.program.kinds[reads(step)[0]]
+            tensors = reference.operand_tensors(step, kind, operands[0], self.weights)
+            self.numbered[value] = reference.call(step, kind, operands, *tensors)
+        return self.numbered[value]
+
+    def keeps_images(self, counts: Sequence[int]) -> bool:
+        """Whether each image is computed from that image alone, for these numbers of images.
+
+        Calls of ops mix images only where a value has another first size than the inputs.
+        """
+        if not any(isinstance(step, CallStep) for step in self.program.steps):
+            return True
+        for count in counts:
+            inputs = [(count, *shape[1:]) for shape in self.shapes[: len(self.program.inputs)]]
+            try:
+                shapes = self.program.shapes(inputs)
+            except BadInput:
+                return False
+            if any(len(shape) < 2 or shape[0] != count for shape in shapes):
+                return False
+        return True
+
+
+def elements_of(layout: GridLayout, kind: str, shape: Shape, flat: np.ndarray) -> np.ndarray:
+    """The elements in a buffer of elements of a value, numbered in the order of its shape."""
+    if kind == "tokens":
+        x, channel = np.divmod(flat, shape[-1])
+        image = y = np.zeros_like(x)
+    else:
+        height, width = (1, shape[2]) if kind == "signal" else shape[2:]
+        rest, x = np.divmod(flat, width)
+        rest, y = np.divmod(rest, height)
+        image, channel = np.divmod(rest, shape[1])
+    elements = channel * (layout.pitch * layout.lanes) + layout.element(image, y, x)
+    if elements.size and int(elements.max()) >= 2**31:
+        raise NoPlan("a value has more than 2**31 elements")
+    return elements
+
+
+@dataclass(frozen=True, slots=True)
+class MoveWriter:
+    """Writes moved values to a tape. sources: buffers of values, by number."""
+
+    tape: Tape
+    moved: MovedValues
+    sources: Mapping[int, Buffer]
+    lanes: int
+
+    def to_buffer(self, value: int, out: Buffer) -> None:
+        """Write a value in the layout of a buffer, without borders."""
+        layout, numbers = out.layout, self.moved.numbers(value)
+        kind, (batch, channels, height, width) = self.moved.program.kinds[value], layout.size
+        if kind == "tokens":
+            numbers = numbers.reshape(-1, channels).t()
+        by_channel = numbers.reshape(batch, channels, height, width).transpose(0, 1).numpy()
+        at = at_array(layout.inside())
+        image, y, x, is_inside = layout.pixels(at)
+        pixel = [np.where(is_inside, a, 0) for a in (image, y, x)]
+        rows = np.where(is_inside, by_channel[:, pixel[0], pixel[1], pixel[2]], 0)
+        lines = np.arange(channels)[:, None] * layout.pitch + layout.line(*at.T)
+        parts = np.broadcast_to(at[:, 0], lines.shape).reshape(-1)
+        threads = self.tape.threads
+        if layout.grid.parts == threads:
+            picked = [np.flatnonzero(parts == thread) for thread in range(threads)]
+        else:
+            picked = [np.arange(begin, end) for begin, end in by_thread(lines.size, threads)]
+        self._write((out, 0), rows.reshape(-1, self.lanes), lines.reshape(-1), picked)
+
+    def to_output(self, value: int, slot: int) -> None:
+        """Write a value to an output."""
+        numbers = self.moved.numbers(value).reshape(-1).numpy()
+        padded = np.zeros(-(-len(numbers) // self.lanes) * self.lanes)
+        padded[: len(numbers)] = numbers
+        rows, tail = padded.reshape(-1, self.lanes), len(numbers) % self.lanes
+        lines, full = np.arange(len(rows)), len(numbers) // self.lanes
+        picked = [np.arange(*span) for span in by_thread(full, self.tape.threads)]
+        self._write((slot, 0), rows, lines, picked)
+        if tail:
+            self._write((slot, 0), rows, lines, [np.array([full])], tail)
+
+    def _write(self, out: tuple[Buffer | int, int], rows: np.ndarray, lines: np.ndarray,
+               picked: Sequence[np.ndarray], tail: int = 0) -> None:  # fmt: skip
+        """Write lines of elements. rows: their numbers; picked: the lines of each thread."""
+        owner, number = np.divmod(rows.astype(np.int64), NUMBERS)
+        owner = np.where(rows == 0, -1, owner)
+        values = [v for v in self.sources if (owner == v).any()] or [next(iter(self.sources))]
+        is_first = np.ones(len(rows), bool)  # whether no source has been written to a line
+        for value in values:
+            source = self.sources[value]
+            is_own = owner == value
+            flat = np.where(is_own, number - 1, 0)
+            kind, shape = self.moved.program.kinds[value], self.moved.shapes[value]
+            table = np.where(is_own, elements_of(source.layout, kind, shape, flat), -1)
+            is_read = is_own.any(1) | (is_first & (owner < 0).all(1))
+            for thread, own in enumerate(picked):
+                for partial in (False, True):
+                    k = own[is_read[own] & (is_first[own] != partial)]
+                    if len(k):
+                        kernel = ElementGather(partial, tail)
+                        buffers = {"x": (source, 0), "out": out}
+                        self.tape.add(thread, KernelCall(kernel, CALL, buffers, {
+                            "count": len(k), "table": table[k].astype(np.int32),
+                            "lines": lines[k].astype(np.int32)}))  # fmt: skip
+            is_first &= ~is_read
+
+
+def write_call(
+    value: int, moves: Moves, moved: MovedValues, sources: Sequence[Buffer], out: Buffer
+) -> None:
+    """Write the call of an op to a tape, without borders. sources: as in `MovedValues.sources`."""
+    step = moved.step(value)
+    assert isinstance(step, CallStep)
+    if is_move(step):
+        buffers = dict(zip(moved.sources(step), sources, strict=True))
+        MoveWriter(moves.tape, moved, buffers, moves.isa.lanes).to_buffer(value, out)
+    elif CALLED[step.call].lowering == SOFTMAX:
+        moves.over_channels(SoftmaxKernel(), sources[0], out)
+    else:
+        moves.pointwise(PointwiseKernel(step.call, step.numbers), list(sources), out)

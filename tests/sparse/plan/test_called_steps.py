@@ -1,0 +1,273 @@
+"""Calls of single ops in plans: moves have torch's bits, the others at most 64 units in the last
+place more than float64."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from math import inf, nan
+
+import pytest
+import torch
+from test_segment_moves import ISAS
+from torch import Tensor
+
+from demask.errors import BadInput
+from demask.sparse import reference as dense
+from demask.sparse.plan.moved_values import MovedValues
+from demask.sparse.plan.segment_plan import SegmentPlan, _batches
+from demask.sparse.segment_calls import CALLED, MOVED
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import CallStep
+from guarded import guarded
+from segment_drafts import RELU, Draft, all_at_once, compare
+
+SHAPE = (2, 6, 5, 7)
+MOVES = {  # name -> steps from an image of SHAPE: (call, kind, numbers, index)
+    "tokens": [("permute", "tokens", (0, 2, 3, 1), None)],
+    "heads": [("permute", "tokens", (0, 2, 3, 1), None),
+              ("reshape", "tokens", (-1, 35, 3, 2), None),
+              ("permute", "image", (0, 2, 1, 3), None)],
+    "slice": [("slice", "image", (2, 1, 5, 2), None),
+              ("slice", "image", (-1, -3, 2**63 - 1, 1), None)],
+    "take": [("take", "image", (3,), [6, 0, 0, 3]), ("take", "image", (1,), [5, 1])],
+    "pad": [("pad", "image", (1, 2, 0, 3), None), ("pad", "image", (0, 0, 0, 0, 2, 1), None)],
+    "zeros taken": [("reshape", "tokens", (-1, 42, 5), None), ("pad", "tokens", (0, 0, 0, 1), None),
+                    ("take", "tokens", (1,), [42, 3, 42, 41, 0])],
+    "signal": [("reshape", "signal", (2, 6, 35), None)],
+    "images exchanged": [("take", "image", (0,), [1, 0])],
+    "images mixed": [("permute", "tokens", (1, 0, 2, 3), None),
+                     ("reshape", "image", (-1, 6, 5, 7), None)],
+}  # fmt: skip
+POINTWISE = {"times": (0.1,), "over": (3,), "plus": (-2.5,), "exp": ()}
+
+
+class CallDraft(Draft):
+    """A draft with calls of ops."""
+
+    def call(self, name: str, *xs: int, kind: str = "tokens", numbers: tuple = (),
+             index: list[int] | None = None) -> int:  # fmt: skip
+        span = None if index is None else self.stored(torch.tensor(index, dtype=torch.int32))
+        return self.append(CallStep(xs, name, kind, numbers, span))
+
+    def moved(self, name: str, x: int = 0) -> int:
+        for call, kind, numbers, index in MOVES[name]:
+            x = self.call(call, x, kind=kind, numbers=numbers, index=index)
+        return x
+
+
+def outputs(draft: Draft, *values: int, threads: int = 2, isa=None) -> list[Tensor]:
+    program = draft.program(*values)
+    return SegmentPlan.of(program, draft.weights, draft.inputs, threads, isa)(draft.inputs)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.int32)
+
+
+# ------------------------------------------------------------------------------------------ moves
+
+
+@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_moves_keep_the_bits(name: str, threads: int) -> None:
+    """As outputs, and of values that are not finite."""
+    draft = CallDraft(SHAPE)
+    draft.inputs[0].view(-1)[::9] = torch.tensor([nan, inf, -inf, -0.0]).repeat(12)[:47]
+    draft.moved(name)
+    program = draft.program()
+    expected = dense.run(program, draft.inputs, draft.weights)
+    for y, want in zip(outputs(draft, threads=threads), expected, strict=True):
+        assert y.shape == want.shape and torch.equal(bits(y), bits(want))
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_other_steps_read_moves(name: str) -> None:
+    for k, isa in enumerate(ISAS):
+        draft = CallDraft(SHAPE, seed=k)
+        x = draft.moved(name, draft.conv(0, 6, act=RELU))
+        kind = draft.program().kinds[x]
+        channels = draft.shape(x)[-1 if kind == "tokens" else 1]
+        if kind == "tokens":
+            draft.linear(x, 4)
+            draft.call("softmax", x)
+        elif kind == "image":
+            draft.conv(x, 3)
+            draft.pool(draft.select(x, [channels - 1, 0]))
+        draft.add(x, x, RELU)
+        draft.cat(x, x)
+        draft.check(threads=1 + k % 3, isa=isa)
+        draft.check(len(draft.steps), x, threads=1 + k % 3, isa=isa)
+
+
+def test_joins_read_several_sources() -> None:
+    """Lines of vectors with elements of several values, of zeros, and of one twice."""
+    for threads in (1, 2, 3):
+        draft = CallDraft((1, 5, 3), (1, 7, 3), (1, 1, 3), kind="tokens")
+        y = draft.linear(1, 3)
+        joined = draft.call("join", 0, y, 2, 0, numbers=(1,))
+        padded = draft.call("pad", joined, numbers=(1, 0, 2, 3))
+        draft.call("join", padded, padded, numbers=(-1,))
+        draft.linear(padded, 5)
+        draft.check(threads=threads)
+        draft.check(len(draft.steps) + 1, threads=threads)
+
+
+def test_a_sum_is_not_written_over_a_value_that_is_moved_later() -> None:
+    draft = CallDraft((1, 6, 9, 9))
+    x = draft.conv(0, 6)
+    turned = draft.call("permute", x, kind="image", numbers=(0, 1, 3, 2))
+    y = draft.conv(draft.conv(0, 6), 6, add=x)
+    again = draft.call("permute", turned, kind="image", numbers=(1, 0, 2, 3))
+    late = draft.conv(draft.call("permute", again, kind="image", numbers=(1, 0, 2, 3)), 2)
+    for outputs_read in ((y, late), (y, turned)):
+        for threads in (1, 2):
+            draft.check(*outputs_read, threads=threads)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_batches_are_split_only_if_moves_keep_images(together: bool) -> None:
+    for name, keeps in (("heads", True), ("zeros taken", True), ("images exchanged", False),
+                        ("images mixed", False)):  # fmt: skip
+        draft = CallDraft(SHAPE)
+        draft.moved(name, draft.conv(0, 6))
+        program = draft.program(len(draft.steps))
+        shapes = program.shapes([SHAPE])
+        assert MovedValues(program, draft.weights, shapes).keeps_images([1, 2]) is keeps
+        parts = _batches(program, draft.weights, draft.inputs, 1, ISAS[0])
+        assert keeps or parts == [(0, 0, 1)]
+        with all_at_once() if together else nullcontext():
+            draft.check(len(draft.steps))
+
+
+def test_sizes_of_the_batch_in_a_reshape_keep_it_whole() -> None:
+    draft = CallDraft((4, 2, 3, 3))
+    draft.call("reshape", 0, numbers=(4, -1))
+    assert not MovedValues(draft.program(1), [], draft.program().shapes([(4, 2, 3, 3)])
+                           ).keeps_images([1])  # fmt: skip
+    draft.check(1)
+
+
+def test_kernels_stay_within_their_memory() -> None:
+    """Reads of inputs and writes of outputs beside them would stop the process."""
+    for width in (7, 16, 20, 48, 53):
+        draft = CallDraft((1, 3, 4, width))
+        draft.conv(0, 4)
+        draft.call("permute", 1, numbers=(0, 2, 3, 1))
+        draft.call("permute", 0, numbers=(0, 2, 3, 1))
+        program = draft.program(0, 1, 2, 3)
+        for isa in ISAS:
+            for end in (False, True):
+                inputs = [guarded(draft.inputs[0], end)]
+                plan = SegmentPlan.of(program, draft.weights, inputs, 1, isa)
+                made = [guarded(torch.zeros(shape), end) for shape in plan.shapes]
+                for batch in plan.batches:
+                    batch.run(1, (*inputs, *made))
+                compare(made, program, draft.weights, inputs)
+
+
+# ---------------------------------------------------------------------------- pointwise, softmax
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_pointwise_calls(name: str) -> None:
+    special = torch.tensor(
+        [0.0, -0.0, inf, -inf, nan, 88.5, 88.8, 89.0, -87.5, -100.0, -104.5, 1e-30]
+    )
+    x = torch.cat([special, torch.linspace(-100, 88.7, 990)]).reshape(2, 3, 167)
+    program = SegmentProgram(("tokens",), (CallStep((0,), name, "tokens", POINTWISE[name]),), (1,))
+    (want,) = dense.run(program, [x.double()], [])
+    (own,) = dense.run(program, [x], [])
+    for isa in ISAS:
+        (y,) = SegmentPlan.of(program, [], [x], 2, isa)([x])
+        assert torch.equal(y.isnan(), own.isnan())
+        rounded = want.float()
+        assert torch.equal(y[rounded.isinf()], rounded[rounded.isinf()])
+        inside = rounded.isfinite()
+        ulp = torch.finfo(torch.float32).eps * want.abs().clamp(min=2.0**-126)
+        assert bool(((y.double() - want).abs() <= 64 * ulp)[inside].all())
+        assert torch.equal(torch.signbit(y[inside]), torch.signbit(own[inside]))
+
+
+@pytest.mark.parametrize("name", ["product", "difference"])
+def test_pointwise_calls_of_two(name: str) -> None:
+    for kind, shape in (("tokens", (2, 9, 5)), ("image", (3, 4, 7, 6))):
+        draft = CallDraft(shape, shape, kind=kind)
+        draft.call(name, 0, 1, kind=kind)
+        draft.check(threads=3)
+
+
+def test_softmax() -> None:
+    for channels in (1, 2, 5, 40):
+        draft = CallDraft((3, 11, channels), kind="tokens")
+        draft.inputs[0] *= 30
+        draft.call("softmax", 0)
+        for isa in ISAS:
+            for threads in (1, 3):
+                found = draft.check(1, threads=threads, isa=isa)(draft.inputs)[0]
+                want = draft.inputs[0].double().softmax(-1)
+                assert bool(((found - want).abs() <= 64 * 1.2e-7 * want + 1e-37).all())
+
+
+def test_softmax_of_values_that_are_not_finite() -> None:
+    rows = [[nan, 1, 2], [inf, 1, 2], [-inf, 1, 2], [-inf] * 3, [3.3e38, -3.3e38, 0]]
+    draft = CallDraft((len(rows), 3), kind="tokens")
+    draft.inputs[0] = torch.tensor(rows)
+    draft.call("softmax", 0)
+    (y,) = outputs(draft, 1)
+    assert torch.allclose(y, torch.tensor(rows).softmax(-1), equal_nan=True)
+
+
+def test_threads_do_not_change_bits() -> None:
+    draft = CallDraft((2, 6, 20, 9))
+    x = draft.moved("tokens", draft.conv(0, 6))
+    y = draft.call("exp", draft.call("softmax", x))
+    draft.linear(draft.call("reshape", y, numbers=(2, 90, 12)), 5)
+    one, two, three = (outputs(draft, y, y + 2, threads=n) for n in (1, 2, 3))
+    for a, b, c in zip(one, two, three, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+# ----------------------------------------------------------------------------------------- checks
+
+
+@pytest.mark.parametrize("step", [
+    CallStep((0,), "no such", "tokens"), CallStep((0,), "permute", "other", (0, 1)),
+    CallStep((0, 0), "exp", "tokens"), CallStep((0,), "exp", "tokens", (1,)),
+    CallStep((0,), "permute", "tokens", (0.5, 1)), CallStep((0,), "take", "tokens", (0,)),
+    CallStep((0,), "exp", "tokens", (), (0, 0, 1)), CallStep((0,), "times", "tokens", (inf,)),
+    CallStep((0,), "take", "tokens", (0,), (0, 3, 3)), CallStep((1,), "exp", "tokens"),
+    CallStep((0,), "softmax", "image"),
+], ids=str)  # fmt: skip
+def test_invalid_steps(step: CallStep) -> None:
+    with pytest.raises(BadInput):
+        SegmentProgram(("tokens",), (step,), (1,))
+
+
+@pytest.mark.parametrize("name, numbers, kind", [
+    ("permute", (0, 0), "tokens"), ("permute", (1, 0), "image"), ("reshape", (-1, -1), "tokens"),
+    ("reshape", (5, 5), "tokens"), ("reshape", (0, 3), "tokens"), ("slice", (2, 0, 1, 1), "tokens"),
+    ("slice", (0, 0, 1, 0), "tokens"), ("pad", (1,), "tokens"), ("pad", (-1, 0), "tokens"),
+    ("join", (2,), "tokens"), ("reshape", (), "tokens"),
+], ids=str)  # fmt: skip
+def test_invalid_sizes(name: str, numbers: tuple, kind: str) -> None:
+    program = SegmentProgram(("tokens",), (CallStep((0,), name, kind, numbers),), (1,))
+    with pytest.raises(BadInput):
+        program.shapes([(4, 3)])
+
+
+def test_shapes_are_those_of_torch() -> None:
+    for name in MOVES:
+        draft = CallDraft(SHAPE)
+        draft.moved(name)
+        program = draft.program()
+        made = dense.run(program, draft.inputs, draft.weights)
+        assert [tuple(y.shape) for y in made] == program.shapes([SHAPE])
+    assert {call for steps in MOVES.values() for call, *_ in steps} | {"join"} == {
+        name for name, entry in CALLED.items() if entry.lowering == MOVED}  # fmt: skip
+
+
+def test_positions_beyond_the_value() -> None:
+    draft = CallDraft((4, 3), kind="tokens")
+    draft.call("take", 0, numbers=(0,), index=[0, 4])
+    with pytest.raises(BadInput):
+        outputs(draft, 1)
