@@ -409,8 +409,9 @@ def _dense_candidates(
     """The candidates without segments, unless one with segments is far faster."""
     if race.modules and min(race.screened().values()) < AHEAD * segments.least:
         return  # the layers of a candidate without segments alone take longer
+    few = bool(race.modules)
     yield Candidate(DEMASKED, smaller)
-    yield from generate_candidates(smaller, asker, segments.table, progress)
+    yield from generate_candidates(smaller, asker, segments.table, progress, few=few)
 
 
 def _enter(race: CandidateRace, candidate: Candidate, provenance: Provenance) -> str:

@@ -26,7 +26,7 @@ from demask.tune.candidates import Candidate
 
 LOOKS, ROUNDS, SECONDS = 5, 15, 20.0  # rounds of the screening and of the final; seconds at most
 WARMUP = 1  # calls before the timed ones: every network has been called before
-FAR = 1.5  # candidates slower than this many times the fastest do not enter the final
+FAR = 1.25  # candidates slower than this many times the fastest do not enter the final
 
 
 def first_line(error: Exception) -> str:
