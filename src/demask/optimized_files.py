@@ -90,9 +90,16 @@ class OptimizedFile:
             return
         if has_wide_spread([Timing(*row, speed.pairs) for row in (speed.given, speed.result)]):
             return
-        now = datetime.now(UTC).strftime(DATE)
-        with suppress(BadInput):
-            self.files.write(self.name, now.encode() + b"\n" + to_bytes(network))
+        now, record = datetime.now(UTC).strftime(DATE), network.demasked
+        notes = tuple(note for note in record.notes if not note.startswith(EARLIER))
+        try:
+            network.demasked = replace(record, notes=notes)
+            content = to_bytes(network)
+        except BadInput:
+            return
+        finally:
+            network.demasked = record
+        self.files.write(self.name, now.encode() + b"\n" + content)
 
 
 @dataclass(frozen=True, slots=True)
