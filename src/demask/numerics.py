@@ -1,10 +1,11 @@
-"""Comparison of outputs: relative errors, units in the last place, float types of a graph."""
+"""Comparison of outputs: relative errors, units in the last place, float types of a graph. And
+reductions of masks."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,3 +207,33 @@ def has_narrow_dtypes(module: nn.Module) -> bool:
 def to_double(leaf: Any) -> Any:
     """A floating-point tensor converted to float64; anything else unchanged."""
     return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def any_along(mask: Tensor, axes: Sequence[int], *, keepdim: bool = False) -> Tensor:
+    """`mask.any(dim=axes)`, as the largest byte: torch takes a hundredth of the time for it.
+
+    >>> any_along(torch.tensor([[True, False], [False, False]]), [1])
+    tensor([ True, False])
+    """
+    if not mask.numel():
+        return mask.any(dim=list(axes), keepdim=keepdim)
+    # The outermost axis on its own: together with inner ones it is read with a stride.
+    codes = mask.view(torch.uint8)
+    for part in ([k for k in axes if k == 0], [k for k in axes if k]):
+        codes = codes.amax(part, keepdim=True) if part else codes
+    return (codes if keepdim else codes.squeeze(tuple(axes))).view(torch.bool)
+
+
+def all_along(mask: Tensor, axes: Sequence[int], *, keepdim: bool = False) -> Tensor:
+    """`mask.all(dim=axes)`; see `any_along`."""
+    return ~any_along(~mask, axes, keepdim=keepdim)
+
+
+def has_any(mask: Tensor) -> bool:
+    """Whether any element of a mask is true."""
+    return bool(mask.numel()) and bool(mask.view(torch.uint8).amax())
+
+
+def is_all(mask: Tensor) -> bool:
+    """Whether all elements of a mask are true."""
+    return not mask.numel() or bool(mask.view(torch.uint8).amin())

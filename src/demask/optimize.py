@@ -27,6 +27,7 @@ from demask.machine.benchmark import ALLOWED
 from demask.machine.cost import Costs
 from demask.machine.threads import checked_threads, set_threads
 from demask.ops import TABLE, Table
+from demask.optimized_files import EarlierChoice, OptimizedFile
 from demask.shrink.check import copy_in_eval
 from demask.shrink.demask import demask
 from demask.shrink.on_device import CPU, copy_to_cpu, device_of, move_module
@@ -40,7 +41,7 @@ from demask.tune.candidates import Candidate, generate_candidates
 from demask.tune.epilogue import is_fused, unfuse
 from demask.tune.layer_costs import LayerCosts
 from demask.tune.module.optimized_module import Optimized
-from demask.tune.race import CandidateRace, clone_inputs
+from demask.tune.race import CandidateRace, clone_inputs, first_line
 
 BACKENDS, PRECISIONS = ("torch", "sparse"), ("bf16", "int8")
 # A candidate with segments that takes less than this share of the time of all dense layers has won.
@@ -94,8 +95,10 @@ def optimize(
             row. `demask.report` states the effect on outputs. Default: None, for exact weights.
         backends: kernels that may be used: "torch", which is required, and "sparse", compiled ones
             for sparse and dense layers in float32 on the CPU. Default: both.
-        cache: path of the file for measured costs; False for no file. Default: demask/costs.json in
-            the user's cache folder.
+        cache: path of the file for measured costs; False for no files. Default: demask/costs.json
+            in the user's cache folder. The folder with the same name, but ".networks" at the end,
+            has the chosen networks: for the same network, example sizes, options, machine and
+            versions the choice is read from there, checked, and measured against `model` again.
         progress: function that is called with a short text at each step. Default: does nothing.
         table: the table of ops. Default: `demask.ops.TABLE`.
 
@@ -130,12 +133,21 @@ def optimize(
     with set_threads(1):
         progress("capturing")
         program = captured(*here, dynamic_shapes)
-        progress("removing what is masked")
-        smaller, provenance = shrink_program(program, table)
         args, named = clone_inputs((args, named))
         race = CandidateRace(copy_in_eval(model), program, args, named, device, count)
-        wanted = _Wanted("sparse" in backends, precision, cache, table)
-        return _choose(race, program, smaller, provenance, wanted, progress)
+        costs = Costs.open(cache, threads=count, measure=device == CPU)
+        wanted = _Wanted("sparse" in backends, precision, costs, table)
+        file = OptimizedFile.of(race, costs, backends) if wanted.is_usual else None
+        earlier = EarlierChoice.of(race, file, progress)
+        if earlier.network is not None:
+            return earlier.network
+        progress("removing what is masked")
+        smaller, provenance = shrink_program(program, table)
+        provenance = replace(provenance, notes=(*provenance.notes, *earlier.notes))
+        chosen = _choose(race, program, smaller, provenance, wanted, progress)
+        if file is not None:
+            file.write(chosen)
+        return chosen
 
 
 def _check(precision: str | None, backends: Sequence[str]) -> None:
@@ -154,12 +166,17 @@ def _check(precision: str | None, backends: Sequence[str]) -> None:
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """Options of the caller: whether segments are allowed, the precision of their sparse weights,
-    the cache of costs, the op table."""
+    the costs of layers, the op table."""
 
     segments: bool
     precision: str | None
-    cache: Any
+    costs: Costs
     table: Table
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether choices may be stored: those with exact weights and demask's own table."""
+        return self.precision is None and self.table is TABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +202,14 @@ class _Parts:
         args, kwargs = clone_inputs((self.args, self.kwargs))
         device = device_of(self.model, args, kwargs)
         race = CandidateRace(copy_in_eval(self.model), None, args, kwargs, device, threads)
-        notes = list(_enter_network(race, PARTS, fast))
+        notes = race.admit(PARTS, copy_in_eval(fast))
         progress("measuring against the original network")
         best, speed = _winner(race, PARTS, notes) if race.modules else (GIVEN, None)
         if best == PARTS:
             notes += _without_cache(race, fast)
             return self._recorded(fast, best, speed, notes)
         slim = self._demasked()
-        notes += _enter_network(race, DEMASKED, slim)
+        notes += race.admit(DEMASKED, copy_in_eval(slim))
         if DEMASKED in race.modules:
             best, speed = _winner(race, DEMASKED, notes)
         return self._recorded(slim if best == DEMASKED else self._copy(), best, speed, notes)
@@ -226,19 +243,6 @@ class _Parts:
         record = replace(record, notes=(*record.notes, *notes), decisions=decisions, speed=speed)
         record_call(chosen, record, self.args, self.kwargs)
         return chosen
-
-
-def _enter_network(race: CandidateRace, name: str, network: nn.Module) -> Iterator[str]:
-    """Add a network with replaced parts to the race; yield the reason if it cannot be added."""
-    copy = copy_in_eval(network)
-    try:
-        failure = race.difference(copy)
-    except Exception as error:  # of any type: another network is returned
-        failure = f"it fails ({_first_line(error)})"
-    if failure:
-        yield f"{name}: left out, {failure}"
-    else:
-        race.modules[name] = copy
 
 
 def _without_cache(race: CandidateRace, network: nn.Module) -> Iterator[str]:
@@ -371,15 +375,14 @@ def _enter_candidates(
     wanted: _Wanted, progress: ProgressCallback,
 ) -> Iterator[str]:  # fmt: skip
     """Add candidates with segments to the race, then others; yield which fail, and why."""
-    costs = Costs.open(wanted.cache, threads=race.threads, measure=race.device == CPU)
-    asker = LayerCosts(costs, smaller.example)
+    asker = LayerCosts(wanted.costs, smaller.example)
     segments = SegmentCandidates(asker, wanted.table, wanted.precision)
     if wanted.segments and race.device == CPU:
         forms = segments.forms(smaller, program, progress)
         yield from _enter_all(race, forms, provenance, progress)
     dense = _dense_candidates(race, smaller, asker, segments, progress)
     yield from _enter_all(race, dense, provenance, progress)
-    costs.save()
+    wanted.costs.save()
 
 
 def _enter_all(race: CandidateRace, candidates: Iterator[Candidate], provenance: Provenance,
@@ -389,7 +392,7 @@ def _enter_all(race: CandidateRace, candidates: Iterator[Candidate], provenance:
         try:
             candidate = next(candidates, None)
         except Exception as error:  # of any type: the earlier candidates are enough
-            yield f"no further candidates are built: {_first_line(error)}"
+            yield f"no further candidates are built: {first_line(error)}"
             return
         if candidate is None:
             return
@@ -399,12 +402,6 @@ def _enter_all(race: CandidateRace, candidates: Iterator[Candidate], provenance:
             yield f"{candidate.name} is left out: {failure}"
 
 
-def _first_line(error: Exception) -> str:
-    """Type and first line of an exception."""
-    line = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__} {line:.120}".strip()
-
-
 def _dense_candidates(
     race: CandidateRace, smaller: Program, asker: LayerCosts, segments: SegmentCandidates,
     progress: ProgressCallback,
@@ -412,8 +409,9 @@ def _dense_candidates(
     """The candidates without segments, unless one with segments is far faster."""
     if race.modules and min(race.screened().values()) < AHEAD * segments.least:
         return  # the layers of a candidate without segments alone take longer
+    few = bool(race.modules)
     yield Candidate(DEMASKED, smaller)
-    yield from generate_candidates(smaller, asker, segments.table, progress)
+    yield from generate_candidates(smaller, asker, segments.table, progress, few=few)
 
 
 def _enter(race: CandidateRace, candidate: Candidate, provenance: Provenance) -> str:
@@ -431,7 +429,7 @@ def _enter(race: CandidateRace, candidate: Candidate, provenance: Provenance) ->
         if candidate.exact is not None:
             module = _build_module(race, candidate.program, provenance, module_type)
     except Exception as error:  # of any type: the other candidates are enough
-        return f"it fails ({_first_line(error)})"
+        return f"it fails ({first_line(error)})"
     if difference:
         return f"its outputs differ: {difference}"
     race.modules[candidate.name], race.candidates[candidate.name] = module, candidate

@@ -12,11 +12,12 @@ import pytest
 
 pytest.importorskip("llvmlite")
 from demask.kernels.cpu.tiles import relayout
-from demask.kernels.llvm import activations, code_files, jit, kernel_key
-from demask.kernels.llvm.code_files import CodeFiles
+from demask.kernels.llvm import activations, jit, kernel_key
 from demask.kernels.llvm.emitter import I64
 from demask.kernels.llvm.isa import AVX2, host
-from demask.kernels.llvm.jit import Code, source
+from demask.kernels.llvm.jit import LIMIT, MOST, Code, source
+from demask.machine import private_files
+from demask.machine.private_files import PrivateFiles
 
 NAME = "0" * 64
 
@@ -43,7 +44,7 @@ def result(code, number=2):
 
 @pytest.fixture
 def files(tmp_path):
-    return CodeFiles(tmp_path / "new" / "kernels")
+    return PrivateFiles(tmp_path / "new" / "kernels", "kernel", LIMIT, MOST)
 
 
 def only(files):
@@ -136,7 +137,7 @@ def test_files_that_others_can_write_are_not_read(files):
 def test_files_of_another_user_are_not_read(files, monkeypatch):
     result(Code(files))
     user = os.geteuid()
-    monkeypatch.setattr(code_files.os, "geteuid", lambda: user + 1)
+    monkeypatch.setattr(private_files.os, "geteuid", lambda: user + 1)
     code = Code(files)
     assert (result(code), code.compiled) == (42, 1)
 
@@ -153,8 +154,8 @@ def test_an_unwritable_folder_is_read(files, monkeypatch):
     def read_only(*_):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(code_files.os, "open", refused)
-    monkeypatch.setattr(code_files.os, "utime", read_only)
+    monkeypatch.setattr(private_files.os, "open", refused)
+    monkeypatch.setattr(private_files.os, "utime", read_only)
     code = Code(files)
     assert (result(code), result(code, 3), code.compiled) == (42, 43, 1)
 
@@ -163,7 +164,7 @@ def test_a_full_disk_is_ignored(files, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(code_files.os, "replace", full)
+    monkeypatch.setattr(private_files.os, "replace", full)
     code = Code(files)
     assert (result(code), code.compiled) == (42, 1)
     assert list(files.folder.iterdir()) == []
@@ -179,7 +180,7 @@ def test_the_oldest_files_are_removed(files):
     kept = {path.name for path in files.folder.iterdir()}
     assert {"1", "7"} <= kept
     assert not {"0", "2", "3"} & kept
-    other = CodeFiles(files.folder, limit=2000)  # counts what others have written
+    other = PrivateFiles(files.folder, "kernel", 2000, MOST)  # counts what others have written
     other.write("8", bytes(900))
     assert {path.name for path in files.folder.iterdir()} == {"8"}
 
@@ -224,7 +225,7 @@ def test_an_edited_file_gives_another_name(monkeypatch):
     monkeypatch.setattr(Path, "read_bytes", edited)
     assert kernel_key.kernel_key(Added(1), AVX2) not in (None, before)
     kernel_key._files_digest.cache_clear()
-    monkeypatch.setattr(kernel_key, "IMPORTED", 0.0)  # all files were edited since
+    monkeypatch.setattr(private_files, "IMPORTED", 0.0)  # all files were edited since
     assert kernel_key.kernel_key(Added(1), AVX2) is None
     kernel_key._files_digest.cache_clear()
 

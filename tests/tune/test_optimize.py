@@ -72,6 +72,7 @@ def prefer(monkeypatch, name: str) -> None:
 
 CHOSEN = ("conv_bn_relu_conv", "misaligned_residual", "lstm", "several_inputs_and_outputs",
           "conv1d")  # fmt: skip
+DENSE = ("torch",)  # no segments, next to which not all of these forms are built
 FORMS = ("demasked alone", "norms in the weights", "layers with their epilogues", "channels last")
 
 
@@ -85,7 +86,9 @@ def test_equal_outputs(name: str, form: str, monkeypatch) -> None:
     torch.manual_seed(7)
     model, args = next(c for c in MICROS if c.name == name).make()
     model.eval()
-    found = fast(model, *args)
+    found = fast(model, *args, backends=DENSE)
+    whole = found.demasked.decisions[0]
+    assert whole.chosen == form or form not in whole.seconds
     left = [note for note in found.demasked.notes if "is left out" in note]
     assert left == [], left
     for batch in (len(args[0]), 1, 5):
@@ -121,7 +124,7 @@ def test_what_is_returned_when_the_fastest_form_may_be_slower(name: str, monkeyp
     model = convs()
     with torch.no_grad():
         model[0].weight[:4], model[0].bias[:4], model[1].bias[:4] = 0, 0, 0
-    found = fast(model, X)
+    found = fast(model, X, backends=DENSE)
     agree(model(X), found(X))
     record = found.demasked
     assert isinstance(found, Optimized) == (name == "norms in the weights")
@@ -143,7 +146,8 @@ def test_what_is_returned_when_the_fastest_form_may_be_slower(name: str, monkeyp
 def test_the_result_has_weights_of_its_own(form: str, monkeypatch) -> None:
     prefer(monkeypatch, form)
     model = nn.Sequential(convs(), nn.Conv2d(4, 4, 1)).eval()
-    found = fast(model, X)
+    found = fast(model, X, backends=DENSE)
+    assert found.demasked.decisions[0].chosen == form
     expected = found(X)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -376,7 +380,7 @@ def test_an_image_without_a_batch() -> None:
 def test_one_image(form: str, monkeypatch) -> None:
     prefer(monkeypatch, form)
     model = convs()
-    found = fast(model, X[:1])
+    found = fast(model, X[:1], backends=DENSE)
     for batch in (1, 2, 7):
         x = torch.randn(batch, 3, 10, 10)
         agree(model(x), found(x))
@@ -397,8 +401,17 @@ def test_outputs_lie_in_memory_as_before(form: str, monkeypatch) -> None:
 
     prefer(monkeypatch, form)
     model = Parts().eval()
-    for a, b in zip(model(X), fast(model, X)(X), strict=True):
+    for a, b in zip(model(X), fast(model, X, backends=DENSE)(X), strict=True):
         assert a.stride() == b.stride()
+
+
+def test_next_to_segments_images_are_in_channels_last_only() -> None:
+    pytest.importorskip("llvmlite")
+    names = set(fast(convs(), X).demasked.decisions[0].seconds)
+    dense = set(fast(convs(), X, backends=DENSE).demasked.decisions[0].seconds)
+    assert {"segments of all layers", "demasked alone", "channels last"} <= names
+    assert not {"norms in the weights", "layers with their epilogues"} & names
+    assert set(FORMS) <= dense
 
 
 def test_optimized_again() -> None:

@@ -34,7 +34,7 @@ from demask.facts.movement import moved_fact, shorten_axis
 from demask.facts.recurrent import zero_unit_facts
 from demask.facts.trained import computed_fact, constant_fact, is_computed_weight, trained_nodes
 from demask.failures import attributed
-from demask.numerics import to_computable
+from demask.numerics import has_any, to_computable
 from demask.ops import Declined, Relation, schema
 from demask.ops.notation import Axes
 
@@ -168,7 +168,7 @@ def forward(relation: Relation, facts: Facts, *, weights: bool = False) -> list[
         return [created_fact(relation)] * count
     if relation.moved:
         return [moved_fact(relation, k, inputs) for k in range(count)]
-    if entry.fill == "none" or not any(bool((fact.known | fact.zero).any()) for fact in inputs):
+    if entry.fill == "none" or not any(has_any(fact.known | fact.zero) for fact in inputs):
         return [None] * count
     if entry.fill == "sum":
         return [_contract(relation, inputs)]
@@ -253,7 +253,7 @@ def _run(relation: Relation, inputs: list[Fact]) -> list[Fact | None]:
     mask = torch.ones([1] * len(order), dtype=torch.bool)
     for fact in wide:
         mask = mask & all_over(fact.known, order, relation.complete)
-    if bool(mask.any()) and (values := _values(relation, inputs, arguments)) is not None:
+    if has_any(mask) and (values := _values(relation, inputs, arguments)) is not None:
         facts = [_output_fact(relation, mask, value, k) for k, value in enumerate(values)]
     facts[0] = _apply_affine(relation, wide, _apply_zeros(relation, wide, facts[0]))
     return [None if fact is None else _project(relation, fact, k) for k, fact in enumerate(facts)]
@@ -332,7 +332,7 @@ def _apply_zeros(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fac
         zero = factor.zero
         if fact is not None and fact.fill.is_floating_point():
             zero = zero & ~(fact.known & ~torch.isfinite(to_computable(fact.fill)))
-        if not bool(zero.any()):
+        if not has_any(zero):
             continue
         if fact is None:
             fact = Fact(zero, torch.zeros(zero.shape, dtype=factor.fill.dtype))
@@ -356,7 +356,7 @@ def _apply_affine(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fa
     )
     if "bias" in by_name:
         zero = zero & by_name["bias"].known
-    if not bool(zero.any()):
+    if not has_any(zero):
         return fact
     if fact is None:
         fact = Fact(torch.zeros_like(zero), torch.zeros(zero.shape, dtype=shift.dtype))
@@ -369,7 +369,7 @@ def _contract(relation: Relation, inputs: list[Fact]) -> Fact | None:
     order, factors = _order(relation), relation.factors
     over = relation.contracted | (relation.complete - relation.letters(relation.outs[0]))
     mask = ~any_over(contributions(relation, inputs), order, over)
-    if not bool(mask.any()):
+    if not has_any(mask):
         return None
     fill = known_sum(relation, inputs)
     for k, fact in enumerate(inputs):
@@ -454,7 +454,7 @@ def known_sum(relation: Relation, inputs: list[Fact]) -> Tensor:
         return torch.zeros([1] * len(order), dtype=torch.float64)
     a, b = (over_letters(relation, k, inputs[k]) for k in relation.factors)
     a = uniform_over(a, order, relation.window)
-    if not bool((a.fill != 0).any() and (b.fill != 0).any()):
+    if not (has_any(a.fill != 0) and has_any(b.fill != 0)):
         return torch.zeros([1] * len(order), dtype=torch.float64)
     kernel = relation.window & relation.letters(relation.ins[relation.factors[1]])
     over = set(relation.contracted | kernel)

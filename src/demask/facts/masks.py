@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from demask.numerics import to_computable
+from demask.numerics import all_along, any_along, is_all, to_computable
 from demask.ops.notation import Axes, Axis
 
 
@@ -55,7 +55,7 @@ class Fact:
         key = (zero, axes)
         if key not in self._over:
             mask = self.zero if zero else self.known
-            self._over[key] = shorten_mask(mask.all(dim=axes, keepdim=True) if axes else mask)
+            self._over[key] = shorten_mask(all_along(mask, axes, keepdim=True) if axes else mask)
         return self._over[key]
 
 
@@ -64,7 +64,7 @@ def shorten_mask(mask: Tensor) -> Tensor:
     for axis, n in enumerate(mask.shape):
         if n > 1:
             first = mask.narrow(axis, 0, 1)
-            mask = first if bool((mask == first).all()) else mask
+            mask = first if is_all(mask == first) else mask
     return mask
 
 
@@ -77,9 +77,9 @@ def finite_fact(known: Tensor, fill: Tensor) -> Fact:
     """The fact of finite values only: NaN and infinity count as unknown."""
     if fill.is_floating_point() or fill.is_complex():
         finite = torch.isfinite(to_computable(fill))
-        known = known if bool(finite.all()) else known & finite
+        known = known if is_all(finite) else known & finite
     shape = torch.broadcast_shapes(known.shape, fill.shape)
-    if not bool(known.all()):  # else no copy: constants are as large as the network
+    if not is_all(known):  # else no copy: constants are as large as the network
         fill = torch.where(known, fill, torch.zeros((), dtype=fill.dtype))
     return Fact(known.expand(shape), fill.expand(shape))
 
@@ -144,7 +144,7 @@ def mixed(axes: Axes, size: Mapping[str, int | None]) -> set[str]:
 def any_over(mask: Tensor, order: Sequence[str], letters: Collection[str]) -> Tensor:
     """`any` along some letters, which get size 1."""
     dims = [k for k, letter in enumerate(order) if letter in letters and mask.shape[k] != 1]
-    return mask.any(dim=dims, keepdim=True) if dims else mask
+    return any_along(mask, dims, keepdim=True) if dims else mask
 
 
 def all_over(mask: Tensor, order: Sequence[str], letters: Collection[str]) -> Tensor:
@@ -158,7 +158,7 @@ def uniform_over(fact: Fact, order: Sequence[str], letters: set[str] | frozenset
     for k, letter in enumerate(order):
         if letter in letters and known.shape[k] != 1:
             first = fill.narrow(k, 0, 1)
-            known = (known & (fill == first)).all(dim=k, keepdim=True)
+            known = all_along(known & (fill == first), [k], keepdim=True)
             fill = first
     removed = None if removed is None else all_over(removed, order, letters)
     return Fact(known, torch.where(known, fill, torch.zeros((), dtype=fill.dtype)), removed)
@@ -166,5 +166,8 @@ def uniform_over(fact: Fact, order: Sequence[str], letters: set[str] | frozenset
 
 def along(mask: Tensor, axis: int) -> Tensor:
     """A 1-D mask: any element at each position of one axis (length 1: the same all along)."""
+    for k in range(mask.ndim):
+        if k != axis and mask.stride(k) == 0 and mask.shape[k] > 1:  # expanded: one value
+            mask = mask.narrow(k, 0, 1)
     rest = [k for k in range(mask.ndim) if k != axis]
-    return mask.any(dim=rest) if rest else mask
+    return any_along(mask, rest) if rest else mask

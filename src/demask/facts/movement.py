@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from demask.facts.masks import Fact, uniform_over
+from demask.numerics import is_all
 from demask.ops import Relation, schema
 
 
@@ -57,7 +58,7 @@ def shorten_axis(fact: Fact, axis: int) -> Fact:
     if not fact.known.shape[axis] or not fact.fill.shape[axis]:
         return fact
     known, fill = fact.known.narrow(axis, 0, 1), fact.fill.narrow(axis, 0, 1)
-    same = bool((fact.known == known).all()) and bool((fact.fill == fill).all())
+    same = is_all(fact.known == known) and is_all(fact.fill == fill)
     return Fact(known, fill) if same else fact
 
 

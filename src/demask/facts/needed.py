@@ -29,6 +29,7 @@ from demask.facts.masks import Fact, all_over, any_over, mixed, project, spread
 from demask.facts.movement import moved_axis
 from demask.facts.recurrent import add_recurrent_needs, deciding_output
 from demask.failures import attributed
+from demask.numerics import has_any
 from demask.ops import Relation, schema
 
 Edge = tuple[fx.Node, int]  # a call and which of its operands
@@ -93,11 +94,11 @@ def _add_needs_of_operands(
                 _need_whole(needs, source)
         return
     live = [needs.value[key] & ~facts[key].known for key in keys]
-    if isinstance(relation, Relation) and relation.back and any(bool(m.any()) for m in live):
+    if isinstance(relation, Relation) and relation.back and any(map(has_any, live)):
         live = add_recurrent_needs(relation, operand_facts(relation, facts), live)
         for key, mask in zip(keys, live, strict=True):
             needs.value[key] = needs.value[key] | mask
-    if not any(bool(mask.any()) for mask in live):
+    if not any(map(has_any, live)):
         return
     if not isinstance(relation, Relation):
         for source in node.all_input_nodes:

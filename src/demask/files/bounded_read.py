@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
-from typing import Any
+from typing import Any, BinaryIO
 
 from demask.errors import BadInput, RefusedFile
 
@@ -87,19 +87,31 @@ def open_zip(
         BadInput: missing, not a zip, or truncated.
         RefusedFile: compressed, encrypted or overlapping entries, links, unsafe names.
     """
+    with (
+        open_plain(path) as file,
+        check_zip(file, os.fstat(file.fileno()).st_size, path, compressed=compressed) as archive,
+    ):
+        yield archive
+
+
+@contextmanager
+def check_zip(
+    file: BinaryIO | FileIO, size: int, what: object, *, compressed: bool = False
+) -> Iterator[zipfile.ZipFile]:
+    """The zip archive in a file of `size` bytes; `what` prefixes errors, else as `open_zip`."""
     try:
-        with open_plain(path) as file, zipfile.ZipFile(file) as archive:
-            _check_directory(archive, os.fstat(file.fileno()).st_size, compressed)
+        with zipfile.ZipFile(file) as archive:
+            _check_directory(archive, size, compressed)
             yield archive
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise BadInput(
-            f"{path}: expected a zip archive, got something else or a truncated one ({error}); "
+            f"{what}: expected a zip archive, got something else or a truncated one ({error}); "
             "copy or export the file again"
         ) from error
     except BadInput as error:
-        raise type(error)(f"{path}: {error}") from None
+        raise type(error)(f"{what}: {error}") from None
     except (ValueError, RuntimeError) as error:
-        raise BadInput(f"{path}: the zip archive is damaged ({error}); copy it again") from error
+        raise BadInput(f"{what}: the zip archive is damaged ({error}); copy it again") from error
 
 
 def _check_directory(archive: zipfile.ZipFile, file_bytes: int, compressed: bool) -> None:

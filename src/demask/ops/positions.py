@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.numerics import any_along
 from demask.ops import schema
 from demask.ops.notation import Axes, Line
 from demask.ops.schema import Operand
@@ -142,7 +143,7 @@ def _read(first: Tensor, second: Tensor, axes: Axes, base: str) -> IndexMap:
     is_moved = rows != shifted_rows
     column = is_moved.to(torch.int8).argmax(1, keepdim=True)
     codes = rows.gather(1, column).squeeze(1)
-    padded = ~is_moved.any(1)
+    padded = ~any_along(is_moved, [1])
     source = torch.div(codes, _STEP, rounding_mode="floor").long()
     position = (codes - source * _STEP).long()
     value = float(rows[padded][0, 0]) if bool(padded.any()) else 0.0

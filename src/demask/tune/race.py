@@ -26,7 +26,13 @@ from demask.tune.candidates import Candidate
 
 LOOKS, ROUNDS, SECONDS = 5, 15, 20.0  # rounds of the screening and of the final; seconds at most
 WARMUP = 1  # calls before the timed ones: every network has been called before
-FAR = 1.5  # candidates slower than this many times the fastest do not enter the final
+FAR = 1.25  # candidates slower than this many times the fastest do not enter the final
+
+
+def first_line(error: Exception) -> str:
+    """Type and first line of an exception."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__} {line:.120}".strip()
 
 
 def clone_inputs(inputs: Any) -> Any:
@@ -76,9 +82,9 @@ class CandidateRace:
         rounds = self.rounds(names, pairs, SECONDS)
         return {name: median(seconds) for name, seconds in rounds.items()}
 
-    def against_baseline(self, name: str) -> dict[str, list[float]]:
+    def against_baseline(self, name: str, pairs: int | None = None) -> dict[str, list[float]]:
         """Seconds of each round of a candidate and of the baseline."""
-        return self.rounds([GIVEN, name], PAIRS, float("inf"))
+        return self.rounds([GIVEN, name], PAIRS if pairs is None else pairs, float("inf"))
 
     def rounds(self, names: Sequence[str], pairs: int, seconds: float) -> dict[str, list[float]]:
         """Seconds of each round by name: `pairs` rounds, fewer after `seconds`."""
@@ -127,6 +133,18 @@ class CandidateRace:
         rounds = self.against_baseline(name)
         speed = replace(speed_of(rounds[GIVEN], rounds[name]), threads=self.threads)
         return speed, 1 / lower_bound(rounds[name], rounds[GIVEN]) < ALLOWED
+
+    def admit(self, name: str, network: nn.Module) -> list[str]:
+        """Add a network that computes what the baseline does; the reason why not, if it does
+        not."""
+        try:
+            failure = self.difference(network)
+        except Exception as error:  # of any type: another network is returned
+            failure = f"it fails ({first_line(error)})"
+        if failure:
+            return [f"{name}: left out, {failure}"]
+        self.modules[name] = network
+        return []
 
     def difference(self, network: nn.Module) -> str:
         """Description of the first output that differs by more than rounding, on the example or on

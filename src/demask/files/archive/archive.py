@@ -6,44 +6,40 @@ graph must be identifiers, because torch.fx writes Python source from them.
 
 from __future__ import annotations
 
-import json
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from operator import attrgetter
-from typing import Any
+from typing import Any, BinaryIO
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
-from demask.compat.fx_internals import PyTreeCodeGen, PyTreeInfo, codegen_of
+from demask.compat.fx_internals import PyTreeInfo
 from demask.compat.onednn import available
 from demask.errors import BadInput, RefusedFile
 from demask.failures import public
 from demask.files.allowed_names import check_fqn, check_name
+from demask.files.archive.encode_network import VERSION, encode_network, named_tensors
 from demask.files.archive.node_codec import (
     decode,
     decode_target,
     decode_value,
-    encode,
-    encode_target,
-    encode_value,
 )  # fmt: skip
 from demask.files.atomic_write import write
-from demask.files.bounded_read import open_zip, read_json
+from demask.files.bounded_read import check_zip, open_zip, read_json
 from demask.files.into_class import resize
 from demask.files.pytree_specs import check_call_spec, load_spec
 from demask.files.weight_file import StoredTensor, WeightFile
-from demask.graph.provenance import Provenance, provenance_of
-from demask.graph.result.class_result import as_graph
+from demask.graph.provenance import Provenance
 from demask.graph.result.demasked_module import Demasked, apply_pass
 from demask.graph.result.module_calls import KINDS as MODULES
-from demask.graph.result.module_calls import constructor_arguments, create_without_memory, kind_of
+from demask.graph.result.module_calls import create_without_memory
 from demask.graph.result.recurrent_modules import refresh_tensors
 from demask.graph.result.restore_modules import join_twins
 from demask.graph.result.uncalled_modules import is_holder
@@ -53,7 +49,6 @@ from demask.registry import RESULT_KINDS
 from demask.tune.epilogue import is_fused, is_pack, unfuse
 from demask.tune.module.optimized_module import Optimized
 
-VERSION = 1
 GRAPH, TENSORS = "graph.json", "tensors.safetensors"
 
 _OPS = ("placeholder", "get_attr", "call_function", "call_module", "output")
@@ -79,26 +74,23 @@ def save(slim: nn.Module, path: str | os.PathLike[str]) -> None:
         ...     demask.load(f"{folder}/net.demask").demasked.after.parameters
         10
     """
-    provenance_of(slim)
-    graph: fx.GraphModule = as_graph(slim)
-    table, stored = _tensor_table(graph)
-    document = {
-        "format": "demask",
-        "version": VERSION,
-        "optimized": isinstance(graph, Optimized),
-        **_signature(graph),
-        "nodes": [_encode_node(node) for node in graph.graph.nodes],
-        "modules": dict(_module_specs(graph)),
-        "tensors": table,
-        "training": [name for name, module in graph.named_modules() if module.training],
-        "demasked": provenance_of(graph).to_dict(),
-        **_extra(graph),
-    }
-    text = json.dumps(document, allow_nan=False)
-    with write(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+    text, tensors = encode_network(slim)
+    with write(path) as file:
+        _write_zip(file, text, tensors)
+
+
+def to_bytes(slim: nn.Module) -> bytes:
+    """The content of the file that `save` writes; errors as there."""
+    file = BytesIO()
+    _write_zip(file, *encode_network(slim))
+    return file.getvalue()
+
+
+def _write_zip(file: BinaryIO, text: str, tensors: bytes) -> None:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         # A fixed date, so that equal networks have equal files.
         archive.writestr(zipfile.ZipInfo(GRAPH), text)
-        archive.writestr(zipfile.ZipInfo(TENSORS), safetensors.torch.save(stored))
+        archive.writestr(zipfile.ZipInfo(TENSORS), tensors)
 
 
 @public
@@ -126,14 +118,8 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
         Linear(in_features=3, out_features=2, bias=True)
     """
     with open_zip(path) as archive:
-        document = read_json(archive, GRAPH)
-        _check_head(document)
-        if sorted(archive.namelist()) != [GRAPH, TENSORS]:
-            raise RefusedFile(f"expected the entries {GRAPH} and {TENSORS} only")
-        try:
-            stored = safetensors.torch.load(archive.read(TENSORS))
-        except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-            raise BadInput(f"{TENSORS} is damaged ({error}); copy the file again") from error
+        document = _read_document(archive)
+        stored = _read_tensors(archive)
         slim = _build(document, stored)
     if into is None:
         return slim
@@ -142,6 +128,28 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
     result = resize(into, state, slim.demasked.numbers)
     vars(result)["demasked"] = slim.demasked
     return result
+
+
+def from_bytes(content: bytes) -> Any:
+    """The network in the content of a file; errors as `load`."""
+    with check_zip(BytesIO(content), len(content), "the content") as archive:
+        return _build(_read_document(archive), _read_tensors(archive))
+
+
+def _read_document(archive: zipfile.ZipFile) -> Any:
+    """The JSON document of a file with no other entries than it should have."""
+    document = read_json(archive, GRAPH)
+    _check_head(document)
+    if sorted(archive.namelist()) != [GRAPH, TENSORS]:
+        raise RefusedFile(f"expected the entries {GRAPH} and {TENSORS} only")
+    return document
+
+
+def _read_tensors(archive: zipfile.ZipFile) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load(archive.read(TENSORS))
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise BadInput(f"{TENSORS} is damaged ({error}); copy the file again") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +168,7 @@ class Outline:
 def outline(path: str | os.PathLike[str]) -> Outline:
     """The network that `save` wrote to `path`, without its tensors; errors as `load`."""
     with open_zip(path) as archive:
-        document = read_json(archive, GRAPH)
-        _check_head(document)
-        if sorted(archive.namelist()) != [GRAPH, TENSORS]:
-            raise RefusedFile(f"expected the entries {GRAPH} and {TENSORS} only")
+        document = _read_document(archive)
         entry = archive.getinfo(TENSORS)
         with archive.open(entry):  # which checks the entry's own header
             start = _begins(path, entry)
@@ -180,97 +185,6 @@ def _begins(path: str | os.PathLike[str], entry: zipfile.ZipInfo) -> int:
         file.seek(entry.header_offset + 26)
         name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
     return entry.header_offset + 30 + name + extra
-
-
-def _signature(slim: fx.GraphModule) -> dict[str, Any]:
-    codegen = codegen_of(slim.graph)
-    info = codegen.pytree_info if isinstance(codegen, PyTreeCodeGen) else None
-    if info is None or info.out_spec is None:
-        raise BadInput("expected a demasked network, got a graph without a call signature")
-    try:
-        specs = [pytree.treespec_dumps(spec) for spec in (info.in_spec, info.out_spec)]
-    except (NotImplementedError, TypeError) as error:
-        raise BadInput(
-            f"the model takes or returns a type that cannot be written: {error}; register it with "
-            "torch.export.register_dataclass(cls, serialized_type_name=...)"
-        ) from error
-    return {"orig_args": list(info.orig_args), "in_spec": specs[0], "out_spec": specs[1]}
-
-
-def _extra(slim: nn.Module) -> dict[str, Any]:
-    if not isinstance(slim, Demasked):
-        return {}
-    kind = RESULT_KINDS.name_of(type(slim).graph_module())
-    return {} if kind is None else {"kind": kind, "extra": slim._archived()}
-
-
-def _encode_node(node: fx.Node) -> dict[str, Any]:
-    target = encode_target(node.target) if node.op == "call_function" else str(node.target)
-    args = [encode(argument) for argument in node.args]
-    kwargs = {name: encode(argument) for name, argument in node.kwargs.items()}
-    row = {"op": node.op, "name": node.name, "target": target, "args": args, "kwargs": kwargs}
-    value = node.meta.get("value")
-    return row if value is None else row | {"value": encode_value(value)}
-
-
-def _module_specs(slim: fx.GraphModule) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name, module in slim.named_modules(remove_duplicate=False):
-        if is_holder(module) or module is slim:
-            continue
-        kind = kind_of(module)
-        if kind is None:
-            raise BadInput(f"module {name} is a {type(module).__name__}, which the format cannot "
-                           f"store; it stores {', '.join(sorted(MODULES))}")  # fmt: skip
-        fields = dict(constructor_arguments(module, kind))
-        if _shapes(create_without_memory(kind, fields)) != _shapes(module):
-            raise BadInput(
-                f"module {name} has other tensors than a {kind.__name__} of its sizes; make "
-                "pruning and parametrizations permanent first (torch.nn.utils.prune.remove, "
-                "torch.nn.utils.parametrize.remove_parametrizations)"
-            )
-        yield name, {"type": kind.__name__, **{n: encode(value) for n, value in fields.items()}}
-
-
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in module.state_dict().items()}
-
-
-def _tensor_table(slim: fx.GraphModule) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Per tensor a row with its name, properties and key of its values; and the values by key."""
-    table, stored, keys = [], {}, {}
-    for name, tensor, persistent in _named_tensors(slim):
-        order = _dimension_order(tensor)
-        if id(tensor) not in keys:
-            keys[id(tensor)] = f"t{len(keys)}"
-            # A copy: safetensors refuses tensors that share memory.
-            stored[keys[id(tensor)]] = tensor.detach().cpu().permute(order).contiguous().clone()
-        table.append(
-            {
-                "name": name,
-                "stored": keys[id(tensor)],
-                "order": order,
-                "parameter": isinstance(tensor, nn.Parameter),
-                "persistent": persistent,
-                "requires_grad": tensor.requires_grad,
-            }
-        )
-    return table, stored
-
-
-def _named_tensors(slim: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Name, tensor and whether it is in the state dict, also of plain tensor attributes."""
-    for prefix, module in slim.named_modules(remove_duplicate=False):
-        plain = {n: v for n, v in vars(module).items() if isinstance(v, Tensor)}
-        not_persistent = module._non_persistent_buffers_set | plain.keys()
-        for name, tensor in (*module._parameters.items(), *module._buffers.items(), *plain.items()):
-            if tensor is not None:
-                yield f"{prefix}.{name}".lstrip("."), tensor, name not in not_persistent
-
-
-def _dimension_order(tensor: Tensor) -> list[int]:
-    """The axes from outermost to innermost in memory, which preserves channels_last."""
-    axes = range(tensor.ndim)
-    return sorted(axes, key=lambda d: -tensor.stride(d)) if 0 not in tensor.stride() else [*axes]
 
 
 def _check_head(document: Any) -> None:
@@ -445,7 +359,7 @@ def _parent(slim: nn.Module, name: str) -> tuple[nn.Module, str]:
 def _add_nodes(graph: fx.Graph, rows: list[Any], slim: nn.Module) -> None:
     nodes: dict[str, fx.Node] = {}
     has_output = False
-    tensors = {n for n, _, _ in _named_tensors(slim)}
+    tensors = {n for n, _, _ in named_tensors(slim)}
     modules = {n for n, m in slim.named_modules(remove_duplicate=False) if not is_holder(m)}
     for row in rows:
         match row:

@@ -1,4 +1,5 @@
-"""Kernels compiled to machine code by LLVM in this process, or by an earlier one (`code_files`)."""
+"""Kernels compiled to machine code by LLVM in this process, or by an earlier one, whose files
+(`machine.private_files`) this one reads."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from demask.kernels.llvm.code_files import CodeFiles
 from demask.kernels.llvm.emitter import Emitter, Kernel
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.llvm.kernel_key import kernel_key
+from demask.machine.cache_folder import cache_folder
+from demask.machine.private_files import PrivateFiles
+
+LIMIT, MOST = 2**28, 2**24  # bytes of all files of kernels, and of one
 
 
 def source(kernels: Iterable[Kernel], isa: Isa, names: Iterable[str] | None = None) -> str:
@@ -67,7 +71,7 @@ class Code:
     files: those of earlier and later processes, if any. compiled: how many this process compiled.
     """
 
-    def __init__(self, files: CodeFiles | None = None) -> None:
+    def __init__(self, files: PrivateFiles | None = None) -> None:
         self.known: dict[tuple[Any, Isa], int] = {}
         self.engines: list[Any] = []
         self.lock = threading.Lock()
@@ -118,4 +122,10 @@ class Code:
         return content
 
 
-CODE = Code(CodeFiles.usual())
+def _usual_files() -> PrivateFiles | None:
+    """The files in demask's cache folder; None where the system has no such folder."""
+    folder = cache_folder()
+    return PrivateFiles.of(folder and folder / "kernels", "kernel", LIMIT, MOST)
+
+
+CODE = Code(_usual_files())

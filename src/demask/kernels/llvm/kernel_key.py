@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ import numpy as np
 
 from demask.kernels.llvm import activations
 from demask.kernels.llvm.isa import Isa
+from demask.machine.private_files import files_digest
 
-IMPORTED = time.time()
 FORMAT = "1"  # of what the named files contain
 SCALARS = (type(None), bool, int, str, bytes)
 
@@ -79,15 +78,4 @@ def _files_digest(module: str) -> str | None:
     files = [*sorted(kernels.rglob("*.py")), kernels.parent / "ops" / "activations.py"]
     if own is None or not own.endswith(".py") or not kernels.is_dir():
         return None
-    digest = hashlib.sha256()
-    for path in dict.fromkeys([*files, Path(own)]):
-        try:
-            # What was edited since is not what this process has imported.
-            is_newer = path.stat().st_mtime >= IMPORTED
-            content = path.read_bytes()
-        except OSError:
-            return None
-        if is_newer:
-            return None
-        digest.update(hashlib.sha256(content).digest())
-    return digest.hexdigest()
+    return files_digest(dict.fromkeys([*files, Path(own)]))

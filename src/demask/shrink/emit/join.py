@@ -271,7 +271,8 @@ def _extend_prefix(
     wanted = layout[axis] or tuple(range(relation.node.meta["val"].shape[axis]))
     if own is None or other is None or signs[1 - base] != 1 or len(own) >= len(wanted):
         return None
-    common, rest = [p for p in other if p in set(own)], list(wanted[len(own) :])
+    own_places = {p: k for k, p in enumerate(own)}
+    common, rest = [p for p in other if p in own_places], list(wanted[len(own) :])
     if tuple(wanted[: len(own)]) != tuple(own) or list(other) != common + rest:
         return None
     if bool((delta != 0).any()) or not _is_aligned(context, relation, layout, axis):
@@ -279,7 +280,7 @@ def _extend_prefix(
     first, second = adapter.emitted[key_of(source)].node, adapter.emitted[key_of(added)].node
     if common:
         part = adapter.select(second, axis, range(len(common)))
-        index = context.store.index([own.index(p) for p in common])
+        index = context.store.index([own_places[p] for p in common])
         first = mark_effect(
             editor.call(aten.index_add.default, first, axis, index, part), "scatter-add"
         )
@@ -329,12 +330,14 @@ def _lay_out(
     elif set(have) <= set(wanted):
         part[axis] = available
     else:
-        have = [p for p in have if p in set(wanted)]
+        needed = set(wanted)
+        have = [p for p in have if p in needed]
         part[axis] = whole(have, real)
     base = adapter.adapt(source, tuple(part))
     if base.meta["val"].dtype != delta.dtype:
         base = context.editor.call(aten.to.dtype, base, delta.dtype)
-    missing = [k for k, p in enumerate(wanted) if p not in set(have)]
+    places = set(have)
+    missing = [k for k, p in enumerate(wanted) if p not in places]
     value = 0.0
     if missing:
         index = torch.tensor(missing)

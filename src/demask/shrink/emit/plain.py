@@ -65,7 +65,8 @@ def _emit_moved(context: EmitContext, relation: Relation, out: int) -> None:
         # A constant is stored once, however often its entries are read.
         stored = sorted(set(real)) if operand.op == "get_attr" and len(real) > size else real
         want[source] = whole(stored, size)
-        pads.append((source, rows, move, [stored.index(p) for p in real]))
+        place = {p: k for k, p in reversed(list(enumerate(stored)))}
+        pads.append((source, rows, move, [place[p] for p in real]))
     value = context.adapter.adapt(operand, tuple(want))
     for source, rows, move, read in pads:
         if read != list(range(value.meta["val"].shape[source])):

@@ -21,6 +21,7 @@ from demask.facts.masks import along, any_over
 from demask.facts.needed import Needs, needed
 from demask.facts.recurrent import needed_features, roles
 from demask.failures import attributed
+from demask.numerics import any_along, has_any
 from demask.ops import Relation, schema
 from demask.ops.notation import Axis
 from demask.shrink.layout.cells import Cells, Layout, Positions, whole
@@ -133,7 +134,7 @@ class Placer:
         return box
 
     def live(self, key: Key) -> bool:
-        return bool(self.needs.live[key].any()) if key in self.needs.live else False
+        return has_any(self.needs.live[key]) if key in self.needs.live else False
 
     def _add_whole(self, node: fx.Node) -> None:
         """Require inputs, and outputs of ops without an entry, to be whole."""
@@ -305,7 +306,9 @@ class Placer:
         for k in range(len(cells)):
             rest = [d for d in range(len(cells)) if d != k]
             mine = (
-                part.any(dim=rest) if not whole[k] else torch.ones(part.shape[k], dtype=torch.bool)
+                any_along(part, rest)
+                if not whole[k]
+                else torch.ones(part.shape[k], dtype=torch.bool)
             )
             product = product.unsqueeze(-1) & mine
         return product.reshape(-1)

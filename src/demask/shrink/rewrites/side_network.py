@@ -31,6 +31,7 @@ from demask.facts.known import Facts, Key, Relations, key_of
 from demask.facts.needed import Needs, needed
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
+from demask.numerics import has_any
 from demask.ops import Relation, schema
 from demask.shrink.emit.constant_store import ConstantStore
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
@@ -45,7 +46,7 @@ def split_side_network(analysis: LayoutAnalysis) -> Program | None:
     if not batch:
         return None
     independent = analysis.input_independent
-    varying = {key for key, mask in independent.items() if bool((mask & ~facts[key].known).any())}
+    varying = {key for key, mask in independent.items() if has_any(mask & ~facts[key].known)}
     if not varying:
         return None
     needs = needed(program.graph, relations, as_known(facts, independent))

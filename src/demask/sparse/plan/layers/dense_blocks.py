@@ -41,17 +41,22 @@ def dense_blocks(matrix: Csr, channels: np.ndarray, count: int, taps: int) -> li
     few = sum(len(read) > 0 for read in supports) * LEAST_ROWS <= max(is_used.sum(), LEAST_ROWS)
     if len(matrix) < DENSE * products * taps or not few:
         return []
-    number, blocks = np.zeros(matrix.count, np.int64), []
-    for rows, read in zip(groups, supports, strict=True):
-        blocks.append(DenseBlock(rows, read, np.zeros((len(rows), len(read), taps), np.float32)))
-        number[rows] = np.arange(len(rows))
     order = np.searchsorted(np.unique(kinds), kinds)[matrix.rows]
-    for k, block in enumerate(blocks):
-        own = order == k
-        read = np.searchsorted(block.channels, channels[own])
-        tap = matrix.columns[own] % taps
-        block.weight[number[matrix.rows[own]], read, tap] = matrix.values[own]
+    place, blocks = np.zeros((matrix.count, count), np.int64), []
+    for k, (rows, read) in enumerate(zip(groups, supports, strict=True)):
+        block = DenseBlock(rows, read, np.zeros((len(rows), len(read), taps), np.float32))
+        place[np.ix_(rows, read)] = np.arange(len(rows) * len(read)).reshape(len(rows), -1)
+        own = order == k if len(groups) > 1 else slice(None)
+        where = place[matrix.rows[own], channels[own]] * taps + matrix.columns[own] % taps
+        block.weight.reshape(-1)[where] = matrix.values[own]
+        blocks.append(block)
     return blocks
+
+
+def whole_block(matrix: Csr, channels: int, taps: int) -> DenseBlock:
+    """The only block of a weight without zeros, with its values row by row."""
+    weight = matrix.values.reshape(matrix.count, channels, taps)
+    return DenseBlock(np.arange(matrix.count), np.arange(channels), weight)
 
 
 def _kinds(reads: np.ndarray) -> np.ndarray:

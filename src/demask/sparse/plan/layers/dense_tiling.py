@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from demask.kernels.llvm.isa import Isa
-from demask.sparse.plan.layers.tiling import rects
+from demask.sparse.plan.layers.tiling import rect_counts
 
 INPUTS = 28 * 1024  # bytes of inputs that a tile reads from a block of input channels
 UNROLLED = 4  # input channels per iteration of a kernel of one position
@@ -101,7 +101,6 @@ def _cost(problem: DenseProblem, tiling: DenseTiling) -> float:
     blocks = split_outputs(problem.outputs, tiling.rows) or (0, 0)
     passes = -(-problem.channels // tiling.inner)
 
-    @functools.cache
     def tile_cost(positions: int) -> float:
         cycles = 0.0
         for rows, count in zip((tiling.rows, tiling.rows - 1), blocks, strict=True):
@@ -111,8 +110,10 @@ def _cost(problem: DenseProblem, tiling: DenseTiling) -> float:
             cycles += count * (problem.channels * channel + passes * (BLOCK + SUM * sums))
         return cycles
 
-    return max(sum(tile_cost(h * w) for *_, h, w in rects((0, 0, *part), tiling.tile))
-               for part in problem.parts)  # fmt: skip
+    return max(
+        sum(count * tile_cost(h * w) for h, w, count in rect_counts(*part, tiling.tile))
+        for part in problem.parts
+    )
 
 
 def pack(weight: np.ndarray, tiling: DenseTiling) -> np.ndarray:

@@ -18,7 +18,7 @@ from demask.sparse.plan.layers.depthwise_layer import emit_depthwise
 from demask.sparse.plan.layers.narrow_layer import emit_narrow, is_narrow
 from demask.sparse.plan.layers.pack_weights import Stream, dealt, packed
 from demask.sparse.plan.layers.tiling import Tiling, TilingProblem, best, strips
-from demask.sparse.plan.layers.window_piece import WindowPiece, tile_lines, tiles_by_size
+from demask.sparse.plan.layers.window_piece import WindowPiece, places_of, tile_lines, tiles_by_size
 from demask.sparse.plan.tape import KernelCall, Tape
 from demask.sparse.plan.tile_layout import Area, At
 
@@ -80,7 +80,7 @@ def chain_pays(shapes: Sequence[TilingProblem], threads: int, isa: Isa) -> bool:
 
 def _stream(piece: WindowPiece, rows: np.ndarray, tiling: Tiling, isa: Isa) -> Stream:
     """The stream of some rows of a window."""
-    return packed(piece.weight, piece.places, rows, tiling.block, tiling.side, isa.line)
+    return packed(piece.weight, places_of(piece), rows, tiling.block, tiling.side, isa.line)
 
 
 def _emit(tape: Tape, thread: int, piece: WindowPiece, tiling: Tiling, stream: Stream,

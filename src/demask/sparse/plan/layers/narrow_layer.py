@@ -85,7 +85,7 @@ def _emit_sparse(tape: Tape, isa: Isa, piece: WindowPiece) -> None:
             np.zeros(source.shape, weight.values.dtype),
         )
         if len(weight):
-            columns[:] = piece.places.channels[source]
+            columns[:] = piece.channels[source]
             values[:] = np.where(slices.source >= 0, weight.values[source], 0)
         outs, adds = _elements(piece, slice_rows, isa)
         channels = np.arange(piece.x.layout.size[1])

@@ -90,6 +90,9 @@ def _nonzeros(
     if len(values) != step.out * columns:
         shape = f"{step.out} x {columns}"
         raise BadInput(f"expected a matrix {shape} in {_name(step)}, got {len(values)} values")
+    if values.all():
+        rows, places_in_row = np.indices((step.out, columns), np.int32).reshape(2, -1)
+        return rows, places_in_row, values
     places = np.flatnonzero(values)
     rows, places_in_row = np.divmod(places, columns)
     return rows.astype(np.int32), places_in_row.astype(np.int32), values[places]

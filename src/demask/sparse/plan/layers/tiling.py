@@ -72,6 +72,24 @@ def _pieces(begin: int, end: int, most: int) -> Iterator[tuple[int, int]]:
     yield from ((a, b - a) for a, b in pairwise(bounds))
 
 
+def rect_counts(rows: int, columns: int, tile: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
+    """(rows, columns, number) of tiles of each size that `rects` yields.
+
+    >>> list(rect_counts(5, 4, (2, 4)))
+    [(1, 4, 1), (2, 4, 2)]
+    """
+    for h, high in _lengths(rows, tile[0]):
+        for w, wide in _lengths(columns, tile[1]):
+            yield h, w, high * wide
+
+
+def _lengths(size: int, most: int) -> list[tuple[int, int]]:
+    """(length, number) of the pieces of a size."""
+    count = -(-size // most)
+    shorter, longer = size // count, size % count
+    return [(n, k) for n, k in ((shorter, count - longer), (shorter + 1, longer)) if k]
+
+
 def strips(rows: int, columns: int, most: int, tile: int) -> Iterator[Area]:
     """Strips of whole rows with about `most` positions, at least as high as a tile."""
     yield from ((i, 0, h, columns) for i, h in _pieces(0, rows, max(tile, most // columns)))
@@ -81,8 +99,9 @@ def cost(shape: TilingProblem, tiling: Tiling, threads: int, line: int) -> float
     """Cycles of the thread with the most work."""
     blocks = -(-shape.channels // tiling.block)
     rows, nonzeros = shape.outputs, float(shape.nonzeros)
-    part_cycles = [sum(_tile(shape, tiling, blocks, rows, nonzeros, *rect[2:], line)
-                for rect in rects((0, 0, *part), tiling.tile)) for part in shape.parts]  # fmt: skip
+    part_cycles = [sum(count * _tile(shape, tiling, blocks, rows, nonzeros, h, w, line)
+                       for h, w, count in rect_counts(*part, tiling.tile))
+                   for part in shape.parts]  # fmt: skip
     input_lines = sum(_read(shape, *part) for part in shape.parts) * shape.channels
     if len(shape.parts) == threads and not tiling.by_rows:
         return input_lines * NEAR + max(part_cycles)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from demask.kernels.cpu.tiles.sparse_tile import TILE
-from demask.sparse.plan.layers.dense_blocks import DenseBlock, dense_blocks
+from demask.sparse.plan.layers.dense_blocks import DenseBlock, dense_blocks, whole_block
 from demask.sparse.plan.layers.layer_windows import OutputWindow, first_read, windows
 from demask.sparse.plan.layers.pack_weights import Csr, Places, read
 from demask.sparse.plan.layers.tiling import TilingProblem, rects
@@ -20,6 +20,7 @@ from demask.sparse.plan.tile_layout import Area, At, TileGrid
 from demask.sparse.segment_steps import ConvStep
 
 DEPTHWISE = 0.5  # share of nonzeros from which a depthwise weight is multiplied with its zeros
+UNREAD = 2**30  # in the place of a position that a window does not read
 
 Size = tuple[int, int]  # rows and columns of a tile
 
@@ -45,8 +46,17 @@ def read_weight(step: ConvStep, weights: Sequence[Tensor], channels: int) -> Ste
     of = group * (channels // step.groups) + matrix.columns // math.prod(step.kernel)
     depthwise = is_depthwise(step, channels, weights)
     is_dense = not depthwise and matrix.kind == "float32"
-    blocks = dense_blocks(matrix, of, channels, math.prod(step.kernel)) if is_dense else ()
+    blocks = _blocks(step, matrix, of, channels) if is_dense else ()
     return StepWeight(matrix, of, depthwise, blocks)
+
+
+def _blocks(step: ConvStep, matrix: Csr, of: np.ndarray, channels: int) -> Sequence[DenseBlock]:
+    """The dense blocks of a weight. of: input channel of each nonzero."""
+    taps = math.prod(step.kernel)
+    is_whole = step.weight.csr is None and len(matrix) == matrix.count * channels * taps
+    if is_whole and len(matrix):
+        return (whole_block(matrix, channels, taps),)
+    return dense_blocks(matrix, of, channels, taps)
 
 
 def is_depthwise(step: ConvStep, channels: int, weights: Sequence[Tensor]) -> bool:
@@ -62,13 +72,13 @@ def is_depthwise(step: ConvStep, channels: int, weights: Sequence[Tensor]) -> bo
 
 @dataclass(frozen=True, slots=True)
 class WindowPiece:
-    """A window of a layer with its buffers: nonzeros, the lines that they read, tiling problem."""
+    """A window of a layer with its buffers: nonzeros, their input channels, tiling problem."""
 
     step: ConvStep
     window: OutputWindow
     layer: StepWeight
     weight: Csr
-    places: Places
+    channels: np.ndarray
     shape: TilingProblem
     x: Buffer
     add: Buffer
@@ -84,25 +94,33 @@ def pieces(
 
 def _piece(step: ConvStep, window: OutputWindow, layer: StepWeight, x: Buffer, add: Buffer,
            out: Buffer) -> WindowPiece:  # fmt: skip
-    """The nonzeros that a window reads, and their lines."""
-    x_layout, kernel = x.layout, math.prod(step.kernel)
+    """The nonzeros that a window reads."""
     weight, channels = layer.matrix, layer.channels
-    ky, kx = weight.columns % kernel // step.kernel[1], weight.columns % step.kernel[1]
-    taps = [np.array([2**30 if tap is None else tap for tap in taps], np.int32)
-            for taps in window.taps]  # fmt: skip
-    dy, dx = taps[0][ky], taps[1][kx]
-    is_used = (dy < 2**30) & (dx < 2**30)
-    if not is_used.all():
+    if any(tap is None for taps in window.taps for tap in taps):
+        dy, dx = _taps(step, window, weight)
+        is_used = (dy < UNREAD) & (dx < UNREAD)
         weight = replace(weight, rows=weight.rows[is_used], columns=weight.columns[is_used],
                          values=weight.values[is_used])  # fmt: skip
-        dy, dx, channels = dy[is_used], dx[is_used], channels[is_used]
-    lines = (dy + x_layout.border[0]) * x_layout.row + dx + x_layout.border[2]
-    rows = np.arange(weight.count)
-    places = Places(
-        channels, lines, rows * out.layout.pitch, rows * add.layout.pitch, x_layout.pitch
-    )
-    shape = shape_of(step, window, out.layout.grid, x_layout.size[1], len(weight))
-    return WindowPiece(step, window, layer, weight, places, shape, x, add, out)
+        channels = channels[is_used]
+    shape = shape_of(step, window, out.layout.grid, x.layout.size[1], len(weight))
+    return WindowPiece(step, window, layer, weight, channels, shape, x, add, out)
+
+
+def _taps(step: ConvStep, window: OutputWindow, weight: Csr) -> list[np.ndarray]:
+    """The row and column of the window that each nonzero reads; UNREAD for none."""
+    kernel, width = math.prod(step.kernel), step.kernel[1]
+    positions = weight.columns % kernel // width, weight.columns % width
+    return [np.array([UNREAD if tap is None else tap for tap in taps], np.int32)[position]
+            for taps, position in zip(window.taps, positions, strict=True)]  # fmt: skip
+
+
+def places_of(piece: WindowPiece) -> Places:
+    """Where the nonzeros and rows of a window are, for the kernels of sparse weights."""
+    x, out, add = piece.x.layout, piece.out.layout, piece.add.layout
+    dy, dx = _taps(piece.step, piece.window, piece.weight)
+    lines = (dy + x.border[0]) * x.row + dx + x.border[2]
+    rows = np.arange(piece.weight.count)
+    return Places(piece.channels, lines, rows * out.pitch, rows * add.pitch, x.pitch)
 
 
 def shape_of(

@@ -1,7 +1,8 @@
-"""Machine code of kernels in the user's cache folder, one file per kernel, named by content.
+"""Files in the user's cache folder that only save time, named by content: the machine code of
+kernels, networks that optimize() has chosen.
 
-A process runs what these files contain. The folder must therefore belong to the user of the process
-and be closed to all others (mode 0700), and so must each file; otherwise nothing is read or
+What is read is run, or returned to the caller. The folder must therefore belong to the user of the
+process and be closed to all others (mode 0700), and so must each file; otherwise nothing is read or
 written. Files that are damaged, missing or not readable are as if they had never been written.
 """
 
@@ -11,36 +12,35 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from demask.machine.cache_folder import cache_folder
-
-HEADER = b"demask kernel 1\n"
-LIMIT = 2**28  # bytes of all files; the ones not used for longest are removed first
-MOST = 2**24  # bytes of a file
+IMPORTED = time.time()
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 @dataclass(slots=True, eq=False)
-class CodeFiles:
+class PrivateFiles:
     """The files in a folder, which is created when the first is written.
 
-    limit: most bytes of all files.
+    kind: word in the first line of each file, for what it has. limit: most bytes of all files; the
+    ones not used for longest are removed first. most: bytes of a file.
     """
 
     folder: Path
-    limit: int = LIMIT
+    kind: str
+    limit: int
+    most: int
     size: int | None = None  # bytes of all files as far as known; None: not counted
 
     @classmethod
-    def usual(cls) -> CodeFiles | None:
-        """The files in demask's cache folder; None where the system has no such folder or does not
-        tell whose files are."""
-        folder = cache_folder() if hasattr(os, "geteuid") else None
-        return None if folder is None else cls(folder / "kernels")
+    def of(cls, folder: Path | None, kind: str, limit: int, most: int) -> PrivateFiles | None:
+        """The files in a folder; None for none, or where the system does not tell whose files
+        are."""
+        return cls(folder, kind, limit, most) if folder and hasattr(os, "geteuid") else None
 
     def read(self, name: str) -> bytes | None:
         """The content written under a name; None if there is none or it is damaged."""
@@ -49,30 +49,42 @@ class CodeFiles:
             with os.fdopen(file, "rb") as stream:
                 if not _is_private(os.fstat(file), stat.S_ISREG):
                     return None
-                data = stream.read(MOST + 1)
+                data = stream.read(self.most + 1)
                 with suppress(OSError):  # a file system that is only read
                     os.utime(file)  # marks it as used
-            content = data[len(HEADER) + 32 :]
-            return content if data == _framed(name, content) else None
+            size = len(self._head("", b""))
+            content = memoryview(data)[size:]
+            return bytes(content) if data[:size] == self._head(name, content) else None
         return None
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of a name, damaged or not."""
+        return (self.folder / name).exists()
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file at once or not at all; does nothing where the folder must not be used."""
-        data = _framed(name, content)
-        if len(data) > MOST:
+        head = self._head(name, content)
+        if len(head) + len(content) > self.most:
             return
         with suppress(OSError), self._opened(create=True) as folder:
             new = f".new-{secrets.token_hex(16)}"
             try:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
                 with os.fdopen(os.open(new, flags, 0o600, dir_fd=folder), "wb") as stream:
-                    stream.write(data)
+                    stream.write(head)
+                    stream.write(content)
                 os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with suppress(OSError):
                     os.unlink(new, dir_fd=folder)
                 raise
-            self._bound(folder, len(data))
+            self._bound(folder, len(head) + len(content))
+
+    def _head(self, name: str, content: bytes | memoryview) -> bytes:
+        """The start of a file: its kind, and the hash of name and content."""
+        digest = hashlib.sha256(name.encode())
+        digest.update(content)
+        return f"demask {self.kind} 1\n".encode() + digest.digest()
 
     @contextmanager
     def _opened(self, create: bool = False) -> Iterator[int]:
@@ -116,6 +128,17 @@ def _is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
     return own and is_kind(status.st_mode)
 
 
-def _framed(name: str, content: bytes) -> bytes:
-    """A file: header, hash of name and content, content."""
-    return HEADER + hashlib.sha256(name.encode() + content).digest() + content
+def files_digest(paths: Iterable[Path]) -> str | None:
+    """Hash of the files of code that this process has imported; None where one is missing, or newer
+    than the process, which has then imported something else."""
+    digest = hashlib.sha256()
+    for path in paths:
+        try:
+            is_newer = path.stat().st_mtime >= IMPORTED
+            content = path.read_bytes()
+        except OSError:
+            return None
+        if is_newer:
+            return None
+        digest.update(hashlib.sha256(content).digest())
+    return digest.hexdigest()
