@@ -6,8 +6,9 @@ threads are started, as in a forked process, where OpenMP would wait forever for
 exist.
 
 A tape has phases. In each, every thread of the plan has a list of calls, and no thread begins a
-phase before all have finished the previous one. If fewer threads arrive than the plan has, each
-does the work of several.
+phase before all lists of the previous one are done. Each list is claimed before it is run, first by
+its own thread: a thread that has waited for long, because another one has no core, claims the list
+of that one. If fewer threads arrive than the plan has, each does the work of several.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from demask.kernels.llvm.jit import CODE
 ENTRY = np.dtype([("code", "<i8"), ("call", "<i8")])
 #: argument of `TeamWork`
 JOB = np.dtype([(key, "<i8") for key in (
-    "entries", "ends", "phases", "threads", "number_of", "count_of", "give_way", "sleep", "present",
-    "runs", "arenas", "slots", "slot_count")])  # fmt: skip
+    "entries", "ends", "phases", "threads", "number_of", "count_of", "give_way", "sleep", "done",
+    "claims", "runs", "arenas", "slots", "slot_count")])  # fmt: skip
 SPINS = 2000  # reads of the counter before a thread yields
 YIELDS = 200  # yields before a thread sleeps between reads: others may be without a core for long
 NAP = 1000  # longest sleep in microseconds; the first takes 1, each later one 1 more
@@ -44,8 +45,9 @@ PROCESS = os.getpid()  # at import: in a process forked later, OpenMP has no thr
 class TeamWork:
     """work(job, number, count): the share of thread `number` of `count`.
 
-    asks: the function is work(job) and gets both numbers from OpenMP. The `present` field of a job
-    counts the threads that have arrived at barriers so far.
+    asks: the function is work(job) and gets both numbers from OpenMP. The `done` field of a job
+    counts the lists that are done so far, over all phases; `claims` has for each list of a phase
+    the number of phases in which it was claimed.
 
     runs = 0: all threads run the tape together, in the first arena. Otherwise each thread runs
     whole tapes (planned for one thread) alone, in an arena of its own, into whose slots it writes
@@ -75,11 +77,14 @@ class TeamWork:
                 with e.loop(I64(0), field["slot_count"]) as slot:
                     slot_address = e.at(e.pointer(arena), e.b.add(slot, I64(1)), I64)
                     e.b.store(e.load(I64, run_slots, slot), slot_address)
-                with e.loop(I64(0), field["phases"]) as phase:
-                    _phase(e, field, phase, (I64(0), I64(1)), arena)
+                every = I64(0), field["threads"]
+                with e.loop(I64(0), field["phases"]) as phase, e.loop(*every) as thread:
+                    _run_list(e, field, phase, thread, arena)
             with otherwise, e.loop(I64(0), field["phases"]) as phase:
-                _phase(e, field, phase, (number, count), e.load(I64, e.pointer(field["arenas"])))
-                _barrier(e, field, e.b.mul(e.b.add(phase, I64(1)), count))
+                arena = e.load(I64, e.pointer(field["arenas"]))
+                with e.loop(number, field["threads"], count) as thread:
+                    _claim_list(e, field, phase, thread, arena)
+                _wait(e, field, phase, arena)
 
 
 def _called(e: Emitter, address: Value, result: Any, *args: Value) -> Value:
@@ -88,36 +93,45 @@ def _called(e: Emitter, address: Value, result: Any, *args: Value) -> Value:
     return e.b.call(e.b.inttoptr(address, kind.as_pointer()), args)
 
 
-def _phase(e: Emitter, field: dict[str, Value], phase: Value, team: tuple[Value, Value],
-           arena: Value) -> None:  # fmt: skip
-    """Make the calls of one phase: those of this thread and those of missing threads.
-
-    team: (number of this thread, number of threads).
-    """
+def _run_list(e: Emitter, field: dict[str, Value], phase: Value, thread: Value,
+              arena: Value) -> None:  # fmt: skip
+    """Make the calls of a thread in a phase."""
     entries, ends = e.pointer(field["entries"]), e.pointer(field["ends"])
-    with e.loop(team[0], field["threads"], team[1]) as thread:
-        list_number = e.b.add(e.b.mul(phase, field["threads"]), thread)
-        begin, end = e.load(I64, ends, list_number), e.load(I64, ends, e.b.add(list_number, I64(1)))
-        with e.loop(begin, end) as k:
-            entry = e.at(entries, e.b.mul(k, I64(ENTRY.itemsize)))
-            _called(e, e.load(I64, entry, 0), VOID, e.load(I64, entry, 1), arena)
+    list_number = e.b.add(e.b.mul(phase, field["threads"]), thread)
+    begin, end = e.load(I64, ends, list_number), e.load(I64, ends, e.b.add(list_number, I64(1)))
+    with e.loop(begin, end) as k:
+        entry = e.at(entries, e.b.mul(k, I64(ENTRY.itemsize)))
+        _called(e, e.load(I64, entry, 0), VOID, e.load(I64, entry, 1), arena)
 
 
-def _barrier(e: Emitter, field: dict[str, Value], expected: Value) -> None:
-    """Wait until the threads have arrived `expected` times, over all phases so far."""
-    counter, b = e.pointer(field["present"]), e.b
-    b.atomic_rmw("add", counter, I64(1), "acq_rel")
+def _claim_list(e: Emitter, field: dict[str, Value], phase: Value, thread: Value,
+                arena: Value) -> None:  # fmt: skip
+    """Make the calls of a thread in a phase, unless another thread has claimed them."""
+    claim = e.at(e.pointer(field["claims"]), e.b.mul(thread, I64(PAD // 8)), I64)
+    following = e.b.add(phase, I64(1))
+    swapped = e.b.cmpxchg(claim, phase, following, "acq_rel", "monotonic")
+    with e.b.if_then(e.b.extract_value(swapped, 1)):
+        _run_list(e, field, phase, thread, arena)
+        e.b.atomic_rmw("add", e.pointer(field["done"]), I64(1), "acq_rel")
+
+
+def _wait(e: Emitter, field: dict[str, Value], phase: Value, arena: Value) -> None:
+    """Wait until all lists of a phase are done; run those of threads that are late."""
+    counter, b = e.pointer(field["done"]), e.b
+    expected = b.mul(b.add(phase, I64(1)), field["threads"])
     spins = e.variable(I64, I64(0))
     check, wait, after = (e.function.append_basic_block(n) for n in ("look", "wait", "after"))
     b.branch(check)
     b.position_at_end(check)
-    present = b.load_atomic(counter, "acquire", 8, typ=I64)
-    b.cbranch(b.icmp_signed(">=", present, expected), after, wait)
+    done = b.load_atomic(counter, "acquire", 8, typ=I64)
+    b.cbranch(b.icmp_signed(">=", done, expected), after, wait)
     b.position_at_end(wait)
     spins.set(b.add(spins.get(), I64(1)))
     if e.isa.triple.startswith("x86"):
         b.call(e.intrinsic("llvm.x86.sse2.pause", VOID), [])
     with b.if_then(b.icmp_signed(">", spins.get(), I64(SPINS))):
+        with e.loop(I64(0), field["threads"]) as thread:
+            _claim_list(e, field, phase, thread, arena)
         nap = b.sub(spins.get(), I64(SPINS + YIELDS))
         sleeps = b.icmp_signed(">", nap, I64(0))
         with b.if_else(sleeps) as (then, otherwise):
@@ -194,13 +208,14 @@ class Job:
         runs, count, slots_address = (
             (0, 0, 0) if slots is None else (*slots.shape, slots.ctypes.data)
         )
-        self.memory = np.zeros(4 * PAD // 8, np.int64)
+        self.memory = np.zeros((4 + threads) * PAD // 8, np.int64)
         self.fields = np.zeros(1, JOB)
         omp = openmp()
+        done, claims = (self.memory[k * PAD // 8 :].ctypes.data for k in (1, 3))
         self.fields[0] = (
             entries.ctypes.data, ends.ctypes.data, (len(ends) - 1) // threads, threads,
             0 if omp is None else omp.number_of, 0 if omp is None else omp.count_of, *_waiting(),
-            self.memory[PAD // 8 :].ctypes.data, runs, arenas.ctypes.data, slots_address, count,
+            done, claims, runs, arenas.ctypes.data, slots_address, count,
         )  # fmt: skip
         self.address = self.fields.ctypes.data
         self.omp = omp
