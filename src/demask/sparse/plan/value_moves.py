@@ -12,7 +12,7 @@ import numpy as np
 from demask.kernels.cpu.tiles import relayout as move
 from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layers.layer_windows import first_read, windows
-from demask.sparse.plan.tape import Buffer, KernelCall, Location, NoPlan, Tape, by_thread
+from demask.sparse.plan.tape import Buffer, KernelCall, Location, NoPlan, Tape, aligned, by_thread
 from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, at_array, permutations
 from demask.sparse.segment_steps import ConvStep, PoolStep, SelectStep, SparseWeight
 
@@ -129,7 +129,7 @@ class Moves:
         table, scale = np.array(rows, np.int32), np.where(is_inside, 1 / np.maximum(counts, 1), 0)
         for thread, picked, begin, end in self._work(out_layout, parts):
             self._add(kernel, x, out, (thread, begin, end), table[picked],
-                      {"weights": _aligned(scale[picked])})  # fmt: skip
+                      {"weights": aligned(scale[picked])})  # fmt: skip
 
     def scale(self, act: Any, factors: tuple[Buffer, Buffer], out: Buffer) -> None:
         """Write act(x * z). factors: x and z; z: images of one pixel."""
@@ -183,7 +183,7 @@ class Moves:
             tuple(range(b * tiles_per_image, (b + 1) * tiles_per_image)) for b in range(batch)
         )
         elements = self._pixel_elements(out, batch)
-        fields = {"weights": _aligned(weights), "lines": elements.astype(np.int32)}
+        fields = {"weights": aligned(weights), "lines": elements.astype(np.int32)}
         for thread, (begin, end) in enumerate(by_thread(x.layout.size[1], self.tape.threads)):
             if begin < end:
                 self._add(move.MeanKernel(groups), x, out, (thread, begin, end),
@@ -254,12 +254,3 @@ def _counts(step: PoolStep, axis: int, out: np.ndarray, size: int) -> np.ndarray
     if step.counted:
         return end - start
     return np.minimum(end, size) - np.maximum(start, 0)
-
-
-def _aligned(array: np.ndarray) -> np.ndarray:
-    """A float32 copy that starts at a cache line."""
-    raw = np.zeros(array.size * 4 + 64, np.uint8)
-    skipped = -raw.ctypes.data % 64
-    copy = raw[skipped : skipped + array.size * 4].view(np.float32).reshape(array.shape)
-    copy[:] = array
-    return copy
