@@ -14,7 +14,7 @@ from demask.kernels.cpu.tiles.mean import CALL as MEAN_CALL
 from demask.kernels.cpu.tiles.mean import FEW, MeanKernel, exponent
 from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layers.layer_windows import first_read, windows
-from demask.sparse.plan.tape import Buffer, KernelCall, Location, NoPlan, Tape, by_thread
+from demask.sparse.plan.tape import Buffer, KernelCall, Location, NoPlan, Tape, aligned, by_thread
 from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, at_array, permutations
 from demask.sparse.segment_steps import ConvStep, PoolStep, SelectStep, SparseWeight
 
@@ -145,7 +145,7 @@ class Moves:
         table, scale = np.array(rows, np.int32), np.where(is_inside, 1 / np.maximum(counts, 1), 0)
         for thread, picked, begin, end in self._work(out_layout, parts):
             self._add(kernel, x, out, (thread, begin, end), table[picked],
-                      {"weights": _aligned(scale[picked])})  # fmt: skip
+                      {"weights": aligned(scale[picked])})  # fmt: skip
 
     def scale(self, act: Any, factors: tuple[Buffer, Buffer], out: Buffer) -> None:
         """Write act(x * z). factors: x and z; z: images of one pixel."""
@@ -202,7 +202,7 @@ class Moves:
         lines = tuple(table.tolist()) if count <= FEW else ()
         fields = {
             "x_pitch": self.pitch(x), "out_pitch": self.pitch(out), "whole": whole, "count": count,
-            "table": table, "masks": _aligned(-is_inside[order[whole:]].astype(np.int32), np.int32),
+            "table": table, "masks": aligned(-is_inside[order[whole:]].astype(np.int32), np.int32),
             "outs": self._pixel_elements(out, batch).astype(np.int32), "pixels": height * width,
             "exponent": exponent(height * width),
         }  # fmt: skip
@@ -299,12 +299,3 @@ def _counts(step: PoolStep, axis: int, out: np.ndarray, size: int) -> np.ndarray
     if step.counted:
         return end - start
     return np.minimum(end, size) - np.maximum(start, 0)
-
-
-def _aligned(array: np.ndarray, dtype: type = np.float32) -> np.ndarray:
-    """A copy with elements of 4 bytes that starts at a cache line."""
-    raw = np.zeros(array.size * 4 + 64, np.uint8)
-    skipped = -raw.ctypes.data % 64
-    copy = raw[skipped : skipped + array.size * 4].view(dtype).reshape(array.shape)
-    copy[:] = array
-    return copy

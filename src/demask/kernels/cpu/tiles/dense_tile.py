@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from demask.kernels.cpu.tiles.dense_products import Products
 from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import FLOAT, I32, I64, Emitter, Fields, Value, Variable
 from demask.ops.activations import Act
@@ -104,7 +105,9 @@ class DenseTileKernel:
                 for row_out, row in zip(out, sums, strict=True):
                     for line, sum_ in zip(self.out, row, strict=True):
                         sum_.set(e.read(row_out, line))
-        self._products(e, fields, x, weight, sums)
+        Products(e, fields, self.taps, self.unroll, rows, functools.partial(self._outer, e)).add(
+            x, weight, sums
+        )
         with e.b.if_then(ends[1]):
             for sum_ in (sum_ for row in sums for sum_ in row):
                 sum_.set(activated(e, sum_.get(), self.act))
@@ -120,30 +123,6 @@ class DenseTileKernel:
             for t, sum_ in enumerate(row):
                 added = None if self.add is None else e.read(add[r], self.add[t])
                 sum_.set(value if added is None else e.b.fadd(added, value))
-
-    def _products(self, e: Emitter, fields: Fields, x: tuple[Value, Value, Value],
-                  weight: Variable, sums: list[list[Variable]]) -> None:  # fmt: skip
-        """Add the products of the input channels of a block."""
-        tile, offsets, count = x
-
-        def channel(number: Value) -> Value:
-            return e.at(tile, e.load(I64, offsets, number))
-
-        if not self.unroll:
-            with e.loop(I64(0), count) as number:
-                first = channel(number)
-                with e.loop(I64(0), fields["tap_rows"]) as row:
-                    address = e.at(first, e.b.mul(row, fields["tap_pitch"]))
-                    self._taps(e, [address], weight, sums)
-            return
-        whole = e.b.sub(count, e.b.srem(count, I64(self.unroll)))
-        with e.loop(I64(0), whole, self.unroll) as number:
-            table = e.at(offsets, number, I64)
-            channels = [e.at(tile, e.load(I64, table, n)) for n in range(self.unroll)]
-            self._taps(e, channels, weight, sums)
-        if self.unroll > 1:
-            with e.loop(whole, count) as number:
-                self._taps(e, [channel(number)], weight, sums)
 
     def _outer(self, e: Emitter, x: tuple[Value, int], weights: tuple[Value, int],
                totals: list[list[Value]]) -> None:  # fmt: skip
@@ -168,18 +147,3 @@ class DenseTileKernel:
             value = vector(t)
             for row, row_factor in zip(totals, factors, strict=True):
                 row[k] = e.fma(row_factor, value, row[k])
-
-    def _taps(self, e: Emitter, channels: list[Value], weight: Variable,
-              sums: list[list[Variable]]) -> None:  # fmt: skip
-        """Add the products of one row of taps of the channels at these addresses."""
-        weights, k = e.pointer(weight.get()), 0
-        # Sums are values here, not variables: LLVM compiles a third of the instructions.
-        totals = [[sum_.get() for sum_ in row] for row in sums]
-        for channel in map(e.opaque, channels):
-            for tap in self.taps:
-                self._outer(e, (channel, tap), (weights, k), totals)
-                k += len(totals)
-        for row, row_totals in zip(sums, totals, strict=True):
-            for sum_, total in zip(row, row_totals, strict=True):
-                sum_.set(total)
-        weight.set(e.b.add(weight.get(), I64(4 * k)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from demask.kernels.cpu.tiles.dense_tile import CALL, DenseTileKernel
 from demask.kernels.llvm.isa import Isa
+from demask.sparse.plan.layers.channels_layer import channels_cost, emit_channels
 from demask.sparse.plan.layers.dense_blocks import DenseBlock
 from demask.sparse.plan.layers.dense_tiling import (
     UNROLLED,
@@ -19,9 +20,21 @@ from demask.sparse.plan.layers.dense_tiling import (
     split_outputs,
 )
 from demask.sparse.plan.layers.tiling import Tiling
-from demask.sparse.plan.layers.window_piece import WindowPiece, shares, tile_lines, tiles_by_size
+from demask.sparse.plan.layers.window_piece import (
+    Share,
+    WindowPiece,
+    shares,
+    tap_lines,
+    tile_lines,
+    tiles_by_size,
+    whole_parts,
+)
 from demask.sparse.plan.tape import KernelCall, Tape
-from demask.sparse.plan.tile_layout import Area, At
+from demask.sparse.plan.tile_layout import At
+
+CLEAR = (
+    0.97  # largest share of the cost of tiles at which channels are in lanes: they compile longer
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +47,36 @@ class PackedBlock:
 
 
 def emit_dense(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
-    """Write a dense layer as a phase of its own; returns the tiling of its first block."""
+    """Write a dense layer as a phase of its own; returns the tiling of its first block.
+
+    Lanes are tiles of positions, or output channels where many lanes would be empty.
+    """
+    tiles, channels = (list(_shares(tape, piece, step)) for step in (1, isa.lanes))
+
+    def tiles_cost(share: Share) -> float:
+        return best_tiling(_problem(piece, share[2]), isa)[0]
+
+    by_tiles = _busiest(tape, tiles, tiles_cost)
+    if _busiest(tape, channels, lambda share: channels_cost(piece, share, isa)) < CLEAR * by_tiles:
+        return emit_channels(tape, isa, piece, channels)
+    return _emit_tiles(tape, isa, piece, tiles)
+
+
+def _busiest(tape: Tape, shares: Sequence[Share], cost: Callable[[Share], float]) -> float:
+    """The cost of the shares of the thread with the most."""
+    costs = [0.0] * tape.threads
+    for share in shares:
+        costs[share[0]] += cost(share)
+    return max(costs)
+
+
+def _emit_tiles(tape: Tape, isa: Isa, piece: WindowPiece, shares: Sequence[Share]) -> Tiling:
+    """The same with tiles of positions in lanes."""
     packs: dict[tuple[int, ...], PackedBlock] = {}
-    for thread, areas, block in _blocks(tape, piece):
+    for thread, areas, block in shares:
         key = tuple(block.rows.tolist())
         if key not in packs:
-            tiling = best_tiling(_problem(piece, block), isa)
+            tiling = best_tiling(_problem(piece, block), isa)[1]
             packs[key] = PackedBlock(block, tiling, pack(block.weight, tiling))
         for size, tiles in tiles_by_size(areas, packs[key].tiling.tile):
             tape.add(thread, _call(piece, packs[key], tiles, size, isa))
@@ -47,11 +84,11 @@ def emit_dense(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
     return Tiling(first.tile, first.inner, first.rows, len(piece.shape.parts) != tape.threads)
 
 
-def _blocks(tape: Tape, piece: WindowPiece) -> Iterator[tuple[int, dict[int, Area], DenseBlock]]:
-    """The share of each thread: an area of each of its parts, and a block to compute there.
+def _shares(tape: Tape, piece: WindowPiece, step: int) -> Iterator[Share]:
+    """The shares of all threads.
 
     Threads share positions where the layout has a part for each, otherwise whole blocks if there
-    are many, otherwise the rows of each.
+    are many, otherwise the rows of each, in multiples of `step`.
     """
     blocks = [_of_window(piece, block) for block in piece.layer.blocks]
     deals = len(piece.shape.parts) != tape.threads and len(blocks) >= 2 * tape.threads
@@ -60,13 +97,9 @@ def _blocks(tape: Tape, piece: WindowPiece) -> Iterator[tuple[int, dict[int, Are
         if deals:
             thread = busy.index(min(busy))
             busy[thread] += block.weight.size + len(block.rows)
-            yield (
-                thread,
-                {part: (0, 0, *size) for part, size in enumerate(piece.shape.parts)},
-                block,
-            )
+            yield thread, whole_parts(piece), block
             continue
-        for thread, areas, (begin, end) in shares(tape, piece, len(block.rows)):
+        for thread, areas, (begin, end) in shares(tape, piece, len(block.rows), step):
             own = slice(begin, end)
             yield thread, areas, DenseBlock(block.rows[own], block.channels, block.weight[own])
 
@@ -90,13 +123,11 @@ def _call(piece: WindowPiece, packed: PackedBlock, tiles: Sequence[At], size: tu
           isa: Isa) -> KernelCall:  # fmt: skip
     """The call of the dense kernel for tiles of one size."""
     block, tiling = packed.block, packed.tiling
-    ys, xs = ([tap for tap in taps if tap is not None] or [0] for taps in piece.window.taps)
     x, out, add = piece.x.layout, piece.out.layout, piece.add.layout
     x_lines, out_lines, add_lines, table = tile_lines(piece, tiles, size)
-    table["x"] += (ys[0] + x.border[0]) * x.row + xs[0] + x.border[2]
-    taps = tuple(z - xs[0] for z in xs)
-    tap_pitch = (ys[1] - ys[0]) * x.row * isa.line if len(ys) > 1 else 0
-    unroll = UNROLLED if len(ys) * len(xs) == 1 else 0
+    first, taps, tap_rows, tap_pitch = tap_lines(piece)
+    table["x"] += first
+    unroll = UNROLLED if tap_rows * len(taps) == 1 else 0
     kernel = DenseTileKernel(
         x_lines, out_lines, add_lines, taps, tiling.rows, piece.step.act, unroll
     )
@@ -107,7 +138,7 @@ def _call(piece: WindowPiece, packed: PackedBlock, tiles: Sequence[At], size: tu
         "x_offsets": block.channels.astype(np.int64) * pitches[0],
         "out_offsets": block.rows.astype(np.int64) * pitches[1],
         "add_offsets": block.rows.astype(np.int64) * pitches[2],
-        "tap_rows": len(ys), "tap_pitch": tap_pitch,
+        "tap_rows": tap_rows, "tap_pitch": tap_pitch * isa.line,
         "channels": len(block.channels), "inner": tiling.inner, "wide": wide, "thin": thin,
         "weights": packed.weight,
         "biases": piece.weight.bias[block.rows].astype(np.float32),

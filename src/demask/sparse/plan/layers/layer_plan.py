@@ -30,14 +30,14 @@ def emit_alone(tape: Tape, isa: Isa, window_pieces: Sequence[WindowPiece]) -> li
     """Write a layer as a phase of its own; returns the tiling of each window."""
     tilings = []
     for piece in window_pieces:
+        if piece.layer.blocks:
+            tilings.append(emit_dense(tape, isa, piece))
+            continue
         if is_narrow(piece):
             emit_narrow(tape, isa, piece)
             continue
         if piece.layer.depthwise:
             tilings.append(emit_depthwise(tape, isa, piece))
-            continue
-        if piece.layer.blocks:
-            tilings.append(emit_dense(tape, isa, piece))
             continue
         tiling = best(piece.shape, tape.threads, isa)[1]
         tilings.append(tiling)

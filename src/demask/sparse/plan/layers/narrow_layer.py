@@ -1,23 +1,18 @@
-"""Layers with one position on a tape: lanes are rows of the weight."""
+"""Sparse layers with one position on a tape: lanes are rows of the weight."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from demask.kernels.cpu.tiles import relayout as move
-from demask.kernels.cpu.tiles.dense_vector import CALL as DENSE_CALL
-from demask.kernels.cpu.tiles.dense_vector import DenseVectorKernel
 from demask.kernels.cpu.tiles.sparse_vector import CALL as NARROW
 from demask.kernels.cpu.tiles.sparse_vector import SparseVectorKernel
 from demask.kernels.llvm.isa import Isa
-from demask.sparse.plan.layers.dense_blocks import DenseBlock
 from demask.sparse.plan.layers.layer_windows import is_pixelwise
 from demask.sparse.plan.layers.pack_weights import dealt, sliced
 from demask.sparse.plan.layers.window_piece import WindowPiece
-from demask.sparse.plan.tape import Buffer, KernelCall, Tape, by_thread
+from demask.sparse.plan.tape import Buffer, KernelCall, Tape
 from demask.sparse.plan.tile_layout import NO_BORDER, GridLayout, TileGrid
-
-VECTORS = 4  # vectors of rows that a dense kernel computes at once
 
 
 def is_narrow(piece: WindowPiece) -> bool:
@@ -28,51 +23,7 @@ def is_narrow(piece: WindowPiece) -> bool:
 
 
 def emit_narrow(tape: Tape, isa: Isa, piece: WindowPiece) -> None:
-    """Write a layer with one position as a phase of its own."""
-    for block in piece.layer.blocks:
-        _emit_block(tape, isa, piece, block)
-    if not piece.layer.blocks:
-        _emit_sparse(tape, isa, piece)
-
-
-def _emit_block(tape: Tape, isa: Isa, piece: WindowPiece, block: DenseBlock) -> None:
-    """Write a dense block; threads share its rows."""
-    vectors = min(VECTORS, -(-len(block.rows) // (isa.lanes * tape.threads)))
-    step = vectors * isa.lanes
-    count = -(-len(block.rows) // step)
-    weight = np.zeros((count * step, len(block.channels)), np.float32)
-    weight[: len(block.rows)] = block.weight[:, :, 0]
-    packed = np.ascontiguousarray(weight.reshape(count, step, -1).transpose(0, 2, 1))
-    biases = np.zeros(count * step, np.float32)
-    biases[: len(block.rows)] = piece.weight.bias[block.rows]
-    first, rows = _first_bytes(piece), np.full(count * step, -1)
-    rows[: len(block.rows)] = block.rows
-    outs, adds = _elements(piece, rows, isa)
-    kernel = DenseVectorKernel(vectors, piece.step.add is not None, piece.step.act)
-    for thread, (begin, end) in enumerate(by_thread(count, tape.threads)):
-        if begin == end:
-            continue
-        x = _compacted(tape, isa, thread, piece.x, block.channels)
-        buffers = {"x": (x, 0), "out": (piece.out, first[0]), "add": (piece.add, first[1])}
-        tape.add(thread, KernelCall(kernel, DENSE_CALL, buffers, {
-            "begin": begin, "end": end, "count": len(block.channels), "weights": packed,
-            "outs": outs, "adds": adds, "biases": biases}))  # fmt: skip
-
-
-def _first_bytes(piece: WindowPiece) -> list[int]:
-    """The byte of the only position of channel 0 in the output and the added value."""
-    zero = np.zeros(1, np.int64)
-    return [4 * int(b.layout.element(zero, zero, zero)[0]) for b in (piece.out, piece.add)]
-
-
-def _elements(piece: WindowPiece, rows: np.ndarray, isa: Isa) -> list[np.ndarray]:
-    """The elements of rows, relative to the first, in the output and the added value; -1 for -1."""
-    return [np.where(rows >= 0, rows * buffer.layout.pitch * isa.lanes, -1).astype(np.int32)
-            for buffer in (piece.out, piece.add)]  # fmt: skip
-
-
-def _emit_sparse(tape: Tape, isa: Isa, piece: WindowPiece) -> None:
-    """Write a sparse layer; threads share its nonzeros."""
+    """Write a sparse layer with one position as a phase of its own; threads share its nonzeros."""
     weight, first = piece.weight, _first_bytes(piece)
     kernel = SparseVectorKernel(piece.step.add is not None, piece.step.act, weight.kind)
     for thread, rows in enumerate(dealt(weight.per_row() + 1, tape.threads)):
@@ -89,7 +40,7 @@ def _emit_sparse(tape: Tape, isa: Isa, piece: WindowPiece) -> None:
             values[:] = np.where(slices.source >= 0, weight.values[source], 0)
         outs, adds = _elements(piece, slice_rows, isa)
         channels = np.arange(piece.x.layout.size[1])
-        x = _compacted(tape, isa, thread, piece.x, channels)
+        x = compacted(tape, isa, thread, piece.x, channels)
         buffers = {"x": (x, 0), "out": (piece.out, first[0]), "add": (piece.add, first[1])}
         tape.add(thread, KernelCall(kernel, NARROW, buffers, {
             "begin": 0, "end": len(slice_rows), "ends": slices.ends, "columns": columns,
@@ -98,7 +49,19 @@ def _emit_sparse(tape: Tape, isa: Isa, piece: WindowPiece) -> None:
             "biases": weight.bias[slice_rows], "scales": weight.scale[slice_rows]}))  # fmt: skip
 
 
-def _compacted(tape: Tape, isa: Isa, thread: int, x: Buffer, channels: np.ndarray) -> Buffer:
+def _first_bytes(piece: WindowPiece) -> list[int]:
+    """The byte of the only position of channel 0 in the output and the added value."""
+    zero = np.zeros(1, np.int64)
+    return [4 * int(b.layout.element(zero, zero, zero)[0]) for b in (piece.out, piece.add)]
+
+
+def _elements(piece: WindowPiece, rows: np.ndarray, isa: Isa) -> list[np.ndarray]:
+    """The elements of rows, relative to the first, in the output and the added value; -1 for -1."""
+    return [np.where(rows >= 0, rows * buffer.layout.pitch * isa.lanes, -1).astype(np.int32)
+            for buffer in (piece.out, piece.add)]  # fmt: skip
+
+
+def compacted(tape: Tape, isa: Isa, thread: int, x: Buffer, channels: np.ndarray) -> Buffer:
     """Write a copy of some channels of the only position, contiguous, for one thread.
 
     Reads from it stay in the L1 cache.

@@ -23,6 +23,8 @@ DEPTHWISE = 0.5  # share of nonzeros from which a depthwise weight is multiplied
 UNREAD = 2**30  # in the place of a position that a window does not read
 
 Size = tuple[int, int]  # rows and columns of a tile
+#: work of a thread on a dense layer: an area of each of its parts, and a block to compute there
+Share = tuple[int, Mapping[int, Area], DenseBlock]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +137,21 @@ def shape_of(
 
 
 def shares(
-    tape: Tape, piece: WindowPiece, channels: int
+    tape: Tape, piece: WindowPiece, channels: int, step: int = 1
 ) -> list[tuple[int, dict[int, Area], tuple[int, int]]]:
-    """The share of each thread: its number, an area of each of its parts, range of its channels."""
-    areas = {part: (0, 0, *size) for part, size in enumerate(piece.shape.parts)}
+    """The share of each thread: its number, an area of each of its parts, range of its channels,
+    which begins at a multiple of `step`."""
+    areas = whole_parts(piece)
     if len(areas) == tape.threads:
         return [(part, {part: area}, (0, channels)) for part, area in areas.items()]
-    ranges = enumerate(by_thread(channels, tape.threads))
-    return [(thread, areas, share) for thread, share in ranges if share[0] < share[1]]
+    ranges = [(begin * step, min(end * step, channels))
+              for begin, end in by_thread(-(-channels // step), tape.threads)]  # fmt: skip
+    return [(thread, areas, share) for thread, share in enumerate(ranges) if share[0] < share[1]]
+
+
+def whole_parts(piece: WindowPiece) -> dict[int, Area]:
+    """The area of all of each part."""
+    return {part: (0, 0, *size) for part, size in enumerate(piece.shape.parts)}
 
 
 def tiles_by_size(areas: Mapping[int, Area], tile: Size) -> list[tuple[Size, list[At]]]:
@@ -171,3 +180,13 @@ def tile_lines(
     adds = tuple(oy * i * add.row + ox * j for i, j in positions) if has_add else None
     return (tuple(sy * i * x.row + sx * j for i, j in positions),
             tuple(oy * i * out.row + ox * j for i, j in positions), adds, table)  # fmt: skip
+
+
+def tap_lines(piece: WindowPiece) -> tuple[int, tuple[int, ...], int, int]:
+    """The line of the first tap in x, relative to `first_read`; the taps of a row relative to it;
+    the number of rows of taps, and the lines from row to row."""
+    x = piece.x.layout
+    ys, xs = ([tap for tap in taps if tap is not None] or [0] for taps in piece.window.taps)
+    first = (ys[0] + x.border[0]) * x.row + xs[0] + x.border[2]
+    pitch = (ys[1] - ys[0]) * x.row if len(ys) > 1 else 0
+    return first, tuple(z - xs[0] for z in xs), len(ys), pitch

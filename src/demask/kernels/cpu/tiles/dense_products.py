@@ -1,0 +1,76 @@
+"""The products of dense kernels: loops over input channels and taps that read one weight stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from demask.kernels.llvm.emitter import I64, Emitter, Fields, Value, Variable
+
+Totals = list[list[Value]]
+#: adds the products at a tap: (channel's address, line of the tap), (weights, first float), totals
+Outer = Callable[[tuple[Value, int], tuple[Value, int], Totals], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """The sums of a block of outputs and some positions, over taps of input channels.
+
+    taps: lines of the kernel's positions in one row, relative to the first. unroll: input channels
+    per iteration; 0: one, by a loop over rows of taps. Rows are not written out: 49 taps would take
+    seconds to compile, and run slower. floats: of the weight, per tap. fetch: called once for the
+    taps of an iteration, to prefetch what comes later.
+    """
+
+    e: Emitter
+    fields: Fields
+    taps: Sequence[int]
+    unroll: int
+    floats: int
+    outer: Outer
+    fetch: Callable[[], None] | None = None
+
+    def add(self, x: tuple[Value, Value, Value], weight: Variable,
+            sums: list[list[Variable]]) -> None:  # fmt: skip
+        """Add the products of a block of input channels.
+
+        x: the address of the first input, the offsets of these channels, and how many there are.
+        weight: the address of the next weight.
+        """
+        e, (first, offsets, count) = self.e, x
+
+        def channel(number: Value) -> Value:
+            return e.at(first, e.load(I64, offsets, number))
+
+        if not self.unroll:
+            with e.loop(I64(0), count) as number:
+                begin = channel(number)
+                with e.loop(I64(0), self.fields["tap_rows"]) as row:
+                    address = e.at(begin, e.b.mul(row, self.fields["tap_pitch"]))
+                    self._row([address], weight, sums)
+            return
+        whole = e.b.sub(count, e.b.srem(count, I64(self.unroll)))
+        with e.loop(I64(0), whole, self.unroll) as number:
+            table = e.at(offsets, number, I64)
+            channels = [e.at(first, e.load(I64, table, n)) for n in range(self.unroll)]
+            self._row(channels, weight, sums)
+        if self.unroll > 1:
+            with e.loop(whole, count) as number:
+                self._row([channel(number)], weight, sums)
+
+    def _row(self, channels: list[Value], weight: Variable, sums: list[list[Variable]]) -> None:
+        """Add the products of one row of taps of the channels at these addresses."""
+        e, k = self.e, 0
+        weights = e.pointer(weight.get())
+        if self.fetch is not None:
+            self.fetch()
+        # Sums are values here, not variables: LLVM compiles a third of the instructions.
+        totals = [[sum_.get() for sum_ in row] for row in sums]
+        for channel in map(e.opaque, channels):
+            for tap in self.taps:
+                self.outer((channel, tap), (weights, k), totals)
+                k += self.floats
+        for row, row_totals in zip(sums, totals, strict=True):
+            for sum_, total in zip(row, row_totals, strict=True):
+                sum_.set(total)
+        weight.set(e.b.add(weight.get(), I64(4 * k)))

@@ -1,0 +1,272 @@
+"""Dense layers with output channels in lanes: the same bits as with tiles of positions, for any
+size, batch and number of threads; nothing beside their memory is touched."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from test_sparse_plan import MOST, Guarded, check, draw
+from torch import Tensor
+
+from demask.kernels.cpu.tiles.dense_channels import DenseChannelsKernel
+from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
+from demask.kernels.llvm.jit import assembly
+from demask.sparse.plan import segment_plan, tape
+from demask.sparse.plan.layers import channels_layer, dense_layer
+from demask.sparse.plan.layers.channels_layer import PositionLines
+from demask.sparse.plan.layers.dense_tiling import (
+    ChannelProblem,
+    ChannelTiling,
+    best_channels,
+    groups_of,
+    pack_channels,
+)
+from demask.sparse.plan.segment_plan import SegmentPlan
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_steps import ConvStep
+from guarded import guarded
+from segment_drafts import Draft
+from sparse_cases import layer, matrix
+
+ALWAYS, NEVER = math.inf, 0.0  # shares of the cost of tiles at which channels are in lanes
+PLAIN = {"kernel": (1, 1), "act": ("relu", ())}
+PADDED = {"kernel": (3, 3), "padding": ((1, 1), (1, 1)), "act": ("silu", ())}
+LAYERS = {
+    # fields of the layer, input and output channels, batch, height, width
+    "7x7": (PADDED, 9, 70, 1, 7, 7),
+    "one vector": (PADDED, 5, 3, 1, 5, 3),
+    "1x1": (PLAIN, 37, 130, 1, 7, 6),
+    "stride": (PADDED | {"stride": (2, 2)}, 6, 33, 1, 14, 13),
+    "dilation": (PADDED | {"padding": ((2, 2), (2, 2)), "dilation": (2, 2)}, 4, 17, 2, 6, 9),
+    "groups": (PADDED | {"groups": 2}, 12, 40, 1, 4, 9),
+    "transposed": (PADDED | {"transposed": True, "stride": (2, 2)}, 6, 20, 1, 4, 3),
+    "wide": (PADDED, 3, 20, 3, 14, 14),
+    "signal": (PADDED | {"kernel": (1, 3), "padding": ((0, 0), (1, 1))}, 8, 48, 2, 1, 11),
+    "one position": (PADDED, 7, 40, 1, 1, 1),
+}
+
+
+def made(name: str) -> tuple[SegmentProgram, list[Tensor], Tensor]:
+    """Program, weights and input of a layer."""
+    fields, inputs, outputs, batch, height, width = LAYERS[name]
+    kernel = math.prod(fields.get("kernel", (1, 1)))
+    dense = matrix(outputs, inputs // fields.get("groups", 1) * kernel, 1.0, dtype=torch.float32)
+    return *layer("image", dense, draw(outputs), **fields), draw(batch, inputs, height, width)
+
+
+@pytest.fixture
+def always(monkeypatch) -> list[int]:
+    """Channels are in lanes of all dense layers; the threads of their calls."""
+    calls: list[int] = []
+    emit = dense_layer.emit_channels
+
+    def record(tape_, isa, piece, shares):
+        calls.extend(share[0] for share in shares)
+        return emit(tape_, isa, piece, shares)
+
+    monkeypatch.setattr(dense_layer, "CLEAR", ALWAYS)
+    monkeypatch.setattr(dense_layer, "emit_channels", record)
+    return calls
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_same_bits_as_tiles(name: str, isa: Isa, always, monkeypatch) -> None:
+    program, weights, x = made(name)
+    outputs = [check(program, weights, [x], threads, isa)([x])[0] for threads in (1, 2, 3)]
+    assert always
+    monkeypatch.setattr(dense_layer, "CLEAR", NEVER)
+    outputs += [SegmentPlan.of(program, weights, [x], threads, isa)([x])[0] for threads in (1, 2)]
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 15])
+def test_tokens(count: int, always) -> None:
+    """Few tokens: most lanes of a line would be empty."""
+    program, weights = layer("tokens", matrix(50, 33, 1.0, dtype=torch.float32), draw(50),
+                             act=("relu", ()))  # fmt: skip
+    for threads in (1, 2):
+        check(program, weights, [draw(count, 33)], threads)
+    assert always == [0, 0, 1]
+
+
+def test_numbers_that_are_not_finite(always, monkeypatch) -> None:
+    """NaN, infinity, -0 and denormals give what they give with tiles."""
+    program, weights, x = made("7x7")
+    x[0, 0, 2, 2], x[0, 1, 5, 5], x[0, 2], x[0, 3] = torch.nan, torch.inf, -0.0, 1e-41
+    weights[0][:200] = -0.0
+    (y,) = SegmentPlan.of(program, weights, [x], 1)([x])
+    monkeypatch.setattr(dense_layer, "CLEAR", NEVER)
+    (tiles,) = SegmentPlan.of(program, weights, [x], 1)([x])
+    assert torch.equal(y.isnan(), tiles.isnan()) and bool(y.isnan().any())
+    finite = torch.where(y.isnan(), 0.0, y), torch.where(tiles.isnan(), 0.0, tiles)
+    assert torch.equal(*(z.view(torch.int32) for z in finite))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_sum_is_added_and_may_be_overwritten(threads: int, always) -> None:
+    program, weights = layer("image", matrix(20, 20 * 9, 1.0, dtype=torch.float32), draw(20),
+                             **PADDED)  # fmt: skip
+    (first,) = program.steps
+    assert isinstance(first, ConvStep)
+    fields = {n: getattr(first, n) for n in first.__slots__}
+    second, third = (ConvStep(**fields | {"x": x, "add": 1}) for x in (1, 2))
+    for size in ((7, 7), (1, 1), (3, 14)):
+        three = SegmentProgram(("image",), (first, second, third), (3,))
+        check(three, weights, [draw(1, 20, *size)], threads)
+    assert len(always) == 9 * threads
+
+
+def test_values_in_shared_memory(always) -> None:
+    """Concatenations, and rows of zeros that are the bias alone."""
+    draft = Draft((2, 12, 5, 7))
+    y = draft.conv(0, 24, density=1.0, act=("relu", ()))
+    z = draft.conv(draft.cat(y, 0), 24, density=1.0, groups=2, add=y)
+    draft.conv(draft.cat(z, y), 9, density=1.0, groups=3)
+    draft.check(threads=2)
+    weight = matrix(40, 8, 1.0, dtype=torch.float32)
+    weight[[0, 17, 39]] = 0.0
+    program, weights = layer("image", weight, draw(40), **PLAIN)
+    check(program, weights, [draw(1, 8, 7, 7)])
+    assert always
+
+
+# ----------------------------------------------------------------------------------------- choices
+
+
+def kind_of(channels: int, outputs: int, size: int) -> set[str]:
+    """The kernels that compute a layer with a kernel of 3x3 and one thread."""
+    program, weights = layer("image", matrix(outputs, channels * 9, 1.0, dtype=torch.float32),
+                             kernel=(3, 3), padding=((1, 1), (1, 1)))  # fmt: skip
+    kinds: set[str] = set()
+    done = tape.Tape.done
+
+    def record(self, isa):
+        kinds.update(type(call.kernel).__name__ for phase in self.phases for calls in phase
+                     for call in calls)  # fmt: skip
+        return done(self, isa)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tape.Tape, "done", record)
+        SegmentPlan.of(program, weights, [draw(1, channels, size, size)], 1)
+    return {kind for kind in kinds if kind.startswith("Dense")}
+
+
+@pytest.mark.skipif(host().lanes != 16, reason="counts for 16 lanes")
+def test_channels_are_in_lanes_where_positions_leave_lanes_empty() -> None:
+    assert kind_of(64, 64, 7) == kind_of(64, 64, 14) == {"DenseChannelsKernel"}
+    assert kind_of(64, 64, 8) == kind_of(64, 18, 7) == {"DenseTileKernel"}
+
+
+@pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)
+@pytest.mark.parametrize("outputs", [1, 16, 17, 100, 217])
+def test_sums_fit_in_registers(outputs: int, isa: Isa) -> None:
+    for lines in ((isa.lanes,), (1,), (isa.lanes, 3, 0)):
+        cycles, tiling = best_channels(ChannelProblem(lines, outputs, 300, 9, True), isa)
+        assert cycles > 0 and 1 <= tiling.inner <= 300
+        assert tiling.vectors * (tiling.most + 1) + 1 < isa.registers
+
+
+def test_groups_have_each_position_once() -> None:
+    for count in range(17):
+        for most in range(1, 17):
+            groups = groups_of(count, most)
+            assert [k for own in groups for k in own] == list(range(count))
+            assert all(0 < len(own) <= most for own in groups)
+
+
+def test_weights_are_in_the_order_of_use() -> None:
+    weight = np.arange(12 * 3 * 2, dtype=np.float32).reshape(12, 3, 2)
+    packed = pack_channels(weight, ChannelTiling(4, 2, 2), 4)
+    wide, thin = weight[:8].transpose(1, 2, 0), weight[8:].transpose(1, 2, 0)
+    assert np.array_equal(packed, np.concatenate([wide.ravel(), thin.ravel()]))
+    assert packed.ctypes.data % 64 == 0
+
+
+# ----------------------------------------------------------------------------------------- kernels
+
+
+@pytest.mark.parametrize("end", [True, False])
+@pytest.mark.parametrize("name", ["7x7", "one vector", "stride", "groups", "one position"])
+def test_nothing_beside_its_memory_is_touched(name: str, end: bool, monkeypatch, always) -> None:
+    """Inputs, weights, tables and the arena end (or begin) at pages without access."""
+    fields, kept = tape.Tape._fields, []
+
+    def held(self, call, offsets):
+        for key, value in list(call.fields.items()):
+            if isinstance(value, np.ndarray) and value.size:
+                raw = np.ascontiguousarray(value).view(np.uint8).reshape(-1)
+                kept.append(guarded(torch.from_numpy(raw.copy()), end))
+                call.fields[key] = kept[-1].numpy()
+        return fields(self, call, offsets)
+
+    monkeypatch.setattr(tape.Tape, "_fields", held)
+    monkeypatch.setattr(segment_plan, "TapeArena", Guarded)
+    monkeypatch.setattr(channels_layer, "FETCHED", 0)
+    program, weights, x = made(name)
+    plan = check(program, weights, [guarded(x, end)], 2)
+    (shape,) = plan.shapes
+    poisoned = torch.full((math.prod(shape) + 64,), 7.0)
+    for batch in plan.batches:
+        batch.run(2, (guarded(x, end), poisoned[32:-32].view(shape)))
+    assert bool((poisoned[:32] == 7).all() and (poisoned[-32:] == 7).all())
+    assert always
+
+
+@pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)
+def test_code_for_other_processors(isa: Isa) -> None:
+    kernels = [
+        DenseChannelsKernel(((0, 1, 3), (0, 1)), 4, (2, 1), (0, 1, 2), True, ("gelu", ()), 0, 1),
+        DenseChannelsKernel(((0,),), 1, (3,), (0,), False, None, 4),
+        DenseChannelsKernel((), 0, (1,), (0,), False, ("relu", ())),
+    ]
+    text = assembly(kernels, isa)
+    wanted = {"AVX-512": ("vfmadd", "zmm", "prefetch"), "AVX2": ("vfmadd", "ymm", "prefetch"),
+              "NEON": ("fmla", "v0.4s", "prfm")}  # fmt: skip
+    assert all(word in text for word in wanted[isa.name])
+
+
+# --------------------------------------------------------------------------------- planted faults
+
+
+def other_weights(monkeypatch) -> None:
+    pack = channels_layer.pack_channels
+    monkeypatch.setattr(
+        channels_layer,
+        "pack_channels",
+        lambda w, *rest: pack(np.ascontiguousarray(w[:, ::-1]), *rest),
+    )
+
+
+def lost_position(monkeypatch) -> None:
+    lines_of = channels_layer.lines_of
+
+    def without(piece, parts):
+        lines = lines_of(piece, parts)
+        return PositionLines(lines.table, [lines.lanes[0][:-1], *lines.lanes[1:]])
+
+    monkeypatch.setattr(channels_layer, "lines_of", without)
+
+
+def other_lanes(monkeypatch) -> None:
+    """Positions of a group are taken for neighbors."""
+    shapes = channels_layer._shapes
+
+    def dense(*args):
+        return {tuple(range(len(lanes))): own for lanes, own in shapes(*args).items()}
+
+    monkeypatch.setattr(channels_layer, "_shapes", dense)
+
+
+@pytest.mark.parametrize(
+    "fault", [other_weights, lost_position, other_lanes], ids=lambda f: f.__name__
+)
+def test_a_planted_fault_is_seen(fault, monkeypatch, always) -> None:
+    fault(monkeypatch)
+    program, weights, x = made("7x7")
+    with pytest.raises(AssertionError):
+        check(program, weights, [x], 1)
