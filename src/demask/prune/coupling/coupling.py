@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.graph.capture.fold_constants import plain_name
+from demask.graph.capture.fold_constants import fold_constants, plain_name
 from demask.graph.normalize.split_recurrent import split_recurrent
 from demask.graph.program import Program
 from demask.graph.provenance import Sizes
@@ -29,7 +29,7 @@ from demask.prune.coupling.kinds import Kinds
 from demask.prune.coupling.plain_weights import with_plain_weights
 from demask.prune.coupling.roles import READS, ROWS, SHIFTS, find_roles
 from demask.shrink.pipeline import canonicalize, programs_of
-from demask.shrink.program_size import count_macs, letter_sizes
+from demask.shrink.program_size import count_macs, letter_sizes, measure_program
 
 
 class _Place(NamedTuple):
@@ -47,12 +47,14 @@ class Coupling:
     """The slices of a captured network.
 
     ties: its axes. slice_of: by final cell that need not stay whole, the slice of each position,
-    int64 [size], -1 for positions that must stay. skipped: names of parameters that stay whole.
+    int64 [size], -1 for positions that must stay. whole: the size of its
+    tensors, with 0 MACs. skipped: names of parameters that stay whole.
     """
 
     program: Program
     ties: AxisTies
     slice_of: Mapping[int, Tensor]
+    whole: Sizes
     skipped: frozenset[str] = frozenset()
 
     @classmethod
@@ -69,12 +71,14 @@ class Coupling:
         inputs that the model does not accept, NotExportable where it cannot be captured."""
         skipped = _matching(skip, model)
         programs = programs_of(with_plain_weights(model), args, kwargs, None, fold_parameters=False)
-        program = canonicalize(split_recurrent(next(programs)), table, fold_parameters=False)
+        captured = next(programs)
+        program = canonicalize(split_recurrent(captured), table, fold_parameters=False)
+        whole = measure_program(fold_constants(captured), {})
         ties = AxisTies(program, table)
         for name in ties.names():
             if skipped & {name, *program.constants[name].aliases}:
                 ties.force(name)
-        return cls(program, ties, _find_slices(ties), frozenset(skipped))
+        return cls(program, ties, _find_slices(ties), whole, frozenset(skipped))
 
     # --- groups -----------------------------------------------------------------------------------
 
@@ -159,19 +163,20 @@ class Coupling:
         masks: by parameter, bool of its shape, True where it stays.
         """
         kept = self._kept(masks)
-        tensors = {}
+        removed = {}
         for name in self.ties.names():
             tensor = self.program.constants[name].tensor
-            share = [
-                math.prod(kept.get(cell, self.ties.cells.size(cell) or 1) for cell in leaves)
-                for leaves in map(self.ties.leaves, self.ties.constant(name))
-            ]
-            tensors[tensor.data_ptr(), tensor.shape] = (tensor, math.prod(share))
+            axes = map(self.ties.leaves, self.ties.constant(name))
+            left = math.prod(self._size(cell, kept) for leaves in axes for cell in leaves)
+            removed[tensor.data_ptr(), tensor.shape] = tensor, tensor.numel() - left
         return Sizes(
-            parameters=sum(n for t, n in tensors.values() if t.is_floating_point()),
-            macs=sum(self._macs(node, kept) for node in self.ties.relations),
-            bytes=sum(n * t.element_size() for t, n in tensors.values()),
+            self.whole.parameters - sum(n for t, n in removed.values() if t.is_floating_point()),
+            sum(self._macs(node, kept) for node in self.ties.relations),
+            self.whole.bytes - sum(n * t.element_size() for t, n in removed.values()),
         )
+
+    def _size(self, cell: int, kept: Mapping[int, int]) -> int:
+        return kept.get(cell, self.ties.cells.size(cell) or 1)
 
     def _kept(self, masks: Mapping[str, Tensor]) -> dict[int, int]:
         """By cell with slices, how many of its positions stay."""
@@ -189,8 +194,8 @@ class Coupling:
         relation, letters = self.ties.relations[node], self.ties.letters[node]
         sizes = letter_sizes(relation, self.program.example)
         smaller = {
-            a: math.prod(kept.get(c, self.ties.cells.size(c) or 1) for c in leaves)
-            for a, n in sizes.items()
+            a: math.prod(self._size(cell, kept) for cell in leaves)
+            for a in sizes
             if (leaves := self.ties.leaves([letters[a]])) and not {*leaves}.isdisjoint(kept)
         }
         return count_macs(replace(relation, size={**sizes, **smaller}), self.program.example)
