@@ -128,5 +128,5 @@ class _Hook:
 
 
 def _is_traced(value: Tensor) -> bool:
-    """Whether a value stands for any value: while torch.export or torch.compile captures."""
+    """Whether a value is symbolic: while torch.export or torch.compile captures."""
     return torch.compiler.is_compiling() or type(value) is not Tensor

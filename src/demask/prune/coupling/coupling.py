@@ -32,7 +32,7 @@ from demask.shrink.pipeline import canonicalize, programs_of
 from demask.shrink.program_size import count_macs, letter_sizes, measure_program
 
 
-class _Place(NamedTuple):
+class _ParameterCell(NamedTuple):
     """One cell of one axis of a parameter."""
 
     parameter: str
@@ -112,7 +112,7 @@ class Coupling:
                 groups.append((Group(_unused(module, names), len(order), members, kind), order))
         return groups
 
-    def _places(self) -> Iterator[_Place]:
+    def _places(self) -> Iterator[_ParameterCell]:
         """The cells of all axes of parameters that have slices."""
         roles = find_roles(self.ties)
         for name in self.ties.names():
@@ -131,7 +131,7 @@ class Coupling:
                         role for c, role in roles[name][axis] if cell in self.ties.leaves([c])
                     } or {role for _, role in roles[name][axis]}
                     full = (constant.aliases or (constant.name,))[0]
-                    yield _Place(full, axis, cell, slices.reshape(-1), frozenset(mine))
+                    yield _ParameterCell(full, axis, cell, slices.reshape(-1), frozenset(mine))
 
     @cached_property
     def _by_name(self) -> dict[str, str]:
@@ -145,7 +145,7 @@ class Coupling:
         """The weights of products that are not skipped, each with its axis of outputs."""
         every = find_roles(self.ties)
         for name in self.ties.names():
-            roles = {d: {role for _, role in found} for d, found in every[name].items()}
+            roles = {d: {role for _, role in pairs} for d, pairs in every[name].items()}
             outputs = [d for d in sorted(roles) if ROWS in roles[d] and READS not in roles[d]]
             first = outputs or [d for d in sorted(roles) if ROWS in roles[d]]
             constant = self.program.constants[name]
@@ -162,23 +162,23 @@ class Coupling:
 
         masks: by parameter, bool of its shape, True where it stays.
         """
-        kept = self._kept(masks)
+        left = self._left(masks)
         removed = {}
         for name in self.ties.names():
             tensor = self.program.constants[name].tensor
             axes = map(self.ties.leaves, self.ties.constant(name))
-            left = math.prod(self._size(cell, kept) for leaves in axes for cell in leaves)
-            removed[tensor.data_ptr(), tensor.shape] = tensor, tensor.numel() - left
+            remaining = math.prod(self._size(cell, left) for leaves in axes for cell in leaves)
+            removed[tensor.data_ptr(), tensor.shape] = tensor, tensor.numel() - remaining
         return Sizes(
             self.whole.parameters - sum(n for t, n in removed.values() if t.is_floating_point()),
-            sum(self._macs(node, kept) for node in self.ties.relations),
+            sum(self._macs(node, left) for node in self.ties.relations),
             self.whole.bytes - sum(n * t.element_size() for t, n in removed.values()),
         )
 
-    def _size(self, cell: int, kept: Mapping[int, int]) -> int:
-        return kept.get(cell, self.ties.cells.size(cell) or 1)
+    def _size(self, cell: int, left: Mapping[int, int]) -> int:
+        return left.get(cell, self.ties.cells.size(cell) or 1)
 
-    def _kept(self, masks: Mapping[str, Tensor]) -> dict[int, int]:
+    def _left(self, masks: Mapping[str, Tensor]) -> dict[int, int]:
         """By cell with slices, how many of its positions stay."""
         most = max((int(numbers.max()) for _, numbers in self._numbered), default=0)
         gone = torch.zeros(most + 1, dtype=torch.bool)
@@ -189,14 +189,14 @@ class Coupling:
             for cell, numbers in self.slice_of.items()
         }
 
-    def _macs(self, node: Any, kept: Mapping[int, int]) -> int:
+    def _macs(self, node: Any, left: Mapping[int, int]) -> int:
         """The MACs of a call on the positions that stay."""
         relation, letters = self.ties.relations[node], self.ties.letters[node]
         sizes = letter_sizes(relation, self.program.example)
         smaller = {
-            a: math.prod(self._size(cell, kept) for cell in leaves)
+            a: math.prod(self._size(cell, left) for cell in leaves)
             for a in sizes
-            if (leaves := self.ties.leaves([letters[a]])) and not {*leaves}.isdisjoint(kept)
+            if (leaves := self.ties.leaves([letters[a]])) and not {*leaves}.isdisjoint(left)
         }
         return count_macs(replace(relation, size={**sizes, **smaller}), self.program.example)
 
@@ -216,7 +216,7 @@ def _in_order(slices: Tensor, numbers: Sequence[int]) -> Tensor:
     return torch.tensor([n for n in dict.fromkeys(slices.tolist()) if n in mine])
 
 
-def _member(place: _Place, order: Tensor) -> Member:
+def _member(place: _ParameterCell, order: Tensor) -> Member:
     """A member whose slice k has the number order[k]."""
     numbers, index = order.sort()
     near = torch.searchsorted(numbers, place.slices).clamp(max=len(numbers) - 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
@@ -19,7 +21,8 @@ def with_plain_weights(model: nn.Module) -> nn.Module:
             if isinstance(hook, prune.BasePruningMethod):
                 _make_plain(module, hook._tensor_name)
         if parametrize.is_parametrized(module):
-            for name in [*module.parametrizations]:  # type: ignore[union-attr]
+            parametrizations: Any = module.parametrizations
+            for name in [*parametrizations]:
                 value = getattr(module, name).detach().clone()
                 parametrize.remove_parametrizations(module, name, leave_parametrized=True)
                 setattr(module, name, nn.Parameter(value))
