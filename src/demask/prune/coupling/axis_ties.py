@@ -210,11 +210,11 @@ class AxisTies:
         return {a for k in varying for a in letters - relation.letters(relation.ins[k])}
 
     def _varies(self, value: Any) -> bool:
-        """Whether an operand is a number that depends on inputs; conditions only select."""
+        """Whether an operand has numbers that depend on inputs; conditions and indices select."""
         return (
             isinstance(value, fx.Node)
             and value in self._dependent
-            and value.meta["val"].dtype != torch.bool
+            and value.meta["val"].is_floating_point()
         )
 
     # --- moves ------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from demask.graph.normalize.split_recurrent import split_recurrent
 from demask.graph.program import Program
 from demask.graph.provenance import Sizes
 from demask.ops import TABLE, Table
+from demask.ops.entries.contraction import GROUPED
 from demask.prune.coupling.axis_ties import AxisTies
 from demask.prune.coupling.groups import Group, Member
 from demask.prune.coupling.kinds import Kinds
@@ -104,13 +105,41 @@ class Coupling:
         for signature, numbers in sorted(alike.items()):
             mine = [places[k] for k, _ in signature]
             rows = [place for place in mine if place.roles - {READS, SHIFTS}]
-            if rows and len(numbers) > 1:
+            is_read = any(READS in p.roles for p in mine)
+            if rows and len(numbers) > 1 and (is_read or kinds.are_features(p.cell for p in mine)):
                 order = _in_order(rows[0].slices, numbers)
-                kind = kinds.of({p.cell for p in mine}, [self._rank(p.parameter) for p in rows])
-                module = rows[0].parameter.rpartition(".")[0] or rows[0].parameter
+                kind = kinds.of({p.cell for p in mine})
+                module = _module_of(rows[0].parameter)
                 members = tuple(_member(place, order) for place in mine)
                 groups.append((Group(_unused(module, names), len(order), members, kind), order))
         return groups
+
+    @cached_property
+    def experts(self) -> tuple[Group, ...]:
+        """The experts of each layer that selects a matrix per row (grouped products).
+
+        Zeros make an expert's output zero; demask leaves its weights, since rows may select it.
+        """
+        stacks: dict[int, list[Member]] = {}
+        for node in self.ties.relations:
+            if str(node.target) in GROUPED:
+                (cell,) = self.ties.leaves([self.ties.letters[node]["e"]])
+                stacks.setdefault(cell, [])
+        for name in self.ties.names():
+            constant = self.program.constants[name]
+            full = (constant.aliases or (constant.name,))[0]
+            cells = [self.ties.leaves(axis) for axis in self.ties.constant(name)]
+            for axis, (cell, *more) in enumerate(cells):
+                if constant.parameter and cell in stacks and not more:
+                    slices = torch.arange(constant.tensor.shape[axis])
+                    stacks[cell].append(Member(full, axis, slices, True))
+        return tuple(
+            Group(
+                _module_of(members[0].parameter), len(members[0].slices), tuple(members), "expert"
+            )
+            for members in stacks.values()
+            if members and self.skipped.isdisjoint(member.parameter for member in members)
+        )
 
     def _places(self) -> Iterator[_ParameterCell]:
         """The cells of all axes of parameters that have slices."""
@@ -132,14 +161,6 @@ class Coupling:
                     } or {role for _, role in roles[name][axis]}
                     full = (constant.aliases or (constant.name,))[0]
                     yield _ParameterCell(full, axis, cell, slices.reshape(-1), frozenset(mine))
-
-    @cached_property
-    def _by_name(self) -> dict[str, str]:
-        """Constants of the program by the first name of the parameter in the model."""
-        return {(c.aliases or (c.name,))[0]: name for name, c in self.program.constants.items()}
-
-    def _rank(self, parameter: str) -> int:
-        return self.program.constants[self._by_name[parameter]].tensor.ndim
 
     def matrices(self) -> Iterator[tuple[str, int]]:
         """The weights of products that are not skipped, each with its axis of outputs."""
@@ -199,6 +220,11 @@ class Coupling:
             if (leaves := self.ties.leaves([letters[a]])) and not {*leaves}.isdisjoint(left)
         }
         return count_macs(replace(relation, size={**sizes, **smaller}), self.program.example)
+
+
+def _module_of(parameter: str) -> str:
+    """The module of a parameter; of one without a module, its own name."""
+    return parameter.rpartition(".")[0] or parameter
 
 
 def _unused(name: str, names: set[str]) -> str:

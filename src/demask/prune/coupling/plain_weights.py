@@ -30,8 +30,8 @@ def _without_parametrizations(module: nn.Module) -> None:
     place. Its class, which the original has too, stays as it is."""
     parametrizations: Any = module.parametrizations
     values = {name: getattr(module, name).detach().clone() for name in parametrizations}
-    del module._modules["parametrizations"]
     module.__class__ = parametrize.type_before_parametrizations(module)
+    del module._modules["parametrizations"]
     for name, value in values.items():
         module.register_parameter(name, nn.Parameter(value))
 
