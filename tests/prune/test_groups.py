@@ -161,3 +161,35 @@ class Branches(nn.Module):
 def test_what_cannot_be_captured() -> None:
     with pytest.raises(NotExportable):
         groups(Branches(), torch.ones(3))
+
+
+class Experts(nn.Module):
+    """Experts that tokens select, in stacked weights, as transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(3, 32, 16))
+        self.down = nn.Parameter(torch.randn(3, 16, 16))
+
+    def forward(self, x, ends):
+        up = torch.nn.functional.grouped_mm(x, self.gate_up.transpose(1, 2), offs=ends)
+        left, right = up.chunk(2, 1)
+        return torch.nn.functional.grouped_mm(left * right, self.down.transpose(1, 2), offs=ends)
+
+
+def test_experts_and_their_units() -> None:
+    rows = torch.randn(6, 16, dtype=torch.bfloat16)
+    inputs = rows, torch.tensor([2, 4, 6], dtype=torch.int32)
+    model = Experts().bfloat16()
+    (experts,) = groups(model, inputs, structure="expert")
+    assert (experts.size, experts.kind) == (3, "expert")
+    assert [(m.parameter, m.axis) for m in experts.members] == [("gate_up", 0), ("down", 0)]
+    (units,) = groups(model, inputs, structure="unit")
+    assert [(m.parameter, m.axis, m.produces) for m in units.members] == [
+        ("gate_up", 1, True),
+        ("down", 2, False),
+    ]
+    assert units.members[0].positions(1).tolist() == [1, 17]
+    pruned = demask.prune.Pruner(model, inputs, structure="expert").step(0.34)
+    assert pruned.before == pruned.after  # demask leaves them: tokens may select a zero expert
+    assert [bool((model.down[k] == 0).all()) for k in range(3)].count(True) == 1
