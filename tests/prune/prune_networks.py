@@ -183,6 +183,53 @@ class OneNumberAdded(nn.Module):
         return self.last(self.more(self.head(self.a(x) + self.b(x))))
 
 
+class Drawn(nn.Module):
+    """A network drawn by a seed: convolutions, norms, sums, joins, slices, pads and rolls."""
+
+    def __init__(self, seed: int, steps: int = 8) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(seed)
+
+        def draw(n: int) -> int:
+            return int(torch.randint(n, (1,), generator=random))
+
+        self.layers, self.steps, widths = nn.ModuleList(), [], [3]
+        for _ in range(steps):
+            kind, first, second = draw(7), draw(len(widths)), draw(len(widths))
+            if kind < 2 or widths[first] < 4:  # a convolution
+                kind, width = 0, 4 + draw(5)
+                self.layers.append(nn.Conv2d(widths[first], width, 3, padding=1))
+            elif kind == 2:
+                width = widths[first]
+                self.layers.append(nn.BatchNorm2d(width))
+            else:  # a sum; a join; a part; a pad; a roll
+                width = {3: widths[first], 4: widths[first] + widths[second],
+                         5: widths[first] // 2 + 1, 6: widths[first] + 3}[kind]  # fmt: skip
+                self.layers.append(nn.Identity())
+                if kind == 3:
+                    same = [k for k, n in enumerate(widths) if n == width]
+                    second = same[draw(len(same))]
+            self.steps.append((kind, first, second))
+            widths.append(width)
+        self.head = nn.Conv2d(widths[-1], 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = [x]
+        for layer, (kind, first, second) in zip(self.layers, self.steps, strict=True):
+            a, b = values[first], values[second]
+            if kind in (0, 2):
+                values.append(torch.relu(layer(a)))
+            else:
+                moves = {
+                    3: lambda a=a, b=b: a + b,
+                    4: lambda a=a, b=b: torch.cat([a, b], 1),
+                    5: lambda a=a: a[:, : a.shape[1] // 2 + 1].roll(1, 1),
+                    6: lambda a=a: F.pad(a, (0, 0, 0, 0, 1, 2)),
+                }
+                values.append(moves[kind]())
+        return self.head(values[-1])
+
+
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 ROWS = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 NETWORKS = {
@@ -221,9 +268,15 @@ def randomized(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def broken_law(model: nn.Module, args=(), kwargs=None, structure="channel", seed=0) -> list[str]:
+def broken_law(
+    model: nn.Module, args=(), kwargs=None, structure="channel", seed=0, *, wasteful=False
+) -> list[str]:
     """What differs from the law of groups, in words: half of the slices of every group are zero in
-    the weights that compute them; then demask removes them, everywhere, and nothing else."""
+    the weights that compute them; then demask removes them, everywhere, and nothing else.
+
+    wasteful: whether demask removes something of the network as it is: what nothing reads, and
+    zeros of pads. Then this, too.
+    """
     coupling = Coupling.of(model, args, kwargs)
     groups = select_groups(coupling, KINDS_OF[structure])
     generator = torch.Generator().manual_seed(seed)
@@ -246,10 +299,18 @@ def broken_law(model: nn.Module, args=(), kwargs=None, structure="channel", seed
         for name, mask in masks.items():
             parameters[name].mul_(mask)
     record = demask.demask(masked, args, kwargs).demasked
-    return _differences(coupling, masks, stays, record)
+    if not wasteful:
+        return _differences(stays, record) + _other_sizes(coupling, masks, record)
+    for cut in demask.demask(model, args, kwargs).demasked.cuts.values():
+        for axis, positions in enumerate(cut.kept if cut.source in parameters else ()):
+            left = torch.ones(cut.shape[axis], dtype=torch.bool)
+            if positions is not None:
+                left = torch.zeros_like(left).index_fill(0, torch.tensor(positions), True)
+            stays[cut.source, axis] = stays.get((cut.source, axis), left) & left
+    return _differences(stays, record)
 
 
-def _differences(coupling, masks, stays, record) -> list[str]:
+def _differences(stays, record) -> list[str]:
     names = {place for place, _ in stays}
     wrong = []
     for cut in record.cuts.values():
@@ -259,6 +320,11 @@ def _differences(coupling, masks, stays, record) -> list[str]:
             left = range(n) if positions is None else sorted(positions)
             if cut.source in names and list(left) != expected.nonzero().flatten().tolist():
                 wrong.append(f"{cut.source} axis {axis}: {positions}, not {expected}")
+    return wrong
+
+
+def _other_sizes(coupling, masks, record) -> list[str]:
+    wrong = []
     for what, mine, real in (
         ("before", coupling.sizes({}), record.before),
         ("after", coupling.sizes(masks), record.after),

@@ -11,7 +11,16 @@ import demask
 from demask import BadInput, NotExportable
 from demask.prune import groups
 from demask.prune.coupling.axis_ties import AxisTies
-from prune_networks import IMAGE, NETWORKS, Attention, Residual, broken_law, network, randomized
+from prune_networks import (
+    IMAGE,
+    NETWORKS,
+    Attention,
+    Drawn,
+    Residual,
+    broken_law,
+    network,
+    randomized,
+)
 
 # By network: its groups of channels and of heads: name, number of slices, members.
 EXPECTED = {
@@ -57,6 +66,19 @@ def test_zero_heads_are_removed_with_the_keys_they_share(shared: int) -> None:
     torch.manual_seed(0)
     model = randomized(Attention(4, shared))
     assert broken_law(model, (torch.randn(2, 5, 8),), structure="head") == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drawn_networks_obey_the_law(seed: int) -> None:
+    torch.manual_seed(seed)
+    assert broken_law(randomized(Drawn(seed)), (IMAGE,), seed=seed, wasteful=True) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(8, 60))
+def test_more_drawn_networks_obey_the_law(seed: int) -> None:
+    torch.manual_seed(seed)
+    assert broken_law(randomized(Drawn(seed, 12)), (IMAGE,), seed=seed, wasteful=True) == []
 
 
 def test_a_planted_fault_breaks_the_law(monkeypatch) -> None:
