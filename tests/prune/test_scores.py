@@ -87,10 +87,11 @@ def test_statistics_are_those_of_all_batches() -> None:
     assert not model[2]._forward_pre_hooks
 
 
-def test_bias_compensation_is_exact_for_constant_slices_and_demask_carries_it() -> None:
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.Sigmoid()])
+def test_bias_compensation_is_exact_for_constant_slices_and_demask_carries_it(activation) -> None:
     """Two hidden units do not change with the input: they are the first to go, and what they add
-    becomes part of the next bias."""
-    model = mlp()
+    becomes part of the next bias. After a sigmoid a masked unit is still one half."""
+    model = mlp(activation)
     with torch.no_grad():
         model[0].weight[[1, 4]] = 0
         model[0].bias[[1, 4]] = torch.tensor([0.7, 1.3])

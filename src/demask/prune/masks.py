@@ -199,18 +199,27 @@ def find_uncalled(model: nn.Module, args: tuple, kwargs: Mapping | None) -> froz
     on the example inputs; training flags are restored."""
     called: set[nn.Module] = set()
     hooks = [m.register_forward_pre_hook(lambda m, _: called.add(m)) for m in model.modules()]
+    try:
+        run_in_eval_mode(model, args, kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return frozenset(
+        name
+        for name, places in find_places(model).items()
+        if any(place.module not in called for place in places)
+    )
+
+
+def run_in_eval_mode(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> None:
+    """Run a model without gradients in eval mode; the flags of its modules are restored."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
         with torch.no_grad():
             model(*args, **dict(kwargs or {}))
     finally:
-        for hook in hooks:
-            hook.remove()
         for module, mode in modes:
             module.training = mode
-    return frozenset(
-        name
-        for name, places in find_places(model).items()
-        if any(place.module not in called for place in places)
-    )

@@ -22,6 +22,7 @@ from demask.prune.masks import (
     read_masks,
     remove_masks,
     replace_masks,
+    run_in_eval_mode,
     write_masks,
 )
 from demask.prune.schedules import OneShot, check_fraction
@@ -158,7 +159,7 @@ class Pruner:
         self.score: Score = L1() if score is None else score
         self.allocation: Allocation = Uniform() if allocation is None else allocation
         self.schedule: Schedule = OneShot() if schedule is None else schedule
-        args, kwargs = as_arguments(example_inputs)
+        self._example = args, kwargs = as_arguments(example_inputs)
         self.coupling = Coupling.of(self.model, args, kwargs, skip=skip)
         places = find_places(self.model)
         shapes = {name: at[0].value.shape for name, at in places.items()}
@@ -206,10 +207,9 @@ class Pruner:
         keep = self._allocate(scores, alive, target)
         more = self._masks_of(keep)
         gone = {name: alive[name] & ~keep[name] for name in keep}
-        changes = self._compensation(views, gone)
         before = self.coupling.sizes(masks)
         write_masks(self.model, more, self._uncalled)
-        self._add_to_biases(changes)
+        self._add_to_biases(self._compensation(views, gone))
         self.steps = number
         pruned = Pruned(
             number,
@@ -289,9 +289,16 @@ class Pruner:
     ) -> dict[str, Tensor]:
         """By reading weight, what its layer's bias changes by, [outputs]."""
         compensate = getattr(self.score, "compensate", None)
+        if compensate is None:
+            return {}
+        recorder, self._recorder.is_active = InputRecorder(self._read_layers()), False
+        run_in_eval_mode(self.model, *self._example)
+        recorder.remove()
+        self._recorder.is_active = True
         changes: dict[str, Tensor] = {}
-        for view in views if compensate else ():
-            for name, change in compensate(view, gone[view.candidates.name]).items():
+        for view in views:
+            mine = compensate(view, gone[view.candidates.name], recorder.statistics)
+            for name, change in mine.items():
                 changes[name] = changes[name] + change if name in changes else change
         return {name: _averaged(change) for name, change in changes.items()}
 

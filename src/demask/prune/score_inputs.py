@@ -68,10 +68,12 @@ class InputStatistics:
 
 
 class InputRecorder:
-    """Hooks that gather the statistics of the inputs of layers, by name of the layer's weight."""
+    """Hooks that gather the statistics of the inputs of layers, by name of the layer's weight,
+    while `is_active`."""
 
     def __init__(self, layers: Mapping[str, Iterable[Place]]):
         self.statistics: dict[str, InputStatistics] = {}
+        self.is_active = True
         self._handles: list[RemovableHandle] = []
         for name, places in layers.items():
             for place in places:
@@ -121,7 +123,8 @@ class _Hook:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         value = args[0] if args else next(iter(kwargs.values()), None)
-        if module is self.module and isinstance(value, Tensor) and not _is_traced(value):
+        is_own = module is self.module and self.recorder.is_active
+        if is_own and isinstance(value, Tensor) and not _is_traced(value):
             self.recorder.add(self.name, module, value)
 
     def __deepcopy__(self, memo: dict) -> _Hook:

@@ -269,12 +269,21 @@ class Fluctuation:
 
         return _summed(view, _needed(view, view.readers), values)
 
-    def compensate(self, view: ScoreView, gone: Tensor) -> dict[str, Tensor]:
-        """By reading weight, what its layer's bias changes by, when the slices `gone` (bool
-        [units]) become zero; [outputs]."""
+    def compensate(
+        self, view: ScoreView, gone: Tensor, masked: Mapping[str, InputStatistics]
+    ) -> dict[str, Tensor]:
+        """By reading weight, what its layer's bias changes by, [outputs].
+
+        Args:
+            view: the units, with statistics of the inputs before.
+            gone: the slices that were masked, bool [units].
+            masked: by reading weight, statistics of the inputs of its layer since then: where a
+                masked slice is constant, but not 0 (after a sigmoid), this is what it adds still.
+        """
         changes = {}
         for member in view.readers if self.compensation else ():
-            mean = view.inputs(member).mean[view.input_feature(member)]
+            change = view.inputs(member).mean - masked[member.parameter].mean
+            mean = change[view.input_feature(member)]
             line = [-1 if d == member.axis else 1 for d in range(len(view.weight(member).shape))]
             inside = ~member.mask(~gone).view(line)
             products = view.weight(member).double().cpu() * mean * inside
