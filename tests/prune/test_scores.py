@@ -153,3 +153,13 @@ def test_copies_and_results_of_demask_add_nothing_to_statistics() -> None:
     copy.deepcopy(model)(X)
     demask.demask(model, (X,))(X)
     assert torch.equal(pruner.scores()["0"], before["0"])
+
+
+def test_a_table_that_is_also_the_last_layer_has_the_inputs_of_that_layer() -> None:
+    model, inputs = network("embedded")
+    pruner = Pruner(model, inputs, score=Activation(), structure="element")
+    model(*inputs)
+    assert pruner.scores()["table.weight"].shape == (66,)
+    pruner.step(0.5)
+    assert torch.equal(model.last.weight, model.table.weight)
+    assert int((model.last.weight == 0).sum()) == 33

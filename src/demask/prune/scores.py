@@ -242,7 +242,7 @@ class Fluctuation:
 
     Args:
         compensation: whether biases are changed. Default: True. A layer without a bias gets one,
-            which an optimizer that exists already does not train.
+            which an optimizer that exists already does not train, and `Pruned` does not count.
 
     Source: An et al., Fluctuation-based adaptive structured pruning for large language models
     (FLAP), 2024, equations 4 and 6.
