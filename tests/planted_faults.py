@@ -64,6 +64,18 @@ FAULTS = (
     # the table
     fault("tile-end-rounds-down", "ops/regions.py",
           "-(-end // tile) * step", "end // tile * step", "laws"),
+    # prune
+    fault("added-number-vanishes", "prune/coupling/axis_ties.py",
+          "return whole | self._unlike(relation)", "return whole", "groups"),
+    fault("slices-of-moves-not-tied", "prune/coupling/axis_ties.py",
+          "yield PositionTies(cells[0], cut.out[0], cut.position[taken], taken)",
+          "yield PositionTies(cells[0], cut.out[0], taken, taken)", "groups"),
+    fault("removed-units-count-again", "prune/pruner.py",
+          "chosen = candidates.choose(scores[name], share) & mine",
+          "chosen = candidates.choose(scores[name], share)", "pruner"),
+    fault("columns-without-means", "prune/scores.py",
+          "inside = ~member.mask(~gone).view(line)", "inside = member.mask(~gone).view(line)",
+          "scores"),
     # graph
     fault("write-not-seen", "graph/capture/functionalize.py",
           "self.version[root] = self.version.get(root, 0) + 1",

@@ -1,0 +1,327 @@
+"""Ties of axes: which axes of a program's values and weights have the same slices.
+
+Every axis is a list of cells, major first (`Cells`): the letters of a relation tie the axes of a
+call cell by cell, and a view splits them. A call that moves positions (cat, slice, pad, index) ties
+two cells position by position. Cells that must stay whole are forced: those of inputs and outputs,
+of windows, of axes that a call normalizes over or reads as a whole, of dynamic sizes, and of ops
+without an entry.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from demask.facts.known import Key, key_of
+from demask.graph.program import Program
+from demask.graph.queries import input_dependent
+from demask.ops import Relation, Table, bind, schema
+from demask.ops.notation import Axes
+from demask.ops.traits import EXPANSIONS, MULTIPLICATIONS
+from demask.shrink.layout.cells import Cells
+from demask.shrink.layout.placement import CellAxes
+from demask.shrink.layout.ties import whole_letters
+
+MOST_PARTS = 8  # of an axis whose positions a move separates
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Positions along an output's axis, each from a position along an operand's axis.
+
+    ins: by operand, the cells of its axis. out: those of the output's axis, of n positions.
+    source: int64 [n], the operand of each position, -1 for padding; position: int64 [n], along it.
+    """
+
+    ins: Mapping[int, tuple[int, ...]]
+    out: tuple[int, ...]
+    source: Tensor
+    position: Tensor
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether every axis is one cell: positions of cells are tied."""
+        return all(len(cells) == 1 for cells in (self.out, *self.ins.values()))
+
+    def has_blocks(self, n: int) -> bool:
+        """Whether whole blocks of n positions are moved, in order."""
+        if len(self.source) % n:
+            return False
+        source, position = self.source.reshape(-1, n), self.position.reshape(-1, n)
+        real = source[:, 0] >= 0
+        steps = position[:, :1] + torch.arange(n)
+        whole = bool((source == source[:, :1]).all()) and not bool((position[real, 0] % n).any())
+        return whole and bool((position[real] == steps[real]).all())
+
+    def takes_one_of(self, n: int, operand: int) -> bool:
+        """Whether of every n positions of an operand the same one is taken, or none."""
+        return len((self.position[self.source == operand] % n).unique()) <= 1
+
+
+@dataclass(frozen=True, slots=True)
+class PositionTies:
+    """Cells that are tied position by position: position a[k] of one and b[k] of the other."""
+
+    left: int
+    right: int
+    a: Tensor
+    b: Tensor
+
+
+class AxisTies:
+    """The cells of every axis of a program. Built once.
+
+    Attributes:
+        cells: the cells, tied.
+        value: the cells of each axis, by value; constants, by the node that reads them.
+        letters: by call, the cell of each letter of its relation.
+        relations: by call that depends on inputs, its relation.
+        weights: the nodes that are computed from constants alone, and these constants.
+        moves: the ties position by position.
+    """
+
+    def __init__(self, program: Program, table: Table):
+        self.program, self.table = program, table
+        self.cells = Cells()
+        self.value: dict[Key, CellAxes] = {}
+        self.letters: dict[fx.Node, dict[str, int]] = {}
+        self.relations: dict[fx.Node, Relation] = {}
+        self.weights: set[fx.Node] = set()
+        self.moves: list[Move] = []
+        self._constants: dict[str, CellAxes] = {}
+        self._dependent = input_dependent(program.graph)
+        for node in program.graph.nodes:
+            self._add(node)
+        while any(self._align(move) for move in self.moves):
+            pass
+
+    def leaves(self, cells: Iterable[int]) -> list[int]:
+        """The final cells of an axis."""
+        return self.cells.leaves(cells)
+
+    def constant(self, name: str) -> CellAxes:
+        """The cells of each axis of a constant."""
+        return self._constants[name]
+
+    def names(self) -> Iterator[str]:
+        """The constants that the graph reads, in the order of their first use."""
+        return iter(self._constants)
+
+    def force(self, name: str) -> None:
+        """Require a constant to stay whole."""
+        for axis in self._constants[name]:
+            self.cells.force(axis)
+
+    # --- nodes ------------------------------------------------------------------------------------
+
+    def _add(self, node: fx.Node) -> None:
+        if node.op == "get_attr":
+            self.weights.add(node)
+            self.value[node, 0] = self._constants.setdefault(
+                str(node.target), self._fresh(node.meta["val"])
+            )
+        elif node.op == "output":
+            self._force_operands(node)
+        elif node.op == "placeholder":
+            self._add_whole(node)
+        elif node.target is not operator.getitem:
+            self._add_call(node)
+        elif key_of(node)[0] in self.weights:
+            self.weights.add(node)
+
+    def _fresh(self, tensor: Tensor) -> CellAxes:
+        return tuple((self.cells.new(size),) for size in schema.sizes(tensor))
+
+    def _add_whole(self, node: fx.Node) -> None:
+        for k, output in enumerate(schema.outputs(node)):
+            if isinstance(output, Tensor):
+                self.value[node, k] = self._fresh(output)
+                self._force(self.value[node, k])
+
+    def _force(self, axes: CellAxes) -> None:
+        for axis in axes:
+            self.cells.force(axis)
+
+    def _force_operands(self, node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            self._force(self.value.get(key_of(source), ()))
+
+    def _add_call(self, node: fx.Node) -> None:
+        outputs = schema.outputs(node)
+        if not any(isinstance(output, Tensor) for output in outputs):
+            return  # Sizes, which no cut changes.
+        sources = node.all_input_nodes
+        if sources and all(source in self.weights for source in sources):
+            self.weights.add(node)
+        is_tensor = all(isinstance(output, Tensor) for output in outputs)
+        relation = bind(node, self.table) if is_tensor else None
+        if not isinstance(relation, Relation):
+            self._add_whole(node)
+            self._force_operands(node)
+            return
+        if node not in self.weights:
+            self.relations[node] = relation
+        self._add_relation(node, relation)
+
+    def _add_relation(self, node: fx.Node, relation: Relation) -> None:
+        letters = {letter: self.cells.new(size) for letter, size in relation.size.items()}
+        letters |= {letter: letters[letter.removesuffix("^")] for letter in relation.back}
+        self.letters[node] = letters
+        self.cells.force(letters[a] for a in self._whole(node, relation))
+        for k, axes in enumerate(relation.outs):
+            self.value[node, k] = _cells_of(axes, letters)
+        if relation.entry.free:
+            return
+        for k, operand in enumerate(relation.operands):
+            if isinstance(operand.value, fx.Node) and key_of(operand.value) in self.value:
+                mine = _cells_of(relation.ins[k], letters)
+                for a, b in zip(mine, self.value[key_of(operand.value)], strict=True):
+                    if not self.cells.unify(a, b):
+                        self._force((a, b))
+        self._add_moves(relation, letters)
+
+    def _whole(self, node: fx.Node, relation: Relation) -> set[str]:
+        """The letters that must stay whole. Weights are computed once, before anything is cut: what
+        is normalized over there may be cut afterwards."""
+        whole = whole_letters(relation)
+        if node in self.weights:
+            return whole - relation.complete | {a for a in whole if relation.size[a] is None}
+        return whole | self._unlike(relation)
+
+    def _unlike(self, relation: Relation) -> set[str]:
+        """Letters along which a zero slice does not vanish: an operand that depends on inputs, and
+        does not vary along the letter, is added to it, or repeated."""
+        entry, added = relation.entry, range(len(relation.operands))
+        if entry.fill == "mix" or relation.node.target in EXPANSIONS:
+            added = [entry.main] if not _only_scales(relation.node) else []
+        elif entry.fill == "sum":
+            added = [k for k in added if k not in relation.factors]
+        elif entry.fill != "run" or entry.zero == "any" or entry.affine:
+            return set()
+        elif entry.zero == "first":
+            added = [0]
+        letters = relation.letters(relation.outs[0]) - relation.mixed
+        varying = [k for k in added if self._varies(relation.operands[k].value)]
+        return {a for k in varying for a in letters - relation.letters(relation.ins[k])}
+
+    def _varies(self, value: Any) -> bool:
+        """Whether an operand has numbers that depend on inputs; conditions and indices select."""
+        return (
+            isinstance(value, fx.Node)
+            and value in self._dependent
+            and value.meta["val"].is_floating_point()
+        )
+
+    # --- moves ------------------------------------------------------------------------------------
+
+    def _add_moves(self, relation: Relation, letters: dict[str, int]) -> None:
+        for out, maps in enumerate(relation.moves):
+            for base, index in maps.items():
+                ins = {k: (letters[f"{base}<{k}"],) for k in range(len(relation.operands))
+                       if f"{base}<{k}" in letters}  # fmt: skip
+                if f"{base}>{out}" in letters and f"{base}>{out}" in relation.letters(
+                    relation.outs[out]
+                ):
+                    cells = (letters[f"{base}>{out}"],)
+                    self.moves.append(Move(ins, cells, index.source, index.position))
+                else:  # a position of its own: the axis ends
+                    for axis in ins.values():
+                        self.cells.force(axis)
+
+    def position_ties(self) -> Iterator[PositionTies]:
+        """The ties position by position between final cells."""
+        for move in self.moves:
+            for cut in self._cuts(move):
+                if not cut.is_tie:
+                    continue
+                for k, cells in cut.ins.items():
+                    taken = (cut.source == k).nonzero().squeeze(1)
+                    yield PositionTies(cells[0], cut.out[0], cut.position[taken], taken)
+
+    def _cuts(self, move: Move) -> Iterator[Move]:
+        """A move between the major cells of its axes, where the minor ones are tied or forced; the
+        last ones cannot be cut further."""
+        ins = {k: tuple(self.leaves(v)) for k, v in move.ins.items()}
+        stack = [Move(ins, tuple(self.leaves(move.out)), move.source, move.position)]
+        while stack:
+            cut = stack.pop()
+            rest = None if cut.is_tie else self._without_minor(cut)
+            if rest is None:
+                yield cut
+            else:
+                stack += rest
+
+    def _align(self, move: Move) -> bool:
+        """Tie the minor cells that a move leaves in place, and force those that it separates;
+        whether a cell was split or forced."""
+        is_changed = False
+        for cut in self._cuts(move):
+            if not cut.is_tie:
+                is_changed |= self._split_minor(cut)
+        return is_changed
+
+    def _without_minor(self, cut: Move) -> list[Move] | None:
+        """The move without its minor cells, if they are dealt with: tied, or forced."""
+        lists = [cut.out, *cut.ins.values()]
+        if not all(lists):
+            return None
+        n = self.cells.size(cut.out[-1]) or 1
+        if len({cells[-1] for cells in lists}) == 1 and cut.has_blocks(n):
+            ins = {k: cells[:-1] for k, cells in cut.ins.items()}
+            return [Move(ins, cut.out[:-1], cut.source[::n], cut.position[::n] // n)]
+        for k, cells in cut.ins.items():
+            n = self.cells.size(cells[-1]) or 1
+            if len(cells) > 1 and self.cells.forced(cells[-1]) and cut.takes_one_of(n, k):
+                ins = {**cut.ins, k: cells[:-1]}
+                position = torch.where(cut.source == k, cut.position // n, cut.position)
+                return [Move(ins, cut.out, cut.source, position)]
+        n = self.cells.size(cut.out[-1]) or 1
+        if len(cut.out) > 1 and self.cells.forced(cut.out[-1]) and n <= MOST_PARTS:
+            parts = range(n)
+            return [
+                Move(cut.ins, cut.out[:-1], cut.source[p::n], cut.position[p::n]) for p in parts
+            ]
+        return None
+
+    def _split_minor(self, cut: Move) -> bool:
+        """Tie or force the minor cells of a move; whether something changed."""
+        lists = [cells for cells in (cut.out, *cut.ins.values()) if cells]
+        if len(lists) <= len(cut.ins):
+            return self._force_fresh(c for cells in lists for c in cells)
+        sizes = [self.cells.size(cells[-1]) for cells in lists]
+        several = [n for n, cells in zip(sizes, lists, strict=True) if len(cells) > 1]
+        if None in sizes:
+            return self._force_fresh(c for cells in lists for c in cells)
+        n = min(n or 1 for n in several)
+        if cut.has_blocks(n) and not any((m or 1) % n for m in sizes):
+            common = next(c[-1] for c, m in zip(lists, sizes, strict=True) if len(c) > 1 and m == n)
+            for cells, m in zip(lists, sizes, strict=True):
+                if cells[-1] != common:
+                    self.cells.unify(cells[-1:], [self.cells.new((m or 1) // n), common])
+            return True
+        for k, cells in cut.ins.items():
+            if len(cells) > 1 and cut.takes_one_of(self.cells.size(cells[-1]) or 1, k):
+                return self._force_fresh(cells[-1:])
+        if len(cut.out) > 1 and (self.cells.size(cut.out[-1]) or 1) <= MOST_PARTS:
+            return self._force_fresh(cut.out[-1:])
+        return self._force_fresh(c for cells in lists for c in cells)
+
+    def _force_fresh(self, cells: Iterable[int]) -> bool:
+        """Force cells; whether one was not forced before."""
+        fresh = [cell for cell in cells if not self.cells.forced(cell)]
+        self.cells.force(fresh)
+        return bool(fresh)
+
+
+def _only_scales(node: fx.Node) -> bool:
+    """Whether a repeated value is only multiplied with others."""
+    return node.target in EXPANSIONS and all(u.target in MULTIPLICATIONS for u in node.users)
+
+
+def _cells_of(axes: Axes, letters: Mapping[str, int]) -> CellAxes:
+    return tuple(tuple(letters[a] for a in axis) for axis in axes)
