@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -22,6 +23,7 @@ from demask.ops import TABLE
 from demask.shrink.pipeline import capture_program, shrink_program
 from demask.sparse.plan.segment_plan import Batch
 from demask.sparse.segment.build_segments import segmented
+from demask.sparse.segment.segment_call import bound
 from demask.sparse.segment.segment_op import SegmentPlans, segment
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ActivationStep
@@ -123,8 +125,9 @@ def rows(
         for count in threads:
             torch.set_num_threads(count)
             with torch.no_grad():
+                call, operands = bound(dict(zip(NAMES, arguments, strict=True)))
                 calls = {
-                    "call": lambda arguments=arguments: segment(*arguments),
+                    "call": partial(call, *operands),
                     "kernels": kernels_of(arguments, count),
                 }
                 timings = time_alternately(calls, pairs, seconds=seconds)
@@ -133,6 +136,7 @@ def rows(
             bar.advance(step)
 
 
+NAMES = ("inputs", "weights", "program")
 HEAD = ["program", "threads", "steps", "call, ms", "kernels, ms", "beyond, µs", ""]
 
 
@@ -147,7 +151,7 @@ def page(rows: Sequence[Row], words: str) -> str:
 
 {words}
 
-*Call*: `demask::segment` with the arguments that the network gives it. *Kernels*: the machine code
+*Call*: `demask::segment` as an optimized network calls it. *Kernels*: the machine code
 of the same call alone, with the same memory. *Nothing*: a program of one number. Half of the
 channels of the networks are masked; batch 1, float32. Both run in turns in one process (median,
 10 %–90 % quantile). Asked: at most {1e6 * TARGETS:.0f} µs beyond the kernels.

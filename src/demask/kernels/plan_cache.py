@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ PLANS = 8  # per program and weights, one per input size; also programs per weig
 MAX_COUNTED = 64  # input sizes whose calls are counted
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes -> integer type
 
+VERSION = attrgetter("_version")
 Value = TypeVar("Value")
 Planned = tuple[Any, tuple[int, ...]]  # plan or None; numbers of the inputs that must be contiguous
 
@@ -121,7 +123,7 @@ class PlanCache:
     def versions_of(self, weights: list[Tensor]) -> tuple[int, ...]:
         """Versions that change whenever a weight does."""
         try:
-            versions = tuple([w._version for w in weights])
+            versions = tuple(map(VERSION, weights))
         except RuntimeError:  # inference tensors have no version counter
             return (self.changes.edition(weights),)
         probe = self.probe

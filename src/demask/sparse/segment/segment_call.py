@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,27 +24,31 @@ from demask.kernels.plan_cache import plans_of
 from demask.sparse.segment.segment_op import PLAIN, SegmentPlans
 
 segment = torch.ops.demask.segment.default
+ADDRESS = Tensor.data_ptr
 
 
-@dataclass(frozen=True, slots=True)
 class _KnownPlans:
-    """Plans of certain weights. It keeps neither alive: caches of plans end with their weights."""
+    """Plans of certain weights. It keeps neither alive: caches of plans end with their weights.
 
-    plans: weakref.ref[SegmentPlans]
-    weights: tuple[tuple[weakref.ref[Tensor], int], ...]  # with their addresses
+    Weights are recognized by their numbers in Python, which are theirs as long as they live, and
+    their addresses: both are compared without a loop of Python, as a network may have hundreds.
+    """
 
-    @classmethod
-    def of(cls, plans: SegmentPlans, weights: Sequence[Tensor]) -> _KnownPlans:
-        return cls(weakref.ref(plans), tuple((weakref.ref(w), w.data_ptr()) for w in weights))
+    __slots__ = ("addresses", "are_alive", "ends", "numbers", "plans")
+
+    def __init__(self, plans: SegmentPlans, weights: Sequence[Tensor]):
+        self.plans = weakref.ref(plans)
+        self.numbers, self.addresses = list(map(id, weights)), list(map(ADDRESS, weights))
+        self.are_alive = True
+        self.ends = [weakref.ref(weight, self._forget) for weight in weights]
+
+    def _forget(self, _: object) -> None:
+        self.are_alive = False
 
     def belong_to(self, weights: Sequence[Tensor]) -> bool:
         """Whether the plans are for these tensors, which may have new values."""
-        if len(weights) != len(self.weights):
-            return False
-        for (known, address), weight in zip(self.weights, weights, strict=True):
-            if known() is not weight or weight.data_ptr() != address:
-                return False
-        return True
+        are_known = self.are_alive and list(map(id, weights)) == self.numbers
+        return are_known and list(map(ADDRESS, weights)) == self.addresses
 
 
 def bound(arguments: Mapping[str, Any]) -> tuple[Callable[..., list[Tensor]], tuple[Any, ...]]:
@@ -64,7 +67,7 @@ def bound(arguments: Mapping[str, Any]) -> tuple[Callable[..., list[Tensor]], tu
             if not _are_plain(inputs) or not _are_plain(weights):
                 return segment(inputs, weights, text)
             plans = plans_of(weights, text, SegmentPlans)
-            last = _KnownPlans.of(plans, weights)
+            last = _KnownPlans(plans, weights)
         # Plans check that static inputs are the tensors that they have converted.
         elif not _are_plain([inputs[k] for k in plans.dynamic]):
             return segment(inputs, weights, text)
