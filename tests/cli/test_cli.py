@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 import demask
 from demask.cli import app, main
 from demask.cli.demo import demo, digits
-from demask.cli.progress import progress
+from demask.progress import progress
 from night import at_night
 
 COMMANDS = ("demo", "slim", "inspect", "verify")

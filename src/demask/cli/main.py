@@ -29,9 +29,9 @@ from demask.cli.options import (
     show,
     verify_and_write,
 )
-from demask.cli.progress import progress
 from demask.errors import BadInput
 from demask.machine.byte_sizes import BUDGET
+from demask.progress import progress
 
 app = typer.Typer(
     name="demask",
