@@ -55,7 +55,7 @@ def count_macs(relation: Relation, example: ExampleSizes | None = None) -> int:
         return _recurrent_macs(relation, example)
     if relation.entry.fill not in ("sum", "mix"):
         return 0
-    sizes = _letter_sizes(relation, example)
+    sizes = letter_sizes(relation, example)
     first, second = relation.factors
     kernel = relation.window & relation.letters(relation.ins[second])
     if relation.entry.fill == "sum":
@@ -72,13 +72,13 @@ def count_macs(relation: Relation, example: ExampleSizes | None = None) -> int:
 
 def _recurrent_macs(relation: Relation, example: ExampleSizes) -> int:
     """Every entry of every matrix once per step."""
-    sizes = _letter_sizes(relation, example)
+    sizes = letter_sizes(relation, example)
     weights = [relation.letters(axes) for axes in relation.ins if len(axes) == 2]
     steps = relation.letters(relation.ins[0]) - frozenset().union(*weights)
     return math.prod(sizes[a] for a in steps) * sum(math.prod(sizes[a] for a in w) for w in weights)
 
 
-def _letter_sizes(relation: Relation, example: ExampleSizes) -> dict[str, int]:
+def letter_sizes(relation: Relation, example: ExampleSizes) -> dict[str, int]:
     """The size of every letter on the example inputs."""
     sizes = {letter: size for letter, size in relation.size.items() if size is not None}
     shapes = [
