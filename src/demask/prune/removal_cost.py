@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -119,6 +120,41 @@ class RemovalCost:
     def parameters(self, masks: Masks) -> int:
         """Parameters after slices are removed, as `Sizes` counts them."""
         return sum(tensor.masked(masks) for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedProducts:
+    """A sum of products as a function of the numbers of slices (a `Cost` of the knapsack).
+
+    names: of the groups. widths, fixed: each extent is widths @ counts + fixed. factors: per
+    product, the numbers of its extents; the last extent is 1.
+    """
+
+    names: tuple[str, ...]
+    widths: np.ndarray
+    fixed: np.ndarray
+    factors: np.ndarray
+
+    @classmethod
+    def of(cls, products: Sequence[SizeProduct]) -> CountedProducts:
+        """The function for these products."""
+        extents = list({id(e): e for product in products for e in product.extents}.values())
+        numbers = {id(extent): k for k, extent in enumerate(extents)}
+        lines = [extent.linear() for extent in extents]
+        names = tuple(dict.fromkeys(name for _, line in lines for name in line))
+        widths = np.zeros((len(lines) + 1, len(names)))
+        for k, (_, line) in enumerate(lines):
+            widths[k] = [line.get(name, 0.0) for name in names]
+        longest = max((len(product.extents) for product in products), default=0)
+        factors = np.full((len(products), longest), len(lines))
+        for row, product in zip(factors, products, strict=True):
+            row[: len(product.extents)] = [numbers[id(extent)] for extent in product.extents]
+        return cls(names, widths, np.array([*(fixed for fixed, _ in lines), 1.0]), factors)
+
+    def total(self, counts: Counts) -> float:
+        """The sum; groups without a count are an error."""
+        sizes = self.widths @ np.array([counts[name] for name in self.names]) + self.fixed
+        return float(sizes[self.factors].prod(1).sum())
 
 
 def _member_labels(

@@ -144,5 +144,3 @@ def _composed(axis: Axis, letters: Mapping[str, Tensor], relation: Relation) -> 
         return line
     shape = [len(line) if d == k else 1 for d in range(len(axis))]
     return line.view(shape).expand(sizes).reshape(-1)  # type: ignore[arg-type]
-
-
