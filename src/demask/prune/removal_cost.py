@@ -1,12 +1,12 @@
 """What remains of a network after slices are removed: parameters and MACs, without removing them.
 
 Both are sums of products. A call costs the product of the sizes of its letters, a tensor that of
-its axes, and a size is a constant plus the positions of the slices that stay:
+its axes, and a size is a constant plus the slices that stay:
 
     MACs = sum over calls of  prod over letters of  (fixed + sum over slices of positions * stays)
 
 So the MACs of a convolution between two groups are bilinear in the two numbers of slices. Which
-slices a letter has is read off the op table (`slice_labels`).
+slices an axis has is read off the op table (`Coupling`).
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from demask.facts.analysis import Analysis
-from demask.graph.program import Program
-from demask.ops import Relation, Table
-from demask.prune.groups.groups import Group
-from demask.prune.slice_labels import NONE, SliceLabels
+from demask.graph.provenance import Sizes
+from demask.ops import Relation
+from demask.prune.coupling.coupling import Coupling
+from demask.prune.coupling.groups import Group
 from demask.shrink.program_size import letter_sizes, mac_products
 
 Masks = Mapping[str, Tensor]  # by name of the group: bool [size], True: the slice stays
-Counts = Mapping[str, float]  # by name of the group: how many slices stay
+Counts = Mapping[str, int]  # by name of the group: how many slices stay
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The size of an axis or letter. fixed: positions that belong to no slice. slices: by name of
+    """The size of a cell of an axis. fixed: positions that belong to no slice. slices: by name of
     the group, the positions of each slice, int64 [size]."""
 
     fixed: int
@@ -54,79 +53,137 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class SizeProduct:
-    """A product of sizes. node: the call that computes it; None for a tensor."""
+    """A product of sizes, times a number (the bytes of an element). node: the call that computes
+    it; None for a tensor."""
 
     extents: tuple[Extent, ...]
     node: fx.Node | None = None
+    times: int = 1
 
     def masked(self, masks: Masks) -> int:
         """The product after slices are removed."""
-        return math.prod(extent.masked(masks) for extent in self.extents)
+        return self.times * math.prod(extent.masked(masks) for extent in self.extents)
 
 
 @dataclass(frozen=True, slots=True)
 class CallExtents:
-    """The sizes of the letters of a call."""
+    """The sizes of the letters of a call; a letter is a product of cells."""
 
     relation: Relation
-    letters: Mapping[str, Extent]
+    letters: Mapping[str, tuple[Extent, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class RemovalCost:
-    """The parameters and MACs of a network as functions of the slices that stay.
+    """The size of a network as a function of the slices that stay.
 
-    groups: by name. calls: of the program, with the sizes of their letters. products: what sums to
-    the MACs. tensors: what sums to the parameters, as in `Sizes`.
-
-    Attributes that other costs are read off: `calls` has every letter of every call.
+    calls: of the program, with the sizes of their letters. products: what sums to the MACs.
+    parameters: what sums to the parameters, as in `Sizes`; stored: to the bytes.
     """
 
-    groups: Mapping[str, Group]
     calls: tuple[CallExtents, ...]
     products: tuple[SizeProduct, ...]
-    tensors: tuple[SizeProduct, ...]
+    parameters: tuple[SizeProduct, ...]
+    stored: tuple[SizeProduct, ...]
 
     @classmethod
-    def of(cls, program: Program, groups: Iterable[Group], table: Table) -> RemovalCost:
-        """The costs of a canonical program, of which `groups` are the groups."""
-        by_name = {group.name: group for group in groups}
-        relations = Analysis(program, table).relations
-        starts, members = _member_labels(by_name.values())
-        labels = SliceLabels.of(program, relations, members)
-        slices = _SliceCounts(by_name, starts)
+    def of(cls, coupling: Coupling, groups: Iterable[Group] | None = None) -> RemovalCost:
+        """The sizes of a network whose slices in `groups` may go; None: in all of its groups."""
+        cells = _Cells.of(coupling, coupling.groups if groups is None else groups)
         calls = tuple(
             CallExtents(relation, {
-                letter: slices.extent(labels.letters[node].get(letter), size)
-                for letter, size in letter_sizes(relation, program.example).items()
+                letter: cells.letter(node, letter, size)
+                for letter, size in letter_sizes(relation, coupling.program.example).items()
             })
-            for node, relation in relations.items() if isinstance(relation, Relation)
+            for node, relation in coupling.ties.relations.items()
         )  # fmt: skip
         products = tuple(
-            SizeProduct(tuple(call.letters[a] for a in letters), call.relation.node)
+            SizeProduct(tuple(e for a in letters for e in call.letters[a]), call.relation.node)
             for call in calls for letters in mac_products(call.relation)
         )  # fmt: skip
-        tensors = tuple(
-            SizeProduct(tuple(slices.extent(*pair) for pair in zip(axes, shape, strict=True)))
-            for axes, shape in _stored(program, labels)
-        )
-        return cls(by_name, calls, products, tensors)
+        tensors = cells.tensors()
+        return cls(
+            calls, products,
+            tuple(SizeProduct(e) for tensor, e in tensors if tensor.is_floating_point()),
+            tuple(SizeProduct(e, times=tensor.element_size()) for tensor, e in tensors),
+        )  # fmt: skip
 
     def macs(self, masks: Masks) -> int:
         """MACs of one call on the example inputs after slices are removed. masks: by name of the
         group, bool [size], True where a slice stays; a group without a mask stays whole."""
         return sum(product.masked(masks) for product in self.products)
 
-    def parameters(self, masks: Masks) -> int:
-        """Parameters after slices are removed, as `Sizes` counts them."""
-        return sum(tensor.masked(masks) for tensor in self.tensors)
+    def sizes(self, masks: Masks) -> Sizes:
+        """Parameters with floating-point buffers, MACs and bytes after slices are removed."""
+        parameters, stored = (sum(product.masked(masks) for product in products)
+                              for products in (self.parameters, self.stored))  # fmt: skip
+        return Sizes(parameters, self.macs(masks), stored)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """Turns cells into extents. sizes: of the groups. owner, place: by number of a slice, which
+    group it belongs to (-1: none), and which slice of that it is. known: extents by cell."""
+
+    coupling: Coupling
+    sizes: Mapping[str, int]
+    owner: Tensor
+    place: Tensor
+    known: dict[int, Extent]
+
+    @classmethod
+    def of(cls, coupling: Coupling, groups: Iterable[Group]) -> _Cells:
+        sizes = {group.name: group.size for group in groups}
+        largest = max((int(n.max()) for n in coupling.slice_of.values() if len(n)), default=0)
+        owner = torch.full((largest + 2,), -1)  # the last one for positions without a number
+        place = torch.zeros_like(owner)
+        for k, (name, size) in enumerate(sizes.items()):
+            owner[coupling.numbers[name]] = k
+            place[coupling.numbers[name]] = torch.arange(size)
+        return cls(coupling, sizes, owner, place, {})
+
+    def extent(self, cell: int) -> Extent:
+        """The size of a cell."""
+        if cell not in self.known:
+            numbers = self.coupling.slice_of.get(cell)
+            size = self.coupling.ties.cells.size(cell) or 1
+            self.known[cell] = Extent(size, {}) if numbers is None else self._of_slices(numbers)
+        return self.known[cell]
+
+    def _of_slices(self, numbers: Tensor) -> Extent:
+        """The size of an axis with these numbers of slices."""
+        owners, places, names = self.owner[numbers], self.place[numbers], list(self.sizes)
+        slices = {
+            names[k]: torch.bincount(places[owners == k], minlength=self.sizes[names[k]])
+            for k in owners.unique().tolist() if k >= 0
+        }  # fmt: skip
+        return Extent(int((owners < 0).sum()), slices)
+
+    def letter(self, node: fx.Node, letter: str, size: int) -> tuple[Extent, ...]:
+        """The size of a letter of a call."""
+        ties = self.coupling.ties
+        leaves = ties.leaves([ties.letters[node][letter]])
+        if not any(cell in self.coupling.slice_of for cell in leaves):
+            return (Extent(size, {}),)
+        return tuple(self.extent(cell) for cell in leaves)
+
+    def tensors(self) -> list[tuple[Tensor, tuple[Extent, ...]]]:
+        """Every tensor, with the sizes of its cells; those that share memory once."""
+        ties, constants = self.coupling.ties, self.coupling.program.constants
+        tensors = {}
+        for name in ties.names():
+            tensor = constants[name].tensor
+            leaves = [cell for axis in ties.constant(name) for cell in ties.leaves(axis)]
+            extents = tuple(self.extent(cell) for cell in leaves) if tensor.numel() else ()
+            tensors[tensor.data_ptr(), tensor.shape] = (tensor, extents)
+        return [entry for entry in tensors.values() if entry[0].numel()]
 
 
 @dataclass(frozen=True, slots=True)
 class CountedProducts:
     """A sum of products as a function of the numbers of slices (a `Cost` of the knapsack).
 
-    names: of the groups. widths, fixed: each extent is widths @ counts + fixed. factors: per
+    names: of the groups. widths, fixed: the extents are widths @ counts + fixed. factors: per
     product, the numbers of its extents; the last extent is 1.
     """
 
@@ -152,61 +209,6 @@ class CountedProducts:
         return cls(names, widths, np.array([*(fixed for fixed, _ in lines), 1.0]), factors)
 
     def total(self, counts: Counts) -> float:
-        """The sum; groups without a count are an error."""
+        """The sum for these counts, one for each group."""
         sizes = self.widths @ np.array([counts[name] for name in self.names]) + self.fixed
         return float(sizes[self.factors].prod(1).sum())
-
-
-def _member_labels(
-    groups: Iterable[Group],
-) -> tuple[dict[str, int], dict[tuple[str, int], Tensor]]:
-    """The number of each group's first slice, and the labels by parameter and axis."""
-    starts: dict[str, int] = {}
-    labels: dict[tuple[str, int], Tensor] = {}
-    start = 0
-    for group in groups:
-        starts[group.name] = start
-        for member in group.members:
-            positions = [member.positions(k) for k in range(group.size)]
-            length = 1 + max(int(p.max()) for p in positions)
-            own = labels.get((member.parameter, member.axis), torch.empty(0, dtype=torch.int64))
-            if len(own) < length:
-                own = torch.cat([own, torch.full((length - len(own),), NONE)])
-            for k, here in enumerate(positions):
-                own[here] = start + k
-            labels[member.parameter, member.axis] = own
-        start += group.size
-    return starts, labels
-
-
-@dataclass(frozen=True, slots=True)
-class _SliceCounts:
-    """Turns labels into extents. starts: the number of each group's first slice."""
-
-    groups: Mapping[str, Group]
-    starts: Mapping[str, int]
-
-    def extent(self, labels: Tensor | None, size: int) -> Extent:
-        """The size of an axis with these labels; fixed where there are none."""
-        if labels is None or len(labels) != size:
-            return Extent(size, {})
-        total = sum(group.size for group in self.groups.values())
-        counts = torch.bincount(labels[labels != NONE], minlength=total)
-        slices = {
-            name: counts[start : start + self.groups[name].size]
-            for name, start in self.starts.items()
-        }
-        present = {name: here for name, here in slices.items() if bool(here.any())}
-        return Extent(int((labels == NONE).sum()), present)
-
-
-def _stored(
-    program: Program, labels: SliceLabels
-) -> Iterable[tuple[Sequence[Tensor | None], Sequence[int]]]:
-    """Labels and shape of every floating-point tensor; those that share memory count once."""
-    seen: set[int] = set()
-    for name, constant in program.constants.items():
-        tensor = constant.tensor
-        if tensor.is_floating_point() and tensor.numel() and tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            yield labels.constants[name], tensor.shape

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from demask.registry import RUNNERS
 from demask.shrink.demask import demask
 from demask.text_table import number_table, render_text
 from demask.tune.layer_costs import LayerCosts
+
+if TYPE_CHECKING:
+    from demask.prune.pruner import Pruner
 
 Scores = Mapping[str, Tensor]  # by group, [size]: higher is more important
 MOST_COUNTS = 64  # counts per group in the knapsack of multiply-adds
@@ -57,14 +60,19 @@ class MACs:
         _check(self.budget, "budget", "multiply-adds, or a share from 0 to 1")
         _check_floor(self.floor)
 
-    def __call__(
-        self, scores: Scores, fraction: float, context: NetworkContext
-    ) -> dict[str, Tensor]:
-        """The slices that stay: by group, bool [size]. fraction: unused, as the budget decides.
+    def __call__(self, scores: Scores, fraction: float, pruner: Pruner) -> dict[str, Tensor]:
+        """The slices that stay: by group, bool [size].
+
+        Args:
+            scores: by group, [size].
+            fraction: how far this step goes, relative to the last fraction of the schedule: half of
+                it removes half of the multiply-adds that are to go in all.
+            pruner: the pruner that asks.
 
         Raises:
-            BadInput: the budget is less than what the floors leave.
+            BadInput: the budget is less than what the floors leave, or units are no slices.
         """
+        context = NetworkContext.of(pruner, fraction)
         cost = context.removal_cost
         whole = cost.macs({})
         final = self.budget * whole if _is_share(self.budget) else self.budget
@@ -119,10 +127,10 @@ class LatencyPlan(dict[str, Tensor]):
 class Latency:
     """As much importance as fits in the milliseconds of one call on this machine.
 
-    The call is on the example inputs. The milliseconds are those of `demask.optimize(demask.demask(model))`. Seconds of layers at
-    several widths are measured and summed; networks at the solutions are built, measured and used
-    to correct the sum, until the prediction for a solution is right (`TOLERANCE`) and the network
-    is within the budget. As HALP (Shen et al. 2022) and ZipLM (Kurtic et al. 2023) do.
+    The call is on the example inputs, of `demask.optimize(demask.demask(model))`. Seconds of layers
+    at several widths are measured and summed; networks at the solutions are built, measured and
+    used to correct the sum, until a network is within the budget and was predicted well
+    (`TOLERANCE`). As HALP (Shen et al. 2022) and ZipLM (Kurtic et al. 2023) do.
 
     Args:
         budget_ms: milliseconds.
@@ -152,15 +160,22 @@ class Latency:
         _check_floor(self.floor)
         checked_threads(self.threads)
 
-    def __call__(self, scores: Scores, fraction: float, context: NetworkContext) -> LatencyPlan:
-        """The slices that stay: by group, bool [size]. fraction: unused, as the budget decides.
+    def __call__(self, scores: Scores, fraction: float, pruner: Pruner) -> LatencyPlan:
+        """The slices that stay: by group, bool [size], and what was measured.
+
+        Args:
+            scores: by group, [size].
+            fraction: how far this step goes, relative to the last fraction of the schedule.
+            pruner: the pruner that asks.
 
         Raises:
-            BadInput: the network that the floors leave takes longer than the budget.
+            BadInput: the network that the floors leave takes longer than the budget, or units are
+                no slices.
         """
+        context = NetworkContext.of(pruner, fraction)
         threads = checked_threads(self.threads)
         costs = Costs.open(self.cache, threads=threads)
-        asker = LayerCosts(costs, context.program.example)
+        asker = LayerCosts(costs, pruner.coupling.program.example)
         measure = self.measure or partial(measure_optimized, threads=threads, cache=self.cache)
         problem = Problem.of(scores, context, self.floor, TIMED_COUNTS)
         with set_threads(threads):
@@ -181,15 +196,13 @@ class Problem:
     @classmethod
     def of(cls, scores: Scores, context: NetworkContext, floor: float, most: int) -> Problem:
         """The problem for these scores. most: the number of counts of each group, about."""
-        names = [name for name in scores if name in context.groups]
-        left = {name: context.left(name) for name in names}
-        items = {}
-        for name in names:
+        left, items = context.left, {}
+        for name in left:
             own, size = scores[name][left[name]], int(left[name].sum())
             least = min(max(math.ceil(floor * len(left[name])), 1), size)
             counts = spaced_counts(least, size, max(math.ceil(size / most), 1))
             items[name] = Item.of(own, counts)
-        return cls({name: scores[name] for name in names}, left, items)
+        return cls(scores, left, items)
 
     def best(self, cost: Any, budget: float, name: Callable[[float], str]) -> Choice:
         """The best counts within a budget."""

@@ -1,76 +1,77 @@
-"""What an allocation may know of the network that is pruned."""
+"""What an allocation within a budget reads of a `Pruner`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
 from demask.graph.module_copy import structural_copy
-from demask.graph.program import Program
-from demask.ops import Table
-from demask.prune.groups.groups import Group
+from demask.prune.masks import find_places, read_masks
 from demask.prune.removal_cost import RemovalCost
-from demask.shrink.pipeline import canonicalize, capture_program
+
+if TYPE_CHECKING:
+    from demask.prune.pruner import Pruner
+    from demask.prune.structures import Candidates
 
 
 @dataclass(frozen=True)
 class NetworkContext:
-    """A network, its example inputs and its groups.
+    """The network of a pruner, and which of its slices are left: by group, bool [size].
 
-    masks: by group, which slices are left, bool [size]; a group without one is whole. progress: the
-    share of the way from the whole network to the last step of the schedule, from 0 to 1.
+    progress: the share of the way from the whole network to the last step of the schedule.
     """
 
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    groups: Mapping[str, Group]
-    table: Table
-    masks: Mapping[str, Tensor] = field(default_factory=dict)
-    progress: float = 1.0
+    pruner: Pruner
+    left: Mapping[str, Tensor]
+    progress: float
 
-    @cached_property
-    def program(self) -> Program:
-        """The captured program of the model, in canonical notation."""
-        program = capture_program(self.model, self.args, self.kwargs, None)
-        return canonicalize(program, self.table)
+    @classmethod
+    def of(cls, pruner: Pruner, fraction: float) -> NetworkContext:
+        """The context of a step to a fraction. Raises BadInput for units that are no slices."""
+        single = next((c.name for c in pruner.candidates if c.group is None), None)
+        if single is not None:
+            raise BadInput(
+                f"expected a structure of slices, such as channel, for a budget; "
+                f"{pruner.structure} (in {single}) removes nothing that a dense network computes"
+            )
+        masks = read_masks(pruner.model)
+        schedule: Any = pruner.schedule
+        last = getattr(schedule, "end", getattr(schedule, "fraction", fraction))
+        progress = min(fraction / last, 1.0) if last else 1.0
+        return cls(pruner, {c.name: c.alive(masks) for c in pruner.candidates}, progress)
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The example inputs by position."""
+        return self.pruner.inputs[0]
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        """The example inputs by name."""
+        return self.pruner.inputs[1] or {}
 
     @cached_property
     def removal_cost(self) -> RemovalCost:
-        """Parameters and MACs after a removal."""
-        return RemovalCost.of(self.program, self.groups.values(), self.table)
-
-    def left(self, name: str) -> Tensor:
-        """Which slices of a group are left, bool [size]."""
-        whole = torch.ones(self.groups[name].size, dtype=torch.bool)
-        return self.masks.get(name, whole)
+        """The size of the network after a removal."""
+        groups = [c.group for c in self.pruner.candidates if c.group is not None]
+        return RemovalCost.of(self.pruner.coupling, groups)
 
     @torch.no_grad()
     def masked(self, masks: Mapping[str, Tensor]) -> nn.Module:
         """A copy of the model in eval mode, in which slices outside of `masks` are zeros."""
-        copy = structural_copy(self.model, share=False).eval()
-        parameters = dict(copy.named_parameters(remove_duplicate=False))
-        for name, mask in masks.items():
-            gone = (~mask).nonzero().flatten().tolist()
-            for member in (m for m in self.groups[name].members if m.produces and gone):
-                positions = torch.cat([member.positions(k) for k in gone])
-                parameter = _stored(parameters, member.parameter)
-                parameter.index_fill_(member.axis, positions.to(parameter.device), 0)
+        copy = structural_copy(self.pruner.model, share=False).eval()
+        places = find_places(copy)
+        for candidates in self._with(masks):
+            for name, mask in candidates.expand(masks[candidates.name]).items():
+                parameter = places[name][0].parameter
+                parameter.mul_(mask.to(parameter.device))
         return copy
 
-
-def _stored(parameters: Mapping[str, Tensor], name: str) -> Tensor:
-    """The parameter of that name, or the one that is masked at run time in its place."""
-    owner, _, last = name.rpartition(".")
-    prefix = f"{owner}." if owner else ""
-    names = (name, f"{name}_orig", f"{prefix}parametrizations.{last}.original")
-    parameter = next((parameters[n] for n in names if n in parameters), None)
-    if parameter is None:
-        raise BadInput(f"expected a model with the parameter {name!r}; it was renamed or removed")
-    return parameter
+    def _with(self, masks: Mapping[str, Tensor]) -> list[Candidates]:
+        return [c for c in self.pruner.candidates if c.name in masks]

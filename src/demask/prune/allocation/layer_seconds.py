@@ -17,7 +17,7 @@ from torch import fx
 
 from demask.machine.cost import Question
 from demask.ops import Relation, schema
-from demask.prune.removal_cost import CallExtents, Extent, RemovalCost, SizeProduct
+from demask.prune.removal_cost import CallExtents, Counts, Extent, RemovalCost, SizeProduct
 from demask.registry import RUNNERS
 from demask.tune.epilogue import Epilogue
 from demask.tune.layer_costs import FUSED, PLAIN, Layer, LayerCosts
@@ -27,8 +27,6 @@ TIMES, SMALL = 5, 3e-4  # layers of fewer seconds are timed so many times in one
 SEGMENT, TORCH = "segment", "torch"  # what runs layers
 # torch multiplies dense matrices of at least this size faster than a segment
 TOKENS, WIDTH = 64, 256
-
-Counts = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +155,7 @@ def _layer_of(
     layer = asker.of(relation.node)
     space = len(layer.weight) - 2 if layer.convolves else 0
     axes = (relation.ins[0][len(layer.x) - 1 - space], relation.outs[0][-1 - space])
-    inputs, outputs = (Width.of(tuple(call.letters[a] for a in axis)) for axis in axes)
+    inputs, outputs = (Width.of(tuple(e for a in axis for e in call.letters[a])) for axis in axes)
     return LayerSeconds(layer, inputs, outputs, measure)
 
 
