@@ -23,7 +23,7 @@ from demask.errors import BadInput, DemaskError, Mismatch, NeedsGraph, NotExport
 from demask.plugins import PUBLIC_MODULES, PUBLIC_NAMES
 
 if TYPE_CHECKING:
-    from demask import pilot, stride, traverse
+    from demask import pilot, prune, stride, traverse
     from demask.files.archive.archive import load, save
     from demask.files.into_class import resize
     from demask.files.onnx import from_onnx, to_onnx
@@ -51,6 +51,7 @@ __all__ = [
     "optimize",
     "optimize_onnx",
     "pilot",
+    "prune",
     "report",
     "resize",
     "save",

@@ -21,6 +21,7 @@ PUBLIC_NAMES = {
 }
 PUBLIC_MODULES = {
     "pilot": "demask.pilot",
+    "prune": "demask.prune",
     "stride": "demask.stride",
     "traverse": "demask.traverse",
 }

@@ -89,6 +89,8 @@ DROPOUTS = _ops("dropout.default feature_dropout.default")
 TRANSPOSED_VIEWS = TRANSPOSES | MATRIX_TRANSPOSES | ALIASES
 MEMORY_VIEWS = TRANSPOSED_VIEWS | _ops("""view.default unsqueeze.default squeeze.dim select.int
                                           slice.Tensor expand.default""")
+# Ops that repeat positions of axes of size one.
+EXPANSIONS = _ops("expand.default")
 # Names: the output never shares memory with an operand, although the op may decompose into ops that
 # include views (norms, softmax, windows); the same for products of two operands or more.
 OWN_MEMORY = frozenset(name for name, entry in TABLE.items()

@@ -1,1 +1,27 @@
-"""Pruning."""
+"""Pruning: masks for what matters least, in any training loop; `demask.demask` removes it.
+
+`Pruner` masks channels, heads, units or single weights, step by step. Its parts can be exchanged: a
+score, a structure, an allocation, a schedule. `groups` shows which slices go together.
+
+Example:
+    >>> import demask, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> x = torch.zeros(1, 4)
+    >>> demask.prune.Pruner(net, x).step(0.5).left
+    {'0': 4}
+    >>> demask.demask(net, (x,)).get_parameter("0.weight").shape
+    torch.Size([4, 4])
+"""
+
+from demask.prune.allocation.shares import Global, OutlierWeighted, Uniform
+from demask.prune.coupling.find_groups import groups
+from demask.prune.coupling.groups import Group, Member
+from demask.prune.pruner import Pruned, Pruner
+from demask.prune.schedules import Cubic, Iterative, OneShot
+from demask.prune.scores import L1, L2, Activation, Fluctuation, Random, Taylor, View
+
+__all__ = [
+    "L1", "L2", "Activation", "Cubic", "Fluctuation", "Global", "Group", "Iterative", "Member",
+    "OneShot", "OutlierWeighted", "Pruned", "Pruner", "Random", "Taylor", "Uniform", "View",
+    "groups",
+]  # fmt: skip

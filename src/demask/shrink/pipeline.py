@@ -65,9 +65,13 @@ def programs_of(
     kwargs: Mapping[str, Any] | None,
     dynamic_shapes: Any,
     masks: Masks = "zeros",
+    *,
+    fold_parameters: bool = True,
 ) -> Iterator[Program]:
     """Functional programs of a network with folded constants, before anything is removed: the one
     for most sizes first, then, if iterated further, those for fewer.
+
+    fold_parameters: False: what is computed from parameters remains calls.
 
     Raises NotExportable or BadInput where no program can be captured.
     """
@@ -76,7 +80,7 @@ def programs_of(
     leaves = pytree.tree_leaves((args, dict(kwargs or {})))
     for captured in shared_captures(model, args, kwargs, dynamic_shapes):
         try:
-            program = _functional(declare_masks(captured, masks))
+            program = _functional(declare_masks(captured, masks), fold_parameters)
         except MemoryError:
             raise
         except Exception as error:
@@ -100,12 +104,13 @@ def programs_of(
         ) from failure
 
 
-def _functional(captured: Program) -> Program:
+def _functional(captured: Program, fold_parameters: bool) -> Program:
     """A captured program without in-place calls, its constants folded."""
     log = Log()
     program = functionalize(captured)
     program = log.attempt("one call per border map", partial(unstack_border_maps, program), program)
-    program = log.attempt("the folding of constants", partial(fold_constants, program), program)
+    folds = partial(fold_constants, program, parameters=fold_parameters)
+    program = log.attempt("the folding of constants", folds, program)
     return replace(program, notes=(*log.notes, *program.notes))
 
 
@@ -119,16 +124,18 @@ def capture_program(
     return next(programs_of(model, args, kwargs, dynamic_shapes))
 
 
-def canonicalize(program: Program, table: Table, log: Log | None = None) -> Program:
+def canonicalize(
+    program: Program, table: Table, log: Log | None = None, *, fold_parameters: bool = True
+) -> Program:
     """The program in canonical notation with folded constants, from which facts are derived. A pass
-    that fails is omitted, and `log` says so."""
+    that fails is omitted, and `log` says so. fold_parameters: as in `programs_of`."""
     log = Log() if log is None else log
     passes: tuple[tuple[str, Callable[[Program], Program]], ...] = (
         ("the canonical notation of calls", lambda p: canonicalize_calls(p, log)),
         ("the separation of heads from a dynamic batch", lambda p: separate_heads(p, table)),
         ("selection before views", select_before_view),
         ("the early selection of single tokens", lambda p: select_token_early(p, table)),
-        ("the folding of constants", fold_constants),
+        ("the folding of constants", partial(fold_constants, parameters=fold_parameters)),
     )
     for name, change in passes:
         program = log.attempt(name, partial(change, program), program)

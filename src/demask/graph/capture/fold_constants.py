@@ -26,10 +26,13 @@ MAX_ADDED = 2**28  # elements that folding may compute, beyond those of the cons
 _CREATED = re.compile(r"new_|\w+_like\b")  # their outputs do not depend on the operand's values
 
 
-def fold_constants(program: Program) -> Program:
+def fold_constants(program: Program, *, parameters: bool = True) -> Program:
     """The program with `weight_orig * weight_mask`, parametrizations, weight norm and other
     subgraphs of constants evaluated. A folded tensor is a parameter if it is computed from one, and
-    has the name of that parameter: `conv.weight_orig` becomes `conv.weight`."""
+    has the name of that parameter: `conv.weight_orig` becomes `conv.weight`.
+
+    parameters: False: what is computed from parameters remains a call, and every parameter itself.
+    """
     editor = GraphEditor(program)
     graph = editor.graph
     _share(editor)
@@ -37,7 +40,8 @@ def fold_constants(program: Program) -> Program:
     room = MAX_ADDED + sum(c.tensor.numel() for c in program.constants.values())
     with torch.no_grad():
         for node in graph.nodes:
-            room -= _evaluate(node, values, program, room)
+            if parameters or not _is_parameter(node, program):
+                room -= _evaluate(node, values, program, room)
     frontier = _frontier(graph, values)
     declared = find_declared_zeros(graph, frontier, values, program)
     constants = {str(n.target): program.constants[str(n.target)] for n in graph.nodes
@@ -142,6 +146,10 @@ def _evaluate(node: fx.Node, values: dict[fx.Node, Any], program: Program, room:
             leaves = pytree.tree_leaves(values[node])
             return sum(leaf.numel() for leaf in leaves if _is_tensor(leaf))
     return 0
+
+
+def _is_parameter(node: fx.Node, program: Program) -> bool:
+    return node.op == "get_attr" and program.constants[str(node.target)].parameter
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -1,0 +1,291 @@
+"""Slices of a network: positions of axes that can only be removed together.
+
+`Coupling.of(model, inputs)` captures a network and ties its axes (`AxisTies`). Positions of cells
+that are tied form a slice; slices with positions in the same axes form a group. What masks remove
+is counted with the table's lines, on the tied axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from demask.errors import BadInput
+from demask.graph.capture.fold_constants import plain_name
+from demask.graph.normalize.split_recurrent import split_recurrent
+from demask.graph.program import Program
+from demask.graph.provenance import Sizes
+from demask.ops import TABLE, Table
+from demask.prune.coupling.axis_ties import AxisTies
+from demask.prune.coupling.groups import Group, Member
+from demask.prune.coupling.kinds import Kinds
+from demask.prune.coupling.plain_weights import with_plain_weights
+from demask.prune.coupling.roles import READS, ROWS, SHIFTS, find_roles
+from demask.shrink.pipeline import canonicalize, programs_of
+from demask.shrink.program_size import count_macs, letter_sizes
+
+
+class _Place(NamedTuple):
+    """One cell of one axis of a parameter."""
+
+    parameter: str
+    axis: int
+    cell: int
+    slices: Tensor  # int64 [length of the axis], -1: none
+    roles: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Coupling:
+    """The slices of a captured network.
+
+    ties: its axes. slice_of: by final cell that need not stay whole, the slice of each position,
+    int64 [size], -1 for positions that must stay. skipped: names of parameters that stay whole.
+    """
+
+    program: Program
+    ties: AxisTies
+    slice_of: Mapping[int, Tensor]
+    skipped: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        skip: Sequence[str] = (),
+        table: Table = TABLE,
+    ) -> Coupling:
+        """The slices of a network. Raises BadInput for a name in `skip` that does not exist, or for
+        inputs that the model does not accept, NotExportable where it cannot be captured."""
+        skipped = _matching(skip, model)
+        programs = programs_of(with_plain_weights(model), args, kwargs, None, fold_parameters=False)
+        program = canonicalize(split_recurrent(next(programs)), table, fold_parameters=False)
+        ties = AxisTies(program, table)
+        for name in ties.names():
+            if skipped & {name, *program.constants[name].aliases}:
+                ties.force(name)
+        return cls(program, ties, _find_slices(ties), frozenset(skipped))
+
+    # --- groups -----------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All groups, of every kind, in the order of the calls that read their parameters."""
+        return tuple(group for group, _ in self._numbered)
+
+    @cached_property
+    def _numbered(self) -> list[tuple[Group, Tensor]]:
+        """All groups, each with the numbers of its slices, int64 [size]."""
+        places = list(self._places())
+        signatures: dict[int, list[tuple[int, int]]] = {}
+        for k, place in enumerate(places):
+            numbers, counts = torch.unique(place.slices[place.slices >= 0], return_counts=True)
+            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+                signatures.setdefault(number, []).append((k, count))
+        alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for number, signature in signatures.items():
+            alike.setdefault(tuple(signature), []).append(number)
+        kinds, names = Kinds(self.ties), set[str]()
+        groups: list[tuple[Group, Tensor]] = []
+        for signature, numbers in sorted(alike.items()):
+            mine = [places[k] for k, _ in signature]
+            rows = [place for place in mine if place.roles - {READS, SHIFTS}]
+            if rows and len(numbers) > 1:
+                order = _in_order(rows[0].slices, numbers)
+                kind = kinds.of({p.cell for p in mine}, [self._rank(p.parameter) for p in rows])
+                module = rows[0].parameter.rpartition(".")[0] or rows[0].parameter
+                members = tuple(_member(place, order) for place in mine)
+                groups.append((Group(_unused(module, names), len(order), members, kind), order))
+        return groups
+
+    def _places(self) -> Iterator[_Place]:
+        """The cells of all axes of parameters that have slices."""
+        roles = find_roles(self.ties)
+        for name in self.ties.names():
+            constant = self.program.constants[name]
+            if not constant.parameter or not constant.tensor.is_floating_point():
+                continue
+            for axis, cells in enumerate(self.ties.constant(name)):
+                leaves = self.ties.leaves(cells)
+                sizes = [self.ties.cells.size(cell) or 1 for cell in leaves]
+                for k, cell in enumerate(leaves):
+                    if cell not in self.slice_of:
+                        continue
+                    slices = self.slice_of[cell].view(1, -1, 1)
+                    slices = slices.expand(math.prod(sizes[:k]), -1, math.prod(sizes[k + 1 :]))
+                    mine = {
+                        role for c, role in roles[name][axis] if cell in self.ties.leaves([c])
+                    } or {role for _, role in roles[name][axis]}
+                    full = (constant.aliases or (constant.name,))[0]
+                    yield _Place(full, axis, cell, slices.reshape(-1), frozenset(mine))
+
+    @cached_property
+    def _by_name(self) -> dict[str, str]:
+        """Constants of the program by the first name of the parameter in the model."""
+        return {(c.aliases or (c.name,))[0]: name for name, c in self.program.constants.items()}
+
+    def _rank(self, parameter: str) -> int:
+        return self.program.constants[self._by_name[parameter]].tensor.ndim
+
+    def matrices(self) -> Iterator[tuple[str, int]]:
+        """The weights of products that are not skipped, each with its axis of outputs."""
+        every = find_roles(self.ties)
+        for name in self.ties.names():
+            roles = {d: {role for _, role in found} for d, found in every[name].items()}
+            outputs = [d for d in sorted(roles) if ROWS in roles[d] and READS not in roles[d]]
+            first = outputs or [d for d in sorted(roles) if ROWS in roles[d]]
+            constant = self.program.constants[name]
+            full = (constant.aliases or (constant.name,))[0]
+            is_weight = constant.parameter and constant.tensor.ndim > 1
+            if first and is_weight and full not in self.skipped:
+                yield full, first[0]
+
+    # --- sizes ------------------------------------------------------------------------------------
+
+    def sizes(self, masks: Mapping[str, Tensor]) -> Sizes:
+        """The size of the network without the slices that masks make zero: parameters with
+        floating-point buffers, MACs of one call on the example inputs, bytes.
+
+        masks: by parameter, bool of its shape, True where it stays.
+        """
+        kept = self._kept(masks)
+        tensors = {}
+        for name in self.ties.names():
+            tensor = self.program.constants[name].tensor
+            share = [
+                math.prod(kept.get(cell, self.ties.cells.size(cell) or 1) for cell in leaves)
+                for leaves in map(self.ties.leaves, self.ties.constant(name))
+            ]
+            tensors[tensor.data_ptr(), tensor.shape] = (tensor, math.prod(share))
+        return Sizes(
+            parameters=sum(n for t, n in tensors.values() if t.is_floating_point()),
+            macs=sum(self._macs(node, kept) for node in self.ties.relations),
+            bytes=sum(n * t.element_size() for t, n in tensors.values()),
+        )
+
+    def _kept(self, masks: Mapping[str, Tensor]) -> dict[int, int]:
+        """By cell with slices, how many of its positions stay."""
+        most = max((int(numbers.max()) for _, numbers in self._numbered), default=0)
+        gone = torch.zeros(most + 1, dtype=torch.bool)
+        for group, numbers in self._numbered:
+            gone[numbers[group.gone(masks)]] = True
+        return {
+            cell: len(numbers) - int(gone[numbers[(numbers >= 0) & (numbers <= most)]].sum())
+            for cell, numbers in self.slice_of.items()
+        }
+
+    def _macs(self, node: Any, kept: Mapping[int, int]) -> int:
+        """The MACs of a call on the positions that stay."""
+        relation, letters = self.ties.relations[node], self.ties.letters[node]
+        sizes = letter_sizes(relation, self.program.example)
+        smaller = {
+            a: math.prod(kept.get(c, self.ties.cells.size(c) or 1) for c in leaves)
+            for a, n in sizes.items()
+            if (leaves := self.ties.leaves([letters[a]])) and not {*leaves}.isdisjoint(kept)
+        }
+        return count_macs(replace(relation, size={**sizes, **smaller}), self.program.example)
+
+
+def _unused(name: str, names: set[str]) -> str:
+    """A name that is not in use: itself, or with a number."""
+    k, unused = 1, name
+    while unused in names:
+        k, unused = k + 1, f"{name}#{k + 1}"
+    names.add(unused)
+    return unused
+
+
+def _in_order(slices: Tensor, numbers: Sequence[int]) -> Tensor:
+    """Numbers of slices in the order of their first positions along an axis, int64."""
+    mine = set(numbers)
+    return torch.tensor([n for n in dict.fromkeys(slices.tolist()) if n in mine])
+
+
+def _member(place: _Place, order: Tensor) -> Member:
+    """A member whose slice k has the number order[k]."""
+    numbers, index = order.sort()
+    near = torch.searchsorted(numbers, place.slices).clamp(max=len(numbers) - 1)
+    slices = torch.where(numbers[near] == place.slices, index[near], -1)
+    return Member(place.parameter, place.axis, slices, place.roles != {READS},
+                  place.roles != {SHIFTS})  # fmt: skip
+
+
+def _matching(patterns: Sequence[str], model: nn.Module) -> set[str]:
+    """The names of parameters that are, or are in modules, that the patterns name. Raises BadInput
+    for a pattern that names nothing."""
+    names = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    matching: set[str] = set()
+    for pattern in patterns:
+        mine = {name for name in names if any(fnmatchcase(p, pattern) for p in _paths(name))}
+        if not mine:
+            raise BadInput(
+                f"expected names or globs of modules or parameters in skip, got {pattern!r}, which "
+                "names none; see model.named_modules()"
+            )
+        matching |= mine
+    return matching
+
+
+def _paths(name: str) -> Iterator[str]:
+    """The name of a parameter, and those of the modules that contain it."""
+    parts = name.split(".")
+    return (".".join(parts[: k + 1]) for k in range(len(parts)))
+
+
+def _find_slices(ties: AxisTies) -> dict[int, Tensor]:
+    """By final cell that need not stay whole, the slice of each position, a number below that of
+    all positions; -1 where it must stay."""
+    links = list(ties.position_ties())
+    cells = sorted({leaf for axis in _axes_of(ties) for leaf in ties.leaves(axis)})
+    sized = [cell for cell in cells if ties.cells.size(cell) is not None]
+    first, total = {}, 0
+    for cell in sized:
+        first[cell], total = total, total + (ties.cells.size(cell) or 0)
+    left = [first[t.left] + t.a for t in links if {t.left, t.right} <= first.keys()]
+    right = [first[t.right] + t.b for t in links if {t.left, t.right} <= first.keys()]
+    numbers = _components(total, _joined(left), _joined(right))
+    whole = torch.zeros(total, dtype=torch.bool)
+    for cell in sized:
+        if ties.cells.forced(cell):
+            whole[numbers[first[cell] : first[cell] + (ties.cells.size(cell) or 0)]] = True
+    numbers = torch.where(whole[numbers], -1, numbers)
+    return {
+        cell: numbers[first[cell] : first[cell] + (ties.cells.size(cell) or 0)]
+        for cell in sized
+        if not ties.cells.forced(cell)
+    }
+
+
+def _axes_of(ties: AxisTies) -> Iterator[Iterable[int]]:
+    """The cells of the axes of all values, and of all letters."""
+    for axes in ties.value.values():
+        yield from axes
+    for letters in ties.letters.values():
+        yield letters.values()
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def _components(count: int, left: Tensor, right: Tensor) -> Tensor:
+    """The least number of each of `count` numbers' component, where left[k] and right[k] are in
+    one; int64 [count]."""
+    least = torch.arange(count)
+    while True:
+        low = torch.minimum(least[left], least[right])
+        smaller = least.scatter_reduce(0, left, low, "amin").scatter_reduce(0, right, low, "amin")
+        smaller = smaller[smaller]
+        if torch.equal(smaller, least):
+            return least
+        least = smaller

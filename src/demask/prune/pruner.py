@@ -1,0 +1,345 @@
+"""The Pruner: masks what scores say is least important, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from demask.errors import BadInput
+from demask.failures import public
+from demask.graph.provenance import Sizes
+from demask.prune.allocation.shares import Scores, Uniform
+from demask.prune.coupling.coupling import Coupling
+from demask.prune.coupling.find_groups import as_arguments
+from demask.prune.masks import (
+    check_masks,
+    find_places,
+    find_uncalled,
+    read_masks,
+    remove_masks,
+    replace_masks,
+    write_masks,
+)
+from demask.prune.schedules import OneShot, check_fraction
+from demask.prune.score_inputs import InputRecorder
+from demask.prune.scores import L1, Score, View
+from demask.prune.structures import find_candidates
+from demask.text_table import number_table, render_text
+
+Allocation = Callable[[Scores, float, "Pruner"], Mapping[str, "int | Tensor"]]
+Schedule = Callable[[int], float]
+
+
+@dataclass(frozen=True, eq=False)
+class Pruned:
+    """What one step of a `Pruner` masked. It prints as a table.
+
+    Attributes:
+        step: the number of the step, from 1.
+        fraction: the fraction of all units that should be masked after it.
+        removed: by group or weight, the units that were masked in this step, int64, in order.
+        units: by group or weight, the number of units in all.
+        left: by group or weight, the number of units that stay.
+        before, after: the size of the network that `demask.demask` returns before and after the
+            step: parameters with floating-point buffers, MACs of the example inputs, bytes. Counted
+            from the op table; single weights and blocks count only where they leave no slice.
+    """
+
+    step: int
+    fraction: float
+    removed: Mapping[str, Tensor]
+    units: Mapping[str, int]
+    left: Mapping[str, int]
+    before: Sizes
+    after: Sizes
+
+    def __str__(self) -> str:
+        table = number_table("", "units", "removed", "left")
+        for name, removed in self.removed.items():
+            row = self.units[name], len(removed), self.left[name]
+            table.add_row(name, *(f"{n:,}" for n in row))
+        totals = [sum(self.units.values()), sum(map(len, self.removed.values())),
+                  sum(self.left.values())]  # fmt: skip
+        table.add_section()
+        table.add_row("all", *(f"{n:,}" for n in totals))
+        sizes = "\n".join(
+            f"{what}: {a:,} -> {b:,}"
+            for what, a, b in (
+                ("parameters", self.before.parameters, self.after.parameters),
+                ("MACs", self.before.macs, self.after.macs),
+            )
+        )
+        return f"{render_text(table)}\n\n{sizes}"
+
+
+class Pruner:
+    """Masks parts of a network, step by step, while it is trained or before.
+
+    Which slices must go together is read off the op table (`demask.prune.groups`), so that
+    `demask.demask` removes exactly what is masked. Masks are those of `torch.nn.utils.prune`, or
+    parametrizations where a tensor is parametrized already or read without its module being called:
+    parameters stay the same objects, so that an optimizer made before or after goes on.
+
+    Args:
+        model: the network, an `nn.Module`, also in `DistributedDataParallel`, in any mode. It is
+            masked in place by `step`. Masks that it has count as made.
+        example_inputs: a tuple of the model's inputs, one tensor, or a mapping of keyword inputs.
+        score: the importance of units: `L1()` (default), `L2`, `Taylor`, `Activation`,
+            `Fluctuation`, `Random`, or a callable that takes a `View` and returns a tensor [units].
+        structure: what is removed as one: "channel" (default), "head", "unit", "expert", or parts
+            of single weights: "block:RxC" (as "block:4x1"), "n:m" ("2:4": two of every four
+            consecutive inputs stay) and "element".
+        allocation: how the removed fraction is shared: `Uniform()` (default), `Global`,
+            `OutlierWeighted`, or a callable (scores by name, fraction, pruner) that returns by name
+            how many units stay, or which, a bool tensor.
+        schedule: the fraction of all units that is masked after each step: `OneShot(0.5)`
+            (default), `Cubic`, `Iterative`, or a callable that takes the number of the step.
+        skip: names or globs of modules and parameters that are to remain whole.
+
+    Attributes:
+        model: the model, without `DistributedDataParallel`.
+        coupling: its slices; `coupling.sizes(masks)` is the size of what demask makes of it.
+        candidates: what can be removed, a tuple.
+        steps: the number of steps made.
+
+    Raises:
+        BadInput: an unknown structure, one that the network has nothing of, a name in `skip` that
+            does not exist, or inputs that the model does not accept.
+        NotExportable: the model cannot be captured as a whole.
+
+    Example:
+        >>> import demask, torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> x = torch.zeros(1, 4)
+        >>> pruner = demask.prune.Pruner(net, x, schedule=demask.prune.OneShot(0.75))
+        >>> pruned = pruner.step()
+        >>> pruned.left, pruned.after.parameters
+        ({'0': 2}, 16)
+        >>> demask.demask(net, (x,)).demasked.after.parameters
+        16
+    """
+
+    @public
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: Any,
+        *,
+        score: Score | None = None,
+        structure: str = "channel",
+        allocation: Allocation | None = None,
+        schedule: Schedule | None = None,
+        skip: Sequence[str] = (),
+    ):
+        parallel = isinstance(model, nn.parallel.DistributedDataParallel)
+        self.model: nn.Module = model.module if parallel else model
+        self.structure = structure
+        self.score: Score = L1() if score is None else score
+        self.allocation: Allocation = Uniform() if allocation is None else allocation
+        self.schedule: Schedule = OneShot() if schedule is None else schedule
+        args, kwargs = as_arguments(example_inputs)
+        self.coupling = Coupling.of(self.model, args, kwargs, skip=skip)
+        places = find_places(self.model)
+        shapes = {name: found[0].value.shape for name, found in places.items()}
+        self.candidates = find_candidates(structure, self.coupling, shapes)
+        self.steps = 0
+        self._uncalled = find_uncalled(self.model, args, kwargs)
+        self._recorder = InputRecorder(self._read_layers() if self._needs_inputs else {})
+
+    @property
+    def _needs_inputs(self) -> bool:
+        return bool(getattr(self.score, "needs_inputs", False))
+
+    def _read_layers(self) -> dict[str, Any]:
+        """The places of the weights whose inputs the score needs."""
+        places = find_places(self.model)
+        names = {m.parameter for c in self.candidates for m in c.members
+                 if m.is_weight and (c.group is None or not m.produces)}  # fmt: skip
+        return {name: places[name] for name in names - self._uncalled}
+
+    @public
+    def step(self, fraction: float | None = None) -> Pruned:
+        """Mask units until a fraction of all is masked, in place; masked units stay so.
+
+        Args:
+            fraction: of all units, those masked before among them, from 0 to less than 1. Default:
+                what the schedule says for this step.
+
+        Returns:
+            What went, and the sizes before and after.
+
+        Raises:
+            BadInput: another fraction; scores with NaN, of a wrong shape, or that need gradients or
+                inputs that are missing; an allocation that keeps nothing of a group. Nothing is
+                changed then.
+        """
+        number = self.steps + 1
+        target = check_fraction(self.schedule(number) if fraction is None else fraction)
+        masks = read_masks(self.model)
+        views = self._views()
+        alive = {c.name: c.alive(masks) for c in self.candidates}
+        scores = {
+            c.name: self._score(view).masked_fill(~alive[c.name], -torch.inf)
+            for c, view in zip(self.candidates, views, strict=True)
+        }
+        keep = self._allocate(scores, alive, target)
+        more = self._masks_of(keep)
+        gone = {name: alive[name] & ~keep[name] for name in keep}
+        changes = self._compensation(views, gone)
+        before = self.coupling.sizes(masks)
+        write_masks(self.model, more, self._uncalled)
+        self._add_to_biases(changes)
+        self.steps = number
+        pruned = Pruned(
+            number,
+            target,
+            {name: mask.nonzero().squeeze(1) for name, mask in gone.items()},
+            {c.name: c.units for c in self.candidates},
+            {name: int(mask.sum()) for name, mask in keep.items()},
+            before,
+            self.coupling.sizes(read_masks(self.model)),
+        )
+        recover = getattr(self.schedule, "recover", None)
+        if recover is not None:
+            recover()
+        return pruned
+
+    # --- scores and allocation --------------------------------------------------------------------
+
+    def _views(self) -> list[View]:
+        places, statistics = find_places(self.model), self._recorder.statistics
+        return [View(c, places, statistics) for c in self.candidates]
+
+    def scores(self) -> dict[str, Tensor]:
+        """By group or weight, the scores of its units, float64 [units], averaged over ranks.
+
+        Raises:
+            BadInput: as `step`, for scores.
+        """
+        return {view.candidates.name: self._score(view) for view in self._views()}
+
+    def _score(self, view: View) -> Tensor:
+        """The checked scores of a group's or weight's units, float64 on the CPU."""
+        name, units = view.candidates.name, view.candidates.units
+        scores = self.score(view)
+        if not isinstance(scores, Tensor) or scores.shape != (units,):
+            raise BadInput(f"expected {units} scores for {name}, got {scores!r:.60}")
+        scores = _averaged(scores.detach()).double().cpu()
+        if bool(scores.isnan().any()):
+            raise BadInput(
+                f"{int(scores.isnan().sum())} of {units} scores of {name} are NaN: look for NaN in "
+                "its weights, their gradients or inputs. Nothing was masked"
+            )
+        return scores
+
+    def _allocate(
+        self, scores: Mapping[str, Tensor], alive: Mapping[str, Tensor], fraction: float
+    ) -> dict[str, Tensor]:
+        """By group or weight, the units that stay, bool. Raises BadInput where none would."""
+        finite = {name: s.masked_fill(~alive[name], 0.0) for name, s in scores.items()}
+        shares = self.allocation(finite, fraction, self)
+        keep = {}
+        for candidates in self.candidates:
+            name, share = candidates.name, shares.get(candidates.name)
+            mine = alive[name]
+            if isinstance(share, Tensor) and share.dtype == torch.bool:
+                chosen = share.cpu() & mine
+            elif isinstance(share, int):
+                chosen = candidates.choose(scores[name], share) & mine
+            else:
+                raise BadInput(f"expected how many units of {name} stay, or which; got {share!r}")
+            if bool(mine.any()) and not bool(chosen.any()):
+                raise BadInput(f"all units of {name} would be masked: keep at least one")
+            keep[name] = chosen
+        return keep
+
+    def _masks_of(self, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By parameter, the mask that leaves these units."""
+        masks: dict[str, Tensor] = {}
+        for candidates in self.candidates:
+            for name, mask in candidates.expand(keep[candidates.name]).items():
+                masks[name] = masks[name] & mask if name in masks else mask
+        return masks
+
+    # --- biases -----------------------------------------------------------------------------------
+
+    def _compensation(self, views: Sequence[View], gone: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By reading weight, what its layer's bias changes by, [outputs]."""
+        compensate = getattr(self.score, "compensate", None)
+        changes: dict[str, Tensor] = {}
+        for view in views if compensate else ():
+            for name, change in compensate(view, gone[view.candidates.name]).items():
+                changes[name] = changes[name] + change if name in changes else change
+        return {name: _averaged(change) for name, change in changes.items()}
+
+    def _add_to_biases(self, changes: Mapping[str, Tensor]) -> None:
+        """Add to the biases of layers, by the names of their weights; those without get one."""
+        places = find_places(self.model)
+        for name, change in changes.items():
+            module, weight = places[name][0].module, places[name][0].value
+            change = change.to(weight)
+            if getattr(module, "bias", None) is None:
+                module.bias = nn.Parameter(change)
+            else:
+                biases = find_places(module)["bias"]
+                with torch.no_grad():
+                    biases[0].parameter.add_(change)
+
+    # --- masks and state --------------------------------------------------------------------------
+
+    @public
+    def masks(self) -> dict[str, Tensor]:
+        """By name of a masked parameter, a copy of its mask, bool of its shape, True where it
+        stays."""
+        return read_masks(self.model)
+
+    @public
+    def remove(self) -> None:
+        """Multiply parameters with their masks and remove masks and hooks, in place: the model has
+        plain parameters again, the same objects. Masks on parametrized tensors stay."""
+        self._recorder.remove()
+        remove_masks(self.model)
+
+    @public
+    def state_dict(self) -> dict[str, Any]:
+        """The masks, the number of steps and the statistics gathered, as tensors and plain values,
+        which `torch.load(weights_only=True)` reads."""
+        return {
+            "structure": self.structure,
+            "steps": self.steps,
+            "masks": self.masks(),
+            "statistics": self._recorder.state_dict(),
+        }
+
+    @public
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set masks, number of steps and statistics to what `state_dict` returned, in place.
+
+        Args:
+            state: of a pruner of the same structure and a model with the same parameters.
+
+        Raises:
+            BadInput: another structure, or masks of parameters that the model lacks or of other
+                shapes. Nothing is changed then.
+        """
+        missing = {"structure", "steps", "masks", "statistics"} - set(state)
+        if missing or state["structure"] != self.structure:
+            what = f"without {', '.join(sorted(missing))}" if missing else state["structure"]
+            raise BadInput(f"expected the state of a Pruner of {self.structure}, got one {what}")
+        check_masks(self.model, state["masks"])
+        replace_masks(self.model, state["masks"], self._uncalled)
+        self.steps = int(state["steps"])
+        self._recorder.load_state_dict(state["statistics"])
+
+
+def _averaged(values: Tensor) -> Tensor:
+    """The mean of values over all ranks, so that masks are equal on all; without ranks, as is."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return values
+    total = values.clone()
+    distributed.all_reduce(total)
+    return total / distributed.get_world_size()
