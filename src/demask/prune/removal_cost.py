@@ -77,19 +77,21 @@ class CallExtents:
 class RemovalCost:
     """The size of a network as a function of the slices that stay.
 
-    calls: of the program, with the sizes of their letters. products: what sums to the MACs.
-    parameters: what sums to the parameters, as in `Sizes`; stored: to the bytes.
+    groups: all groups of the network. calls: of the program, with the sizes of their letters.
+    products: what sums to the MACs. parameters: what sums to the parameters, as in `Sizes`; stored:
+    to the bytes.
     """
 
+    groups: tuple[Group, ...]
     calls: tuple[CallExtents, ...]
     products: tuple[SizeProduct, ...]
     parameters: tuple[SizeProduct, ...]
     stored: tuple[SizeProduct, ...]
 
     @classmethod
-    def of(cls, coupling: Coupling, groups: Iterable[Group] | None = None) -> RemovalCost:
-        """The sizes of a network whose slices in `groups` may go; None: in all of its groups."""
-        cells = _Cells.of(coupling, coupling.groups if groups is None else groups)
+    def of(cls, coupling: Coupling) -> RemovalCost:
+        """The sizes of a network with these slices."""
+        cells = _Cells.of(coupling, coupling.groups)
         calls = tuple(
             CallExtents(relation, {
                 letter: cells.letter(node, letter, size)
@@ -103,7 +105,7 @@ class RemovalCost:
         )  # fmt: skip
         tensors = cells.tensors()
         return cls(
-            calls, products,
+            coupling.groups, calls, products,
             tuple(SizeProduct(e) for tensor, e in tensors if tensor.is_floating_point()),
             tuple(SizeProduct(e, times=tensor.element_size()) for tensor, e in tensors),
         )  # fmt: skip
@@ -112,6 +114,15 @@ class RemovalCost:
         """MACs of one call on the example inputs after slices are removed. masks: by name of the
         group, bool [size], True where a slice stays; a group without a mask stays whole."""
         return sum(product.masked(masks) for product in self.products)
+
+    def masked(self, masks: Mapping[str, Tensor]) -> Sizes:
+        """As `sizes`, without the slices that masks make zero. masks: by parameter, bool of its
+        shape, True where it stays."""
+        return self.sizes(self.left(masks))
+
+    def left(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By group, the slices that masks of parameters leave, bool [size]."""
+        return {group.name: ~group.gone(masks) for group in self.groups}
 
     def sizes(self, masks: Masks) -> Sizes:
         """Parameters with floating-point buffers, MACs and bytes after slices are removed."""
@@ -183,18 +194,20 @@ class _Cells:
 class CountedProducts:
     """A sum of products as a function of the numbers of slices (a `Cost` of the knapsack).
 
-    names: of the groups. widths, fixed: the extents are widths @ counts + fixed. factors: per
-    product, the numbers of its extents; the last extent is 1.
+    names: of the groups. whole: their numbers of slices, for those without a count. widths, fixed:
+    the extents are widths @ counts + fixed. factors: per product, the numbers of its extents; the
+    last extent is 1.
     """
 
     names: tuple[str, ...]
+    whole: Mapping[str, int]
     widths: np.ndarray
     fixed: np.ndarray
     factors: np.ndarray
 
     @classmethod
-    def of(cls, products: Sequence[SizeProduct]) -> CountedProducts:
-        """The function for these products."""
+    def of(cls, products: Sequence[SizeProduct], left: Masks) -> CountedProducts:
+        """The function for these products. left: by group, the slices that are left, all."""
         extents = list({id(e): e for product in products for e in product.extents}.values())
         numbers = {id(extent): k for k, extent in enumerate(extents)}
         lines = [extent.linear() for extent in extents]
@@ -206,9 +219,12 @@ class CountedProducts:
         factors = np.full((len(products), longest), len(lines))
         for row, product in zip(factors, products, strict=True):
             row[: len(product.extents)] = [numbers[id(extent)] for extent in product.extents]
-        return cls(names, widths, np.array([*(fixed for fixed, _ in lines), 1.0]), factors)
+        whole = {name: int(left[name].sum()) for name in names}
+        fixed = np.array([*(fixed for fixed, _ in lines), 1.0])
+        return cls(names, whole, widths, fixed, factors)
 
     def total(self, counts: Counts) -> float:
-        """The sum for these counts, one for each group."""
-        sizes = self.widths @ np.array([counts[name] for name in self.names]) + self.fixed
+        """The sum for these counts; groups without one have what is left of them."""
+        numbers = np.array([counts.get(name, self.whole[name]) for name in self.names])
+        sizes = self.widths @ numbers + self.fixed
         return float(sizes[self.factors].prod(1).sum())

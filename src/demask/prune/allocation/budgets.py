@@ -73,16 +73,16 @@ class MACs:
             BadInput: the budget is less than what the floors leave, or units are no slices.
         """
         context = NetworkContext.of(pruner, fraction)
-        cost = context.removal_cost
+        cost = pruner.removal_cost
         whole = cost.macs({})
         final = self.budget * whole if _is_share(self.budget) else self.budget
         budget = exact = whole + (final - whole) * context.progress
         problem = Problem.of(scores, context, self.floor, MOST_COUNTS)
-        counted = CountedProducts.of(cost.products)
+        counted = CountedProducts.of(cost.products, context.left)
         while True:
             choice = problem.best(counted, budget, "{:,.0f} MACs".format)
             masks = problem.masks(choice)
-            over = cost.macs(masks) - exact
+            over = cost.macs({**context.left, **masks}) - exact
             if over <= 0:
                 return masks
             budget -= max(over, 1)  # slices of one group may cost more than their mean
@@ -196,8 +196,9 @@ class Problem:
     @classmethod
     def of(cls, scores: Scores, context: NetworkContext, floor: float, most: int) -> Problem:
         """The problem for these scores. most: the number of counts of each group, about."""
-        left, items = context.left, {}
-        for name in left:
+        left = {name: context.left[name] for name in context.names}
+        items = {}
+        for name in context.names:
             own, size = scores[name][left[name]], int(left[name].sum())
             least = min(max(math.ceil(floor * len(left[name])), 1), size)
             counts = spaced_counts(least, size, max(math.ceil(size / most), 1))
@@ -308,8 +309,9 @@ class _LatencySearch:
     def _table(self) -> NetworkSeconds:
         """The seconds of layers, as the last network runs them."""
         if self.runner not in self.tables:
-            cost = self.context.removal_cost
-            self.tables[self.runner] = NetworkSeconds.of(cost, self.asker, self.runner)
+            cost, left = self.context.pruner.removal_cost, self.context.left
+            table = NetworkSeconds.of(cost, left, self.asker, self.runner)
+            self.tables[self.runner] = table
         return self.tables[self.runner]
 
     def _next(self, budget: float) -> Choice:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from demask.errors import BadInput
 from demask.graph.module_copy import structural_copy
 from demask.prune.masks import find_places, read_masks
-from demask.prune.removal_cost import RemovalCost
 
 if TYPE_CHECKING:
     from demask.prune.pruner import Pruner
@@ -22,13 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NetworkContext:
-    """The network of a pruner, and which of its slices are left: by group, bool [size].
+    """The network of a pruner.
 
+    left: by group, of any kind, which slices are left, bool [size]. names: of the groups to prune.
     progress: the share of the way from the whole network to the last step of the schedule.
     """
 
     pruner: Pruner
     left: Mapping[str, Tensor]
+    names: tuple[str, ...]
     progress: float
 
     @classmethod
@@ -40,11 +40,11 @@ class NetworkContext:
                 f"expected a structure of slices, such as channel, for a budget; "
                 f"{pruner.structure} (in {single}) removes nothing that a dense network computes"
             )
-        masks = read_masks(pruner.model)
+        left = pruner.removal_cost.left(read_masks(pruner.model))
         schedule: Any = pruner.schedule
         last = getattr(schedule, "end", getattr(schedule, "fraction", fraction))
         progress = min(fraction / last, 1.0) if last else 1.0
-        return cls(pruner, {c.name: c.alive(masks) for c in pruner.candidates}, progress)
+        return cls(pruner, left, tuple(c.name for c in pruner.candidates), progress)
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -55,12 +55,6 @@ class NetworkContext:
     def kwargs(self) -> Mapping[str, Any]:
         """The example inputs by name."""
         return self.pruner.inputs[1] or {}
-
-    @cached_property
-    def removal_cost(self) -> RemovalCost:
-        """The size of the network after a removal."""
-        groups = [c.group for c in self.pruner.candidates if c.group is not None]
-        return RemovalCost.of(self.pruner.coupling, groups)
 
     @torch.no_grad()
     def masked(self, masks: Mapping[str, Tensor]) -> nn.Module:

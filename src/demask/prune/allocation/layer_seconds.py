@@ -17,7 +17,7 @@ from torch import fx
 
 from demask.machine.cost import Question
 from demask.ops import Relation, schema
-from demask.prune.removal_cost import CallExtents, Counts, Extent, RemovalCost, SizeProduct
+from demask.prune.removal_cost import CallExtents, Counts, Extent, Masks, RemovalCost, SizeProduct
 from demask.registry import RUNNERS
 from demask.tune.epilogue import Epilogue
 from demask.tune.layer_costs import FUSED, PLAIN, Layer, LayerCosts
@@ -116,25 +116,31 @@ def resized(layer: Layer, inputs: int, outputs: int) -> Layer:
 class NetworkSeconds:
     """The seconds of all layers of a network as a function of counts of slices (a `Cost`).
 
-    products: of calls without a weight, such as queries times keys, by the machine's best rate.
+    whole: by group, how many slices are left, for those without a count. products: of calls without
+    a weight, such as queries times keys, by the machine's best rate.
     """
+
+    whole: Mapping[str, int]
 
     layers: tuple[LayerSeconds, ...]
     products: tuple[tuple[Width, float], ...]  # the multiply-adds, seconds of each
 
     @classmethod
-    def of(cls, cost: RemovalCost, asker: LayerCosts, runner: str) -> NetworkSeconds:
-        """The seconds of the calls of a network, whose layers `runner` runs."""
+    def of(cls, cost: RemovalCost, left: Masks, asker: LayerCosts, runner: str) -> NetworkSeconds:
+        """The seconds of the calls of a network, whose layers `runner` runs. left: by group, the
+        slices that are left."""
         measure = partial(layer_seconds, asker, runner)
         layers = {
             call.relation.node: _layer_of(call, asker, measure)
             for call in cost.calls if is_layer(call.relation)
         }  # fmt: skip
         products = [p for p in cost.products if p.node not in layers]
-        return cls(tuple(layers.values()), tuple(_product_of(p, asker) for p in products))
+        whole = {name: int(mask.sum()) for name, mask in left.items()}
+        return cls(whole, tuple(layers.values()), tuple(_product_of(p, asker) for p in products))
 
     def total(self, counts: Counts) -> float:
         """The seconds of all layers for these counts."""
+        counts = {**self.whole, **counts}
         products = sum(width.at(counts) * seconds for width, seconds in self.products)
         return products + sum(layer.at(counts) for layer in self.layers)
 
