@@ -27,6 +27,7 @@ from demask.machine.benchmark import ALLOWED
 from demask.machine.cost import Costs
 from demask.machine.threads import checked_threads, set_threads
 from demask.ops import TABLE, Table
+from demask.registry import RUNNERS
 from demask.shrink.check import copy_in_eval
 from demask.shrink.demask import demask
 from demask.shrink.on_device import CPU, copy_to_cpu, device_of, move_module
@@ -136,6 +137,9 @@ def optimize(
         race = CandidateRace(copy_in_eval(model), program, args, named, device, count)
         wanted = _Wanted("sparse" in backends, precision, cache, table)
         return _choose(race, program, smaller, provenance, wanted, progress)
+
+
+RUNNERS.register("optimize", optimize)
 
 
 def _check(precision: str | None, backends: Sequence[str]) -> None:

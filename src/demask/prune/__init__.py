@@ -13,6 +13,7 @@ Example:
     torch.Size([4, 4])
 """
 
+from demask.prune.allocation.budgets import Latency, LatencyPlan, MACs
 from demask.prune.allocation.shares import Global, OutlierWeighted, Uniform
 from demask.prune.coupling.find_groups import groups
 from demask.prune.coupling.groups import Group, Member
@@ -21,7 +22,7 @@ from demask.prune.schedules import Cubic, Iterative, OneShot
 from demask.prune.scores import L1, L2, Activation, Fluctuation, Random, Taylor, View
 
 __all__ = [
-    "L1", "L2", "Activation", "Cubic", "Fluctuation", "Global", "Group", "Iterative", "Member",
-    "OneShot", "OutlierWeighted", "Pruned", "Pruner", "Random", "Taylor", "Uniform", "View",
-    "groups",
+    "L1", "L2", "Activation", "Cubic", "Fluctuation", "Global", "Group", "Iterative", "Latency",
+    "LatencyPlan", "MACs", "Member", "OneShot", "OutlierWeighted", "Pruned", "Pruner", "Random",
+    "Taylor", "Uniform", "View", "groups",
 ]  # fmt: skip

@@ -24,6 +24,7 @@ from demask.prune.masks import (
     replace_masks,
     write_masks,
 )
+from demask.prune.removal_cost import RemovalCost
 from demask.prune.schedules import OneShot, check_fraction
 from demask.prune.score_inputs import InputRecorder
 from demask.prune.scores import L1, Score, View
@@ -102,7 +103,9 @@ class Pruner:
 
     Attributes:
         model: the model, without `DistributedDataParallel`.
-        coupling: its slices; `coupling.sizes(masks)` is the size of what demask makes of it.
+        inputs: the example inputs by position and by name.
+        coupling: its slices.
+        removal_cost: the size of what demask makes of it, `removal_cost.masked(masks)`.
         candidates: what can be removed, a tuple.
         steps: the number of steps made.
 
@@ -141,8 +144,9 @@ class Pruner:
         self.score: Score = L1() if score is None else score
         self.allocation: Allocation = Uniform() if allocation is None else allocation
         self.schedule: Schedule = OneShot() if schedule is None else schedule
-        args, kwargs = as_arguments(example_inputs)
+        self.inputs = args, kwargs = as_arguments(example_inputs)
         self.coupling = Coupling.of(self.model, args, kwargs, skip=skip)
+        self.removal_cost = RemovalCost.of(self.coupling)
         places = find_places(self.model)
         shapes = {name: found[0].value.shape for name, found in places.items()}
         self.candidates = find_candidates(structure, self.coupling, shapes)
@@ -190,7 +194,7 @@ class Pruner:
         more = self._masks_of(keep)
         gone = {name: alive[name] & ~keep[name] for name in keep}
         changes = self._compensation(views, gone)
-        before = self.coupling.sizes(masks)
+        before = self.removal_cost.masked(masks)
         write_masks(self.model, more, self._uncalled)
         self._add_to_biases(changes)
         self.steps = number
@@ -201,7 +205,7 @@ class Pruner:
             {c.name: c.units for c in self.candidates},
             {name: int(mask.sum()) for name, mask in keep.items()},
             before,
-            self.coupling.sizes(read_masks(self.model)),
+            self.removal_cost.masked(read_masks(self.model)),
         )
         recover = getattr(self.schedule, "recover", None)
         if recover is not None:

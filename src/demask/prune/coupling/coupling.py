@@ -1,15 +1,14 @@
 """Slices of a network: positions of axes that can only be removed together.
 
 `Coupling.of(model, inputs)` captures a network and ties its axes (`AxisTies`). Positions of cells
-that are tied form a slice; slices with positions in the same axes form a group. What masks remove
-is counted with the table's lines, on the tied axes.
+that are tied form a slice; slices with positions in the same axes form a group.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ from demask.errors import BadInput
 from demask.graph.capture.fold_constants import plain_name
 from demask.graph.normalize.split_recurrent import split_recurrent
 from demask.graph.program import Program
-from demask.graph.provenance import Sizes
 from demask.ops import TABLE, Table
 from demask.prune.coupling.axis_ties import AxisTies
 from demask.prune.coupling.groups import Group, Member
@@ -29,7 +27,6 @@ from demask.prune.coupling.kinds import Kinds
 from demask.prune.coupling.plain_weights import with_plain_weights
 from demask.prune.coupling.roles import READS, ROWS, SHIFTS, find_roles
 from demask.shrink.pipeline import canonicalize, programs_of
-from demask.shrink.program_size import count_macs, letter_sizes
 
 
 class _Place(NamedTuple):
@@ -82,6 +79,11 @@ class Coupling:
     def groups(self) -> tuple[Group, ...]:
         """All groups, of every kind, in the order of the calls that read their parameters."""
         return tuple(group for group, _ in self._numbered)
+
+    @cached_property
+    def numbers(self) -> dict[str, Tensor]:
+        """By group, the numbers of its slices in `slice_of`, int64 [size]."""
+        return {group.name: numbers for group, numbers in self._numbered}
 
     @cached_property
     def _numbered(self) -> list[tuple[Group, Tensor]]:
@@ -149,51 +151,6 @@ class Coupling:
             is_weight = constant.parameter and constant.tensor.ndim > 1
             if first and is_weight and full not in self.skipped:
                 yield full, first[0]
-
-    # --- sizes ------------------------------------------------------------------------------------
-
-    def sizes(self, masks: Mapping[str, Tensor]) -> Sizes:
-        """The size of the network without the slices that masks make zero: parameters with
-        floating-point buffers, MACs of one call on the example inputs, bytes.
-
-        masks: by parameter, bool of its shape, True where it stays.
-        """
-        kept = self._kept(masks)
-        tensors = {}
-        for name in self.ties.names():
-            tensor = self.program.constants[name].tensor
-            share = [
-                math.prod(kept.get(cell, self.ties.cells.size(cell) or 1) for cell in leaves)
-                for leaves in map(self.ties.leaves, self.ties.constant(name))
-            ]
-            tensors[tensor.data_ptr(), tensor.shape] = (tensor, math.prod(share))
-        return Sizes(
-            parameters=sum(n for t, n in tensors.values() if t.is_floating_point()),
-            macs=sum(self._macs(node, kept) for node in self.ties.relations),
-            bytes=sum(n * t.element_size() for t, n in tensors.values()),
-        )
-
-    def _kept(self, masks: Mapping[str, Tensor]) -> dict[int, int]:
-        """By cell with slices, how many of its positions stay."""
-        most = max((int(numbers.max()) for _, numbers in self._numbered), default=0)
-        gone = torch.zeros(most + 1, dtype=torch.bool)
-        for group, numbers in self._numbered:
-            gone[numbers[group.gone(masks)]] = True
-        return {
-            cell: len(numbers) - int(gone[numbers[(numbers >= 0) & (numbers <= most)]].sum())
-            for cell, numbers in self.slice_of.items()
-        }
-
-    def _macs(self, node: Any, kept: Mapping[int, int]) -> int:
-        """The MACs of a call on the positions that stay."""
-        relation, letters = self.ties.relations[node], self.ties.letters[node]
-        sizes = letter_sizes(relation, self.program.example)
-        smaller = {
-            a: math.prod(kept.get(c, self.ties.cells.size(c) or 1) for c in leaves)
-            for a, n in sizes.items()
-            if (leaves := self.ties.leaves([letters[a]])) and not {*leaves}.isdisjoint(kept)
-        }
-        return count_macs(replace(relation, size={**sizes, **smaller}), self.program.example)
 
 
 def _unused(name: str, names: set[str]) -> str:
