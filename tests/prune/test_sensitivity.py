@@ -70,10 +70,11 @@ def test_the_model_is_unchanged():
 
 
 def test_recovery_helps():
-    def recalibrate(net):
-        prune.recalibrate_norms(net, [X])
-
-    model = network()
+    """The norm after the layer that reads masked channels has other statistics then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4), nn.Flatten()
+    ).eval()
     prune.recalibrate_norms(model, [X])
     reference = model(X).detach()
 
@@ -81,11 +82,13 @@ def test_recovery_helps():
         with torch.no_grad():
             return -float((net(X) - reference).norm())
 
-    options = {"amounts": (0.5,), "skip": ["8"]}
-    plain = prune.sensitivity(model, evaluate, (X,), **options)
-    better = prune.sensitivity(model, evaluate, (X,), recover=recalibrate, **options)
-    assert [row.group for row in better.rows] == ["0", "3"]  # "8" reads the third group
-    assert better.rows[0].accuracy != plain.rows[0].accuracy
+    def recalibrate(net):
+        prune.recalibrate_norms(net, [X])
+
+    plain = prune.sensitivity(model, evaluate, (X,), amounts=(0.5,))
+    better = prune.sensitivity(model, evaluate, (X,), amounts=(0.5,), recover=recalibrate)
+    assert [row.group for row in better.rows] == ["0"]
+    assert better.rows[0].accuracy > plain.rows[0].accuracy
     assert better.rows[0].macs == plain.rows[0].macs
 
 
