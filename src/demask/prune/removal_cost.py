@@ -12,7 +12,7 @@ slices an axis has is read off the op table (`Coupling`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,16 +53,23 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class SizeProduct:
-    """A product of sizes, times a number (the bytes of an element). node: the call that computes
-    it; None for a tensor."""
+    """A product of sizes. node: the call that computes it; None for the elements of a tensor."""
 
     extents: tuple[Extent, ...]
     node: fx.Node | None = None
-    times: int = 1
 
     def masked(self, masks: Masks) -> int:
         """The product after slices are removed."""
-        return self.times * math.prod(extent.masked(masks) for extent in self.extents)
+        return math.prod(extent.masked(masks) for extent in self.extents)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """The elements of a tensor, and the bytes of each."""
+
+    elements: SizeProduct
+    bytes: int
+    is_floating: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +85,16 @@ class RemovalCost:
     """The size of a network as a function of the slices that stay.
 
     groups: all groups of the network. calls: of the program, with the sizes of their letters.
-    products: what sums to the MACs. parameters: what sums to the parameters, as in `Sizes`; stored:
-    to the bytes.
+    products: what sums to the MACs. tensors: the elements of the tensors in `coupling`, times the
+    bytes of each; the parameters are those of the floating-point ones. whole: the size of all
+    tensors, of which constants that are computed from others are stored in their place.
     """
 
     groups: tuple[Group, ...]
     calls: tuple[CallExtents, ...]
     products: tuple[SizeProduct, ...]
-    parameters: tuple[SizeProduct, ...]
-    stored: tuple[SizeProduct, ...]
+    tensors: tuple[StoredTensor, ...]
+    whole: Sizes
 
     @classmethod
     def of(cls, coupling: Coupling) -> RemovalCost:
@@ -103,12 +111,7 @@ class RemovalCost:
             SizeProduct(tuple(e for a in letters for e in call.letters[a]), call.relation.node)
             for call in calls for letters in mac_products(call.relation)
         )  # fmt: skip
-        tensors = cells.tensors()
-        return cls(
-            coupling.groups, calls, products,
-            tuple(SizeProduct(e) for tensor, e in tensors if tensor.is_floating_point()),
-            tuple(SizeProduct(e, times=tensor.element_size()) for tensor, e in tensors),
-        )  # fmt: skip
+        return cls(coupling.groups, calls, products, tuple(cells.tensors()), coupling.whole)
 
     def macs(self, masks: Masks) -> int:
         """MACs of one call on the example inputs after slices are removed. masks: by name of the
@@ -126,9 +129,12 @@ class RemovalCost:
 
     def sizes(self, masks: Masks) -> Sizes:
         """Parameters with floating-point buffers, MACs and bytes after slices are removed."""
-        parameters, stored = (sum(product.masked(masks) for product in products)
-                              for products in (self.parameters, self.stored))  # fmt: skip
-        return Sizes(parameters, self.macs(masks), stored)
+        removed = [(t, t.elements.masked({}) - t.elements.masked(masks)) for t in self.tensors]
+        return Sizes(
+            self.whole.parameters - sum(n for tensor, n in removed if tensor.is_floating),
+            self.macs(masks),
+            self.whole.bytes - sum(n * tensor.bytes for tensor, n in removed),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,16 +184,17 @@ class _Cells:
             return (Extent(size, {}),)
         return tuple(self.extent(cell) for cell in leaves)
 
-    def tensors(self) -> list[tuple[Tensor, tuple[Extent, ...]]]:
-        """Every tensor, with the sizes of its cells; those that share memory once."""
+    def tensors(self) -> Iterator[StoredTensor]:
+        """Every tensor with elements; those that share memory once."""
         ties, constants = self.coupling.ties, self.coupling.program.constants
-        tensors = {}
-        for name in ties.names():
+        names = {
+            (t.data_ptr(), t.shape): n for n in ties.names() if (t := constants[n].tensor).numel()
+        }
+        for name in names.values():
             tensor = constants[name].tensor
             leaves = [cell for axis in ties.constant(name) for cell in ties.leaves(axis)]
-            extents = tuple(self.extent(cell) for cell in leaves) if tensor.numel() else ()
-            tensors[tensor.data_ptr(), tensor.shape] = (tensor, extents)
-        return [entry for entry in tensors.values() if entry[0].numel()]
+            elements = SizeProduct(tuple(self.extent(cell) for cell in leaves))
+            yield StoredTensor(elements, tensor.element_size(), tensor.is_floating_point())
 
 
 @dataclass(frozen=True, slots=True)

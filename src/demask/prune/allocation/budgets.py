@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from demask.errors import BadInput
 from demask.machine.cost import Costs
 from demask.machine.threads import checked_threads, set_threads
-from demask.machine.timing import Timing, sample_seconds
+from demask.machine.timing import sample_seconds
 from demask.prune.allocation.context import NetworkContext
 from demask.prune.allocation.knapsack import Choice, Item, Knapsack, spaced_counts
 from demask.prune.allocation.layer_seconds import SEGMENT, TORCH, NetworkSeconds
@@ -31,9 +32,9 @@ Scores = Mapping[str, Tensor]  # by group, [size]: higher is more important
 MOST_COUNTS = 64  # counts per group in the knapsack of multiply-adds
 TIMED_COUNTS = 16  # in that of seconds
 TRIALS, TOLERANCE, MARGIN = 5, 0.05, 0.98  # networks measured; prediction; share to aim at
-STEEPNESS = (0.6, 1.6)  # seconds of networks per second of their layers, if it is measured
+LEAST_SHARE, MOST_REST = 0.2, 0.5  # of a line through measured networks: see `_line`
 LEAST_USED = 0.94  # of the budget, below which another network is tried
-BLOCKS, CALLS, SECONDS = 25, 7, 0.1  # of the timing of a network
+CALLS, BLOCK, SECONDS = 210, 7, 2.5  # of the timing of a network
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +293,8 @@ class _LatencySearch:
 
     def _try(self, choice: Choice) -> None:
         """Predict a network, build it, measure it."""
-        predicted = self._predicted(self._table().total(choice))
+        start, share = self._line(self.options.budget_ms / 1e3)
+        predicted = start + share * self._table().total(choice)
         seconds = self._measure(choice)
         self.trials.append(Trial(choice, 1e3 * predicted, 1e3 * seconds, self.runner))
         self.options.progress(
@@ -323,27 +325,26 @@ class _LatencySearch:
             return self.problem.least()
         return self.problem.best(table, room, "{:.3g} s of layers".format)
 
-    def _predicted(self, layers: float) -> float:
-        """Seconds of a network whose layers take that long."""
-        table = self._table()
-        near = min(self.measured, key=lambda m: abs(table.total(m[0]) - layers))
-        start, share = self._line(near[1])
-        return start + share * layers
-
     def _line(self, seconds: float) -> tuple[float, float]:
-        """Seconds of networks near `seconds` as a linear function of those of their layers: through
-        the two nearest measured ones, or one plus what it takes between its layers."""
+        """Seconds of networks near `seconds` as a linear function of those of their layers, the
+        constant and the factor.
+
+        It goes through the nearest measured networks above and below, else through the two nearest,
+        or through one: with the rest of its time as the constant, unless that is most of it.
+        """
         table = self._table()
         points = sorted(
             ((table.total(choice), taken) for choice, taken in self.measured),
             key=lambda point: abs(point[1] - seconds),
         )
         x, y = points[0]
-        for other_x, other_y in points[1:]:
-            share = (y - other_y) / (x - other_x) if abs(x - other_x) > 0.1 * x else 0.0
-            if STEEPNESS[0] <= share <= STEEPNESS[1]:
+        others = [p for p in points if (p[1] > seconds) != (y > seconds)] or points[1:]
+        for other_x, other_y in others[:1]:
+            share = (y - other_y) / (x - other_x) if x != other_x else 0.0
+            if share > LEAST_SHARE * y / x:
                 return y - share * x, share
-        return (y - x, 1.0) if x < y else (0.0, y / x)
+        rest = y - x
+        return (rest, 1.0) if 0 <= rest < MOST_REST * seconds else (0.0, y / x)
 
 
 def measure_optimized(
@@ -360,12 +361,13 @@ def measure_optimized(
 def time_network(
     network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], threads: int
 ) -> float:
-    """Seconds of a call: the least median of `BLOCKS` short blocks of calls. Other processes on the
+    """Seconds of a call: the least median of `BLOCK` consecutive calls. Other processes on the
     machine only add to it, and not to all blocks."""
     call = {"": partial(network, *args, **kwargs)}
     with torch.no_grad(), set_threads(threads):
-        blocks = [sample_seconds(call, CALLS, seconds=SECONDS)[""] for _ in range(BLOCKS)]
-    return min(Timing.of(seconds).median for seconds in blocks)
+        seconds = sample_seconds(call, CALLS, seconds=SECONDS)[""]
+    blocks = [seconds[k : k + BLOCK] for k in range(0, max(len(seconds) - BLOCK, 1), BLOCK)]
+    return min(median(block) for block in blocks)
 
 
 def _is_share(budget: float) -> bool:

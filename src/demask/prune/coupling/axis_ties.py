@@ -22,10 +22,12 @@ from demask.graph.program import Program
 from demask.graph.queries import input_dependent
 from demask.ops import Relation, Table, bind, schema
 from demask.ops.notation import Axes
-from demask.ops.traits import EXPANSIONS
+from demask.ops.traits import EXPANSIONS, MULTIPLICATIONS
 from demask.shrink.layout.cells import Cells
 from demask.shrink.layout.placement import CellAxes
 from demask.shrink.layout.ties import whole_letters
+
+MOST_PARTS = 8  # of an axis that a move takes apart position by position
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,25 @@ class Move:
     out: tuple[int, ...]
     source: Tensor
     position: Tensor
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether every axis is one cell: positions of cells are tied."""
+        return all(len(cells) == 1 for cells in (self.out, *self.ins.values()))
+
+    def has_blocks(self, n: int) -> bool:
+        """Whether whole blocks of n positions are moved, in order."""
+        if len(self.source) % n:
+            return False
+        source, position = self.source.reshape(-1, n), self.position.reshape(-1, n)
+        real = source[:, 0] >= 0
+        steps = position[:, :1] + torch.arange(n)
+        whole = bool((source == source[:, :1]).all()) and not bool((position[real, 0] % n).any())
+        return whole and bool((position[real] == steps[real]).all())
+
+    def takes_one_of(self, n: int, operand: int) -> bool:
+        """Whether of every n positions of an operand the same one is taken, or none."""
+        return len((self.position[self.source == operand] % n).unique()) <= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +83,6 @@ class AxisTies:
         relations: by call that depends on inputs, its relation.
         weights: the nodes that are computed from constants alone, and these constants.
         moves: the ties position by position.
-        expanded: cells that repeat one position.
     """
 
     def __init__(self, program: Program, table: Table):
@@ -73,7 +93,6 @@ class AxisTies:
         self.relations: dict[fx.Node, Relation] = {}
         self.weights: set[fx.Node] = set()
         self.moves: list[Move] = []
-        self.expanded: list[int] = []
         self._constants: dict[str, CellAxes] = {}
         self._dependent = input_dependent(program.graph)
         for node in program.graph.nodes:
@@ -164,9 +183,6 @@ class AxisTies:
                 for a, b in zip(mine, self.value[key_of(operand.value)], strict=True):
                     if not self.cells.unify(a, b):
                         self._force((a, b))
-        if node.target in EXPANSIONS:
-            known = relation.letters(relation.ins[0])
-            self.expanded += [cell for letter, cell in letters.items() if letter not in known]
         self._add_moves(relation, letters)
 
     def _whole(self, node: fx.Node, relation: Relation) -> set[str]:
@@ -179,9 +195,11 @@ class AxisTies:
 
     def _unlike(self, relation: Relation) -> set[str]:
         """Letters along which a zero slice does not vanish: an operand that depends on inputs, and
-        varies not along the letter, is added to it."""
+        does not vary along the letter, is added to it, or repeated."""
         entry, added = relation.entry, range(len(relation.operands))
-        if entry.fill == "sum":
+        if entry.fill == "mix" or relation.node.target in EXPANSIONS:
+            added = [entry.main] if not _only_scales(relation.node) else []
+        elif entry.fill == "sum":
             added = [k for k in added if k not in relation.factors]
         elif entry.fill != "run" or entry.zero == "any" or entry.affine:
             return set()
@@ -218,73 +236,92 @@ class AxisTies:
     def position_ties(self) -> Iterator[PositionTies]:
         """The ties position by position between final cells."""
         for move in self.moves:
-            ends = self._reduce(move)
-            if ends is None:
-                continue
-            ins, out, source, position = ends
-            for k, cell in ins.items():
-                taken = (source == k).nonzero().squeeze(1)
-                yield PositionTies(cell, out, position[taken], taken)
+            for cut in self._cuts(move):
+                if not cut.is_tie:
+                    continue
+                for k, cells in cut.ins.items():
+                    taken = (cut.source == k).nonzero().squeeze(1)
+                    yield PositionTies(cells[0], cut.out[0], cut.position[taken], taken)
 
-    def _reduce(self, move: Move) -> tuple[dict[int, int], int, Tensor, Tensor] | None:
-        """A move between the major cells of its axes, the others being tied: cells by operand, cell
-        of the output, source, position. None where nothing moves, or all is forced."""
-        out, ins = self.leaves(move.out), {k: self.leaves(v) for k, v in move.ins.items()}
-        source, position = move.source, move.position
-        while any(len(cells) > 1 for cells in (out, *ins.values())):
-            n = self.cells.size(out[-1]) or 1
-            if any(not cells or cells[-1] != out[-1] for cells in ins.values()):
-                return None
-            out, ins = out[:-1], {k: cells[:-1] for k, cells in ins.items()}
-            source, position = source.reshape(-1, n)[:, 0], position.reshape(-1, n)[:, 0] // n
-            if not out or not all(ins.values()):
-                return None
-        return {k: cells[0] for k, cells in ins.items()}, out[0], source, position
+    def _cuts(self, move: Move) -> Iterator[Move]:
+        """A move between the major cells of its axes, where the minor ones are tied or forced; the
+        last ones cannot be cut further."""
+        ins = {k: tuple(self.leaves(v)) for k, v in move.ins.items()}
+        stack = [Move(ins, tuple(self.leaves(move.out)), move.source, move.position)]
+        while stack:
+            cut = stack.pop()
+            rest = None if cut.is_tie else self._without_minor(cut)
+            if rest is None:
+                yield cut
+            else:
+                stack += rest
 
     def _align(self, move: Move) -> bool:
-        """Tie the minor cells that a move leaves in place; whether anything was tied.
+        """Tie the minor cells that a move leaves in place, and force those that it takes apart;
+        whether a cell was split or forced."""
+        is_changed = False
+        for cut in self._cuts(move):
+            if not cut.is_tie:
+                is_changed |= self._split_minor(cut)
+        return is_changed
 
-        Where axes are not made of whole blocks of a common size, they are forced.
-        """
-        lists = [self.leaves(move.out), *(self.leaves(v) for v in move.ins.values())]
-        source, position = move.source, move.position
-        while any(len(cells) > 1 for cells in lists):
-            sizes = [self.cells.size(cells[-1]) if cells else 1 for cells in lists]
-            several = [n for n, cells in zip(sizes, lists, strict=True) if len(cells) > 1]
-            n = None if None in sizes else min(n or 1 for n in several)
-            if n is None or any((m or 1) % n for m in sizes) or not _in_blocks(source, position, n):
-                return self._force_lists(lists)
+    def _without_minor(self, cut: Move) -> list[Move] | None:
+        """The move without its minor cells, if they are dealt with: tied, or forced."""
+        lists = [cut.out, *cut.ins.values()]
+        if not all(lists):
+            return None
+        n = self.cells.size(cut.out[-1]) or 1
+        if len({cells[-1] for cells in lists}) == 1 and cut.has_blocks(n):
+            ins = {k: cells[:-1] for k, cells in cut.ins.items()}
+            return [Move(ins, cut.out[:-1], cut.source[::n], cut.position[::n] // n)]
+        for k, cells in cut.ins.items():
+            n = self.cells.size(cells[-1]) or 1
+            if len(cells) > 1 and self.cells.forced(cells[-1]) and cut.takes_one_of(n, k):
+                ins = {**cut.ins, k: cells[:-1]}
+                position = torch.where(cut.source == k, cut.position // n, cut.position)
+                return [Move(ins, cut.out, cut.source, position)]
+        n = self.cells.size(cut.out[-1]) or 1
+        if len(cut.out) > 1 and self.cells.forced(cut.out[-1]) and n <= MOST_PARTS:
+            parts = range(n)
+            return [
+                Move(cut.ins, cut.out[:-1], cut.source[p::n], cut.position[p::n]) for p in parts
+            ]
+        return None
+
+    def _split_minor(self, cut: Move) -> bool:
+        """Tie or force the minor cells of a move; whether something changed."""
+        lists = [cells for cells in (cut.out, *cut.ins.values()) if cells]
+        if len(lists) <= len(cut.ins):
+            return self._force_fresh(c for cells in lists for c in cells)
+        sizes = [self.cells.size(cells[-1]) for cells in lists]
+        several = [n for n, cells in zip(sizes, lists, strict=True) if len(cells) > 1]
+        if None in sizes:
+            return self._force_fresh(c for cells in lists for c in cells)
+        n = min(n or 1 for n in several)
+        if cut.has_blocks(n) and not any((m or 1) % n for m in sizes):
             common = next(c[-1] for c, m in zip(lists, sizes, strict=True) if len(c) > 1 and m == n)
-            others = [cells for cells in lists if cells[-1] != common]
-            if others:
-                for cells in others:
-                    self.cells.unify(cells[-1:], [self.cells.new(self._major(cells, n)), common])
-                return True
-            lists = [cells[:-1] for cells in lists]
-            source, position = source.reshape(-1, n)[:, 0], position.reshape(-1, n)[:, 0] // n
-        is_partial = any(lists) and not all(lists)
-        return self._force_lists(lists) if is_partial else False
+            for cells, m in zip(lists, sizes, strict=True):
+                if cells[-1] != common:
+                    self.cells.unify(cells[-1:], [self.cells.new((m or 1) // n), common])
+            return True
+        for k, cells in cut.ins.items():
+            if len(cells) > 1 and cut.takes_one_of(self.cells.size(cells[-1]) or 1, k):
+                return self._force_fresh(cells[-1:])
+        if len(cut.out) > 1 and (self.cells.size(cut.out[-1]) or 1) <= MOST_PARTS:
+            return self._force_fresh(cut.out[-1:])
+        return self._force_fresh(c for cells in lists for c in cells)
 
-    def _major(self, cells: list[int], n: int) -> int:
-        return (self.cells.size(cells[-1]) or 1) // n
-
-    def _force_lists(self, lists: list[list[int]]) -> bool:
+    def _force_fresh(self, cells: Iterable[int]) -> bool:
         """Force cells; whether one was not forced before."""
-        fresh = [c for cells in lists for c in cells if not self.cells.forced(c)]
+        fresh = [cell for cell in cells if not self.cells.forced(cell)]
         self.cells.force(fresh)
         return bool(fresh)
 
 
+def _only_scales(node: fx.Node) -> bool:
+    """Whether a repeated value is only multiplied with others."""
+    return node.target in EXPANSIONS and all(u.target in MULTIPLICATIONS for u in node.users)
+
+
 def _cells_of(axes: Axes, letters: Mapping[str, int]) -> CellAxes:
     return tuple(tuple(letters[a] for a in axis) for axis in axes)
-
-
-def _in_blocks(source: Tensor, position: Tensor, n: int) -> bool:
-    """Whether a map moves whole blocks of n positions, in order."""
-    if len(source) % n:
-        return False
-    source, position = source.reshape(-1, n), position.reshape(-1, n)
-    real = source[:, 0] >= 0
-    steps = position[:, :1] + torch.arange(n)
-    whole = bool((source == source[:, :1]).all()) and not bool((position[real, 0] % n).any())
-    return whole and bool((position[real] == steps[real]).all())

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.graph.capture.fold_constants import plain_name
+from demask.graph.capture.fold_constants import fold_constants, plain_name
 from demask.graph.normalize.split_recurrent import split_recurrent
 from demask.graph.program import Program
+from demask.graph.provenance import Sizes
 from demask.ops import TABLE, Table
 from demask.prune.coupling.axis_ties import AxisTies
 from demask.prune.coupling.groups import Group, Member
@@ -27,6 +28,7 @@ from demask.prune.coupling.kinds import Kinds
 from demask.prune.coupling.plain_weights import with_plain_weights
 from demask.prune.coupling.roles import READS, ROWS, SHIFTS, find_roles
 from demask.shrink.pipeline import canonicalize, programs_of
+from demask.shrink.program_size import measure_program
 
 
 class _Place(NamedTuple):
@@ -44,12 +46,15 @@ class Coupling:
     """The slices of a captured network.
 
     ties: its axes. slice_of: by final cell that need not stay whole, the slice of each position,
-    int64 [size], -1 for positions that must stay. skipped: names of parameters that stay whole.
+    int64 [size], -1 for positions that must stay. whole: the size of its tensors, with 0 MACs;
+    constants that it computes from others are stored in their place. skipped: names of parameters
+    that stay whole.
     """
 
     program: Program
     ties: AxisTies
     slice_of: Mapping[int, Tensor]
+    whole: Sizes
     skipped: frozenset[str] = frozenset()
 
     @classmethod
@@ -66,12 +71,14 @@ class Coupling:
         inputs that the model does not accept, NotExportable where it cannot be captured."""
         skipped = _matching(skip, model)
         programs = programs_of(with_plain_weights(model), args, kwargs, None, fold_parameters=False)
-        program = canonicalize(split_recurrent(next(programs)), table, fold_parameters=False)
+        captured = next(programs)
+        program = canonicalize(split_recurrent(captured), table, fold_parameters=False)
+        whole = measure_program(fold_constants(captured), {})
         ties = AxisTies(program, table)
         for name in ties.names():
             if skipped & {name, *program.constants[name].aliases}:
                 ties.force(name)
-        return cls(program, ties, _find_slices(ties), frozenset(skipped))
+        return cls(program, ties, _find_slices(ties), whole, frozenset(skipped))
 
     # --- groups -----------------------------------------------------------------------------------
 

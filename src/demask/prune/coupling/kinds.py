@@ -11,19 +11,16 @@ from demask.prune.coupling.axis_ties import AxisTies
 class Kinds:
     """The kinds of the cells of a network.
 
-    heads: cells along which attention is computed one by one. queries: those of queries alone,
-    several of which share keys and values. features: the other cells of attention.
+    heads: cells along which attention is computed one by one. features: its other cells.
     """
 
     def __init__(self, ties: AxisTies):
         self.ties = ties
         self.heads: set[int] = set()
-        self.queries: set[int] = set()
         self.features: set[int] = set()
-        repeated = set(ties.leaves(ties.expanded))
         for node, relation in ties.relations.items():
             if relation.entry.fill == "mix":
-                self._add_attention(relation, ties.letters[node], repeated)
+                self._add_attention(relation, ties.letters[node])
             elif relation.entry.fill == "sum" and not self._reads_weight(relation):
                 self.features |= self._leaves(relation.contracted, ties.letters[node])
 
@@ -31,21 +28,15 @@ class Kinds:
         """The kind of a group with these cells. ranks: of the weights that compute it."""
         if cells & self.heads:
             return "head"
-        if cells & self.queries:
-            return "query"
         return "channel" if cells & self.features or any(n > 2 for n in ranks) else "unit"
 
-    def _add_attention(
-        self, relation: Relation, letters: Mapping[str, int], repeated: set[int]
-    ) -> None:
-        queries = relation.letters(relation.ins[0]) & relation.letters(relation.outs[0])
+    def _add_attention(self, relation: Relation, letters: Mapping[str, int]) -> None:
         values = relation.letters(relation.ins[relation.entry.main])
-        several = self._leaves(queries, letters)
-        shared = self._leaves(queries & values, letters)
-        self.heads |= shared - repeated or shared or several
-        self.queries |= several
-        rest = {a for axes in (*relation.ins, *relation.outs) for a in relation.letters(axes)}
-        self.features |= self._leaves(rest, letters) - several
+        outputs = relation.letters(relation.outs[0])
+        heads = self._leaves(values & outputs & relation.letters(relation.ins[0]), letters)
+        every = {a for axes in (*relation.ins, *relation.outs) for a in relation.letters(axes)}
+        self.heads |= heads
+        self.features |= self._leaves(every, letters) - heads
 
     def _leaves(self, names: Iterable[str], letters: Mapping[str, int]) -> set[int]:
         """The cells of letters that can be cut."""
