@@ -105,27 +105,27 @@ def demask(
         >>> demask.demask(net, (torch.randn(3, 4),)).get_parameter("0.weight").shape
         torch.Size([3, 4])
     """
-    given, model = model, apply_masks(model, masks)
+    unmasked, model = model, apply_masks(model, masks)
     if result not in ("auto", "class", "graph"):
         raise BadInput(f"expected result to be 'auto', 'class' or 'graph', got {result!r}")
     options = {"dynamic_shapes": dynamic_shapes, "table": table, "check": check, "result": result}
     if modules is not None:
         slim = _demask_modules(model, args, kwargs, modules, masks, options)
-        return remember_original(slim, given, model, masks)
+        return remember_original(slim, unmasked, model, masks)
     slim = run_through_cpu(demask, model, args, kwargs, masks=move_tensors(masks, CPU), **options)
     if slim is not None:
-        return remember_original(slim, given, model, masks)
+        return remember_original(slim, unmasked, model, masks)
     call = _DemaskCall(model, args, kwargs, dynamic_shapes, table, masks)
     differs: CaptureDiffers | None = None
     for program, target, record, has_side in _candidates(call.programs(model), call.table):
         own, reasons = call.class_result(program, target, record, has_side, result, check)
         if own is not None:
-            return remember_original(own, given, model, masks)
+            return remember_original(own, unmasked, model, masks)
         record = replace(record, graph_reasons=reasons)
         slim = build(target, record, originals=originals_of(model, program))
         try:
             slim = check_result(slim, program, model, args, kwargs) if check else slim
-            return remember_original(slim, given, model, masks)
+            return remember_original(slim, unmasked, model, masks)
         except CaptureDiffers as error:
             differs = differs or error
     assert differs is not None  # there is a candidate, or the first program raised

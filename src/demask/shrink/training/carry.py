@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,12 @@ from demask.graph.capture.fold_constants import plain_name
 from demask.graph.provenance import provenance_of
 from demask.graph.result.origin import Origin, Piece, get_origin
 from demask.shrink.training.averages import carry_average
-from demask.shrink.training.pieces import NetworkTensors, find_origin, own_shape, sliced_shape
+from demask.shrink.training.pieces import (
+    NetworkTensors,
+    find_origin,
+    find_trained,
+    sliced_shape,
+)
 from demask.shrink.training.states import cut_states
 
 Names = list[list[str | None]]  # per group, the original's parameters; None: of another network
@@ -22,8 +28,8 @@ Names = list[list[str | None]]  # per group, the original's parameters; None: of
 
 @public
 def carry(slim: nn.Module, optimizer: Any, *, ema: Any = None, model: Any = None) -> Any:
-    """The optimizer of a network, for the smaller network that `demask()` returned: training goes
-    on where it was.
+    """The optimizer of a network, for the smaller network that `demask()` returned: training
+    continues where it was.
 
     The optimizer is changed in place, since schedulers and gradient scalers refer to it. Groups
     have their settings and the parameters of `slim` in place of the original's, in the order of
@@ -129,14 +135,11 @@ def _origin_of(slim: nn.Module, model: Any) -> Origin:
         return origin
     original, own = NetworkTensors.of(model), NetworkTensors.of(slim).values
     origin = find_origin(slim, model, original, {})
-    for name, piece in origin.pieces.items():
-        axes = len(piece.shape)
-        fits = sliced_shape(piece.shape, piece.positions) == own_shape(own[name], axes)
-        if axes > 1 and fits and not piece.is_slice and piece.parameters:
-            raise BadInput(
-                f"{name} is no slice of {piece.source} of `model`: pass the original with the "
-                "weights that it was demasked with, before the small network is trained"
-            )
+    if name := find_trained(origin, own):
+        raise BadInput(
+            f"{name} is no slice of {origin.pieces[name].source} of `model`: pass the original "
+            "with the weights that it was demasked with, before the small network is trained"
+        )
     return origin
 
 
@@ -233,8 +236,8 @@ class _Plan:
             sources = [p for p in (piece.parameters if piece else ()) if states.get(p)]
             if piece is None or not sources:
                 continue
-            size = own_shape(parameter, len(piece.shape))
-            if piece.has_state and size == sliced_shape(piece.shape, piece.positions):
+            count = math.prod(sliced_shape(piece.shape, piece.positions))
+            if piece.has_state and count == parameter.numel():
                 cut[name] = cut_states(sources[0], states[sources[0]], piece, parameter)
             else:
                 warnings.warn(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from demask.graph.provenance import provenance_of
 from demask.graph.result.origin import Origin, Piece, get_origin
 from demask.shrink.check import describe_difference
 from demask.shrink.emit.constant_store import cut
-from demask.shrink.training.pieces import NetworkTensors, find_origin
+from demask.shrink.training.pieces import NetworkTensors, find_origin, find_trained
 
 
 @public
@@ -27,13 +28,14 @@ def expand(slim: nn.Module, model: nn.Module | None = None) -> nn.Module:
     Where `slim` has weights, the copy has them; elsewhere it has the original's, under the
     original's masks: of torch.nn.utils.prune (weights under a mask are as they were), of
     parametrizations, and those passed to `demask()`, whose weights are zero. Constants that
-    `demask()` added to a bias are subtracted again. Outputs are equal up to rounding in eval mode.
+    `demask()` added to a bias are subtracted again. Outputs are equal up to rounding in eval mode:
+    where that does not follow from the weights alone (constants were folded, or `slim` is from a
+    file), both networks are called on random inputs of the recorded shapes.
 
     Args:
         slim: a network from `demask.demask`, trained or not. It is not changed.
         model: the original, which is not changed. Default: None: the one that was demasked, if it
-            still exists. Needed for a network that was read from a file; then both networks are
-            also called, on random inputs.
+            still exists. Needed for a network that was read from a file.
 
     Returns:
         A network of the original's class and shapes, in its mode, on its device.
@@ -41,8 +43,8 @@ def expand(slim: nn.Module, model: nn.Module | None = None) -> nn.Module:
     Raises:
         BadInput: `slim` is no demasked network, the original does not exist any more or is another
             one, or it cannot compute what `slim` computes: `slim` trained a tensor that it has not
-            (a border map, a bias of a layer without one), weights that its masks set to zero, or
-            two parts of a tied tensor differently.
+            (a border map, a bias of a layer without one), weights that its masks set to zero, two
+            parts of a tied tensor differently, or weights that its constants are computed from.
 
     Example:
         >>> import torch, demask
@@ -74,7 +76,7 @@ def expand(slim: nn.Module, model: nn.Module | None = None) -> nn.Module:
     large = structural_copy(model, share=False)
     _fill(large, own, pieces, masks)
     _compare(large, own, pieces)
-    if origin is None:
+    if origin is None or origin.added or any(p.offset is not None for p in pieces.values()):
         _run(large, slim)
     return large
 
@@ -87,6 +89,9 @@ def _pieces(
     original = NetworkTensors.of(model)
     if origin is None:
         origin = find_origin(slim, model, original, {})
+        if find_trained(origin, NetworkTensors.of(slim).values):  # offsets are steps of training
+            plain = {name: replace(p, offset=None) for name, p in origin.pieces.items()}
+            origin = replace(origin, pieces=plain)
     for piece in origin.pieces.values():
         value = original.values.get(piece.source)
         if value is None or tuple(value.shape) != piece.shape:
@@ -151,13 +156,26 @@ def _write(large: nn.Module, piece: Piece, part: Tensor) -> None:
 
 
 def _write_computed(module: Any, leaf: str, piece: Piece, part: Tensor) -> None:
-    """Write a slice of a tensor that parametrizations compute, by their inverse."""
+    """Write a slice of a tensor that parametrizations compute, by their inverse. Raises BadInput
+    where they cannot compute it."""
     value = getattr(module, leaf).detach().clone()
     _set_part(value, piece, part)
+    originals = dict(module.parametrizations[leaf].named_parameters(recurse=False))
+    before = {name: tensor.detach().clone() for name, tensor in originals.items()}
     try:
-        setattr(module, leaf, value)
+        setattr(module, leaf, value.clone())  # an inverse may store the tensor itself
     except Exception as error:  # a parametrization without an inverse
         raise BadInput(f"{piece.source} cannot be set: {described(error)}") from error
+    rows = piece.positions[0] if piece.positions else None
+    if rows is not None:
+        removed = torch.ones(piece.shape[:1], dtype=torch.bool, device=value.device)
+        removed[list(rows)] = False
+        for name, tensor in originals.items():  # zero rows of a weight norm have no inverse
+            if tensor.shape[:1] == piece.shape[:1]:
+                tensor.data[removed] = before[name][removed]
+    if not torch.allclose(getattr(module, leaf), value, rtol=1e-4, atol=1e-6):
+        raise BadInput(f"the parametrizations of {piece.source} cannot compute what it was trained "
+                       "to")  # fmt: skip
 
 
 def _set_part(tensor: Tensor, piece: Piece, part: Tensor) -> None:
@@ -194,7 +212,8 @@ def _run(large: nn.Module, slim: nn.Module) -> None:
     """Raise BadInput if the networks compute different outputs."""
     if wrong := describe_difference(large, slim, (), {}):
         raise BadInput(
-            f"the original with these weights computes something else ({wrong}): pass the network "
-            "that was demasked; if constants of removed slices were added to biases or border "
-            "maps, only the network that demask() returned can be expanded, not one from a file"
+            f"the original with these weights computes something else ({wrong}): removed slices "
+            "were constants, which are computed anew from the weights there, and are fixed in the "
+            "small network; or `model` is not the network that was demasked; or this one was read "
+            "from a file, which does not say what was added to its biases"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ def find_origin(
     """The origin of a network that has not been trained since it was demasked. original: the
     tensors of `model`, with all masks."""
     record: Any = getattr(slim, "demasked", None)
-    cuts = record.cuts if isinstance(record, Provenance) else {}
+    cuts = _cuts_of(record) if isinstance(record, Provenance) else {}
     parameters = NetworkTensors.of(model).parameters
     values = NetworkTensors.of(slim).values
     pieces: dict[str, Piece] = {}
@@ -99,6 +99,21 @@ def find_origin(
     )  # fmt: skip
 
 
+def find_trained(origin: Origin, values: Mapping[str, Tensor]) -> str:
+    """The first weight of a small network that is no slice of the original's, though it has the
+    shape of one: the network was trained, or is another one's. "" if there is none.
+
+    Only for an origin without a link, whose pieces were computed from the networks as they are.
+    Vectors do not count: constants may have been added to them.
+    """
+    for name, piece in origin.pieces.items():
+        size = sliced_shape(piece.shape, piece.positions)
+        matrix = len(size) > 1 and size == own_shape(values[name], len(size))
+        if matrix and piece.parameters and not piece.is_slice:
+            return name
+    return ""
+
+
 def _find_piece(
     name: str, tensor: Tensor, how: Cut | None, original: NetworkTensors,
     parameters: Mapping[str, Tensor],
@@ -111,10 +126,11 @@ def _find_piece(
     raw, shape = original.raw.get(source, ()), tuple(value.shape)
     positions = (None,) * value.ndim if how is None else _align(how, shape)
     if positions is None or sliced_shape(shape, positions) != own_shape(tensor, value.ndim):
-        # Computed from the source in another way than by slicing.
-        return Piece(source, shape, (None,) * value.ndim, raw)
-    # A network of the original's class has positions in ascending order, whatever its record says.
-    orders = (positions, tuple(None if p is None else tuple(sorted(p)) for p in positions))
+        positions = _find_rows(tensor, value, how)
+    if positions is None:
+        # Computed from the source in another way than by slicing; a buffer is like a new one then.
+        return Piece(source, shape, (None,) * value.ndim, raw) if raw else None
+    orders = (positions, _ascending(positions))
     parts = [(order, cut(value, order).reshape(tensor.shape)) for order in dict.fromkeys(orders)]
     agreeing = [(order, part) for order, part in parts if _agree(tensor, part)]
     is_shifted = not agreeing and value.ndim == 1 and tensor.is_floating_point()
@@ -128,6 +144,18 @@ def _find_piece(
     offset = torch.where(tensor == 0, torch.zeros_like(part), tensor - part) if is_shifted else None
     fits = bool(agreeing) or is_shifted
     return Piece(source, shape, positions, raw, is_masked and fits, fits, offset)
+
+
+def _cuts_of(record: Provenance) -> dict[str, Cut]:
+    """The cuts of a network. One of the original's class without graphs has positions in ascending
+    order, whatever order the record has."""
+    if record.form != "class" or record.graph_reasons:
+        return dict(record.cuts)
+    return {name: replace(how, kept=_ascending(how.kept)) for name, how in record.cuts.items()}
+
+
+def _ascending(positions: Sequence[Positions]) -> tuple[Positions, ...]:
+    return tuple(None if axis is None else tuple(sorted(axis)) for axis in positions)
 
 
 def _agree(masked: Tensor, whole: Tensor) -> bool:
@@ -146,6 +174,23 @@ def _align(how: Cut, shape: Sequence[int]) -> tuple[Positions, ...] | None:
             return None
         remaining.append(positions)
     return tuple(reversed(remaining[: len(shape)]))
+
+
+def _find_rows(tensor: Tensor, table: Tensor, how: Cut | None) -> tuple[Positions, ...] | None:
+    """The cut of a table that a network reads by constant indices: of rows one after another, as
+    positional embeddings are. None if it reads others."""
+    if how is None or table.ndim != 2 or how.shape[-1:] != table.shape[1:]:
+        return None
+    columns = how.kept[-1]
+    values = cut(table, (None, columns))
+    if tensor.shape[-1:] != values.shape[1:]:
+        return None
+    rows = tensor.reshape(-1, values.shape[1])
+    starts = (values == rows[:1]).all(1).nonzero().flatten().tolist()
+    for start in starts:
+        if torch.equal(values[start : start + len(rows)], rows):
+            return tuple(range(start, start + len(rows))), columns
+    return None
 
 
 def sliced_shape(shape: Sequence[int], positions: Sequence[Positions]) -> tuple[int, ...]:

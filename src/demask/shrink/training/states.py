@@ -49,7 +49,8 @@ def _cut_state(where: str, key: str, value: Any, piece: Piece, own: Tensor) -> A
             f"the parameter's, {piece.shape}, nor a number, so it cannot be cut: carry only "
             "optimizers with states of the parameters' shapes, or start a new one"
         )
-    part = cut(value, [None if axis is None else piece.positions[axis] for axis in axes])
+    positions = tuple(None if axis is None else piece.positions[axis] for axis in axes)
+    part = cut(value, positions)
     return part * _fewer(AVERAGED[key], piece) if key in AVERAGED else part
 
 
