@@ -67,8 +67,8 @@ class Sensitivity:
         >>> from demask import prune
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         >>> x = torch.ones(1, 4)
-        >>> found = prune.sensitivity(net, lambda net: -net(x).norm().item(), (x,), amounts=(0.5,))
-        >>> found.rows[0].group, found.rows[0].removed, found.rows[0].macs, found.dense.macs
+        >>> result = prune.sensitivity(net, lambda net: -net(x).norm().item(), (x,), amounts=(0.5,))
+        >>> result.rows[0].group, result.rows[0].removed, result.rows[0].macs, result.dense.macs
         ('0', 4, 24, 48)
     """
 
@@ -159,8 +159,8 @@ def sensitivity(
         >>> from demask import prune
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         >>> x = torch.ones(1, 4)
-        >>> found = prune.sensitivity(net, lambda net: -net(x).norm().item(), (x,), amounts=(0.5,))
-        >>> [(row.amount, row.parameters) for row in found.rows]
+        >>> result = prune.sensitivity(net, lambda net: -net(x).norm().item(), (x,), amounts=(0.5,))
+        >>> [(row.amount, row.parameters) for row in result.rows]
         [(0.5, 30)]
     """
     shares = sorted(set(amounts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -94,7 +94,7 @@ def prune(
 ) -> None:
     """Train a network on images, prune it while it trains, and write the small network.
 
-    The network is trained (or its weights are read), pruned in steps while training goes on, and
+    The network is trained (or its weights are read), pruned in steps during further training, and
     demasked; the small network computes the same, and trains on with the optimizer's state. Prints
     sizes, speed and accuracy before and after.
 
@@ -142,6 +142,10 @@ def prune(
         save(result.network, output)
     if page is not None:
         write_page(result, f"demask prune {data}", page)
+    _show(result, output, page, as_json)
+
+
+def _show(result: Any, output: Path, page: Path | None, as_json: bool) -> None:
     words = f"{result}\nwritten to {output}" + (f"; curves in {page}" if page else "")
     more = {"output": str(output), "verification": plain(result.verification)}
     show(words, more | result.to_dict(), as_json)

@@ -71,8 +71,8 @@ def read_images(source: str, test: Path | None, side: int | None, seed: int) -> 
     if test is None:
         whole = _stacked(train, names, path)
         order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))
-        held_out, rest = order.tensor_split([max(int(TEST_SHARE * len(whole)), 1)])
-        return ImageData(whole.rows(rest), whole.rows(held_out), names)
+        tested, rest = order.tensor_split([max(int(TEST_SHARE * len(whole)), 1)])
+        return ImageData(whole.rows(rest), whole.rows(tested), names)
     tested = _read(test, side)
     if unknown := sorted(set(tested) - set(names)):
         raise BadInput(f"{test} has classes that {path} lacks: {', '.join(unknown[:3])}")

@@ -112,7 +112,7 @@ class PruneResult:
 
 
 def prune_classifier(training: Training, options: PruneOptions) -> PruneResult:
-    """Train, prune in steps while training goes on, demask, train on, and measure.
+    """Train, prune in steps of the training, demask, train on, and measure.
 
     Raises BadInput for a budget that cannot be met, Mismatch if demask changed the outputs.
     """
@@ -147,8 +147,9 @@ def _prune_in_steps(
     lines, done = [], 0
     for number in range(options.rounds):
         reach = BEGIN + (END - BEGIN) * number / max(options.rounds - 1, 1)
-        training.run(max(int(reach * total) - done, 0), "tuning")
-        done = max(int(reach * total), done)
+        until = max(int(reach * total), 1)  # scores may read gradients
+        training.run(max(until - done, 0), "tuning")
+        done = max(until, done)
         training.evaluate()
         pruned = pruner.step()
         lines.append(_line(training.curves.step, pruned))

@@ -13,10 +13,10 @@ from demask.prune.adapters.scheduled import ScheduledPruner
 from demask.prune.pruner import Pruned, Pruner
 
 
-class PruneCallback(Callback):
+class LightningPruneCallback(Callback):
     """Takes the steps of a `Pruner` while Lightning's Trainer trains.
 
-    Checkpoints have the masks; `trainer.fit(..., ckpt_path=...)` goes on with them. What each step
+    Checkpoints have the masks; `trainer.fit(..., ckpt_path=...)` continues with them. What a step
     masked is printed, and logged as pruned_parameters and pruned_macs (what remains).
 
     Args:
@@ -88,3 +88,6 @@ class PruneCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the pruner's state."""
         self._scheduled.pruner.load_state_dict(state_dict)
+
+
+PruneCallback = LightningPruneCallback  # its public name: one in each module of an engine

@@ -19,7 +19,7 @@ class ScheduledPruner:
     """A pruner that takes its steps at certain steps of training.
 
     It masks the network with ones at once: masks change the order of a module's parameters, and the
-    optimizers of a run and of the run that goes on from its checkpoint need one order.
+    optimizers of a run and of the run that continues from its checkpoint need one order.
 
     Attributes:
         pruner: the pruner.
@@ -42,7 +42,7 @@ class ScheduledPruner:
 
     def before_update(self, updates: int) -> Pruned | None:
         """Take the pruner's step if one is due, and return what it masked. Gradients of the coming
-        update are there, for scores that read them. updates: those made so far."""
+        update are there, for scores that read them. updates: those so far."""
         done = self.pruner.steps
         if done >= self._rounds or updates < self._start + done * self._every:
             return None

@@ -18,7 +18,7 @@ FILE = "pruner.pt"  # in the folder of a checkpoint
 LOGGER = logging.getLogger(__name__)
 
 
-class PruneCallback(TrainerCallback):
+class TrainerPruneCallback(TrainerCallback):
     """Takes the steps of a `Pruner` while transformers' Trainer trains.
 
     Every checkpoint gets the masks, in pruner.pt. What each step masked is logged (level INFO).
@@ -94,3 +94,6 @@ class PruneCallback(TrainerCallback):
             inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper
             optimizers = [] if inner is None else [inner]
             self.slim = self._scheduled.finish(self._demask_with, optimizers)
+
+
+PruneCallback = TrainerPruneCallback  # its public name: one in each module of an engine

@@ -52,8 +52,8 @@ class Search:
         >>> from demask import prune
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         >>> x = torch.ones(1, 4)
-        >>> found = prune.search(net, lambda net: -net(x).norm().item(), (x,), trials=3, budget=30)
-        >>> found.best.macs <= 30
+        >>> result = prune.search(net, lambda net: -net(x).norm().item(), (x,), trials=3, budget=30)
+        >>> result.best.macs <= 30
         True
     """
 
@@ -193,8 +193,8 @@ def search(
         >>> from demask import prune
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         >>> x = torch.ones(1, 4)
-        >>> found = prune.search(net, lambda net: -net(x).norm().item(), (x,), trials=3)
-        >>> [trial.removed for trial in found.trials]
+        >>> result = prune.search(net, lambda net: -net(x).norm().item(), (x,), trials=3)
+        >>> [trial.removed for trial in result.trials]
         [{'0': 1}, {'0': 3}, {'0': 5}]
     """
     _check(trials, batch, amounts, cost, budget)

@@ -55,8 +55,8 @@ def run_on_client(
                 finished(future.result())
             except KilledWorker as error:  # dask has tried it on several
                 raise DemaskError(
-                    f"trial {proposal.number} killed its workers ({error}): do they have too little "
-                    "memory? Finished trials are in the storage"
+                    f"trial {proposal.number} killed its workers ({error}): do they have too "
+                    "little memory? Finished trials are in the storage"
                 ) from error
             except lost:
                 if tries[proposal.number] == TRIES:
