@@ -341,11 +341,13 @@ def page(outcome: Outcome, options: argparse.Namespace, task: str, seconds: floa
     before, after = outcome.sizes
     return f"""# An encoder pruned while transformers' Trainer trains it
 
-{task} BERT's architecture, {options.size} (width x layers), random weights, no dropout (its draws
+{task}
+BERT's architecture, {options.size} (width x layers), random weights, no dropout (its draws
 depend on sizes). After {options.steps // 4} steps of {options.batch} lines, heads and units are
 masked in {ROUNDS} rounds to {100 * AMOUNT:.0f} %, by Taylor's score; after {options.steps // 2} the
 network is demasked: {before.parameters:,} -> {after.parameters:,} parameters,
-{before.macs:,} -> {after.macs:,} MACs for two lines. Then each row goes on for
+{before.macs:,} -> {after.macs:,} MACs for two lines (the last layer is computed for the one token
+that the classifier reads, too). Then each row goes on for
 {options.steps - options.steps // 2} steps with the same batches and the same schedule of the rate.
 Accuracy at the demasking: {outcome.accuracies["at the middle"]:.1f} %.
 

@@ -226,7 +226,7 @@ def prune_ours(run: Run) -> nn.Module:
     example = (normalized(run.test.pixels[:2]),)
     pruner = new_pruner(run.model, example)
     for number in range(ROUNDS):
-        run.go(PRUNING * number / (ROUNDS - 1), OURS)
+        run.go(max(PRUNING / ROUNDS, 1 / run.steps) * (number + 1), OURS)
         pruner.step()
     pruner.remove()
     masked = run.model.eval()

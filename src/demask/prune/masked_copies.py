@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,7 @@ class PruningOptions:
 
     score: Any = field(default_factory=L1)
     structure: str = "channel"
-    skip: Iterable[str] = ()
+    skip: Sequence[str] = ()
 
 
 def pruner_of_copy(

@@ -89,7 +89,8 @@ def draw_search(search: Any, path: Path) -> None:
     if search.budget is not None:
         axes.axvline(search.budget, color=DENSE, linestyle=":", label="budget")
     axes.set_ylabel("accuracy")
-    _plain(axes, {"ms": "predicted milliseconds", "macs": "MACs"}.get(search.cost, search.cost))
+    names = {"ms": "predicted milliseconds", "macs": "MACs", "parameters": "parameters"}
+    _plain(axes, names[search.cost])
     axes.legend(fontsize=8, frameon=False)
     _write(figure, path)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,14 +79,14 @@ def _call(model: nn.Module, batch: Any, number: int) -> None:
 
 
 @contextmanager
-def _cumulative(model: nn.Module, norms: list[nn.Module]) -> Iterator[None]:
+def _cumulative(model: nn.Module, norms: Sequence[Any]) -> Iterator[None]:
     """All in eval mode but the norms, which start to average anew; modes and momenta restored."""
     modes = [(module, module.training) for module in model.modules()]
     momenta = [norm.momentum for norm in norms]
     try:
         model.eval()
         for norm in norms:
-            norm.reset_running_stats()  # pyright: ignore[reportCallIssue]
+            norm.reset_running_stats()
             norm.train()
             norm.momentum = None  # torch: a cumulative moving average
         yield
@@ -138,6 +138,7 @@ def distillation_loss(
         raise BadInput(f"expected temperature above 0 and hard_share from 0 to 1, got "
                        f"{temperature!r} and {hard_share!r}")  # fmt: skip
     student, teacher = (x.reshape(-1, x.shape[-1]) for x in (student_logits, teacher_logits))
+    labels = None
     if targets is not None:
         if targets.shape != student_logits.shape[:-1]:
             raise BadInput(f"expected targets of shape {tuple(student_logits.shape[:-1])}, one for "
@@ -147,6 +148,6 @@ def distillation_loss(
     goal = F.log_softmax(teacher.detach() / temperature, -1)
     guess = F.log_softmax(student / temperature, -1)
     soft = F.kl_div(guess, goal, reduction="batchmean", log_target=True) * temperature**2
-    if targets is None:
+    if labels is None:
         return soft
     return (1 - hard_share) * soft + hard_share * F.cross_entropy(student, labels)

@@ -83,12 +83,12 @@ def _read_digits(seed: int) -> ImageData:
     from demask.cli.demo.digits import load_digits
 
     digits = load_digits(seed=seed)
-    parts = [
+    train, test = (
         LabelledImages((255 * images).round().to(torch.uint8), labels)
         for images, labels in ((digits.train_images, digits.train_labels),
                                (digits.test_images, digits.test_labels))
-    ]  # fmt: skip
-    return ImageData(*parts, tuple(map(str, range(10))))
+    )  # fmt: skip
+    return ImageData(train, test, tuple(map(str, range(10))))
 
 
 def _read(path: Path, side: int | None) -> dict[str, list[np.ndarray]]:

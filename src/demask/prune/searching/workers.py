@@ -70,10 +70,11 @@ def _cancelled_errors() -> tuple[type[BaseException], ...]:
     """What a future raises whose task the scheduler lost, by the versions of distributed."""
     from asyncio import CancelledError
 
+    import distributed
     from distributed import client
 
-    return tuple({CancelledError, client.CancelledError,
-                  getattr(client, "FutureCancelledError", CancelledError)})  # fmt: skip
+    named = (distributed.CancelledError, getattr(client, "FutureCancelledError", CancelledError))
+    return (CancelledError, *named)
 
 
 def _pickled(task: TrialTask) -> bytes:
