@@ -44,7 +44,7 @@ from torch.nn import functional as F
 import demask
 from demask import prune
 from demask.machine.describe import describe_machine, load_average
-from demask.prune.allocation.budgets import time_network
+from demask.prune.allocation.network_seconds import time_network
 
 BUDGETS = (0.8, 0.6, 0.4)  # of the dense network's milliseconds
 AMOUNTS = (0.1, 0.25, 0.4, 0.55)  # of the channels of every group

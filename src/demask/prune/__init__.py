@@ -13,7 +13,8 @@ Example:
     torch.Size([4, 4])
 """
 
-from demask.prune.allocation.budgets import Latency, LatencyPlan, MACs
+from demask.prune.allocation.budgets import MACs
+from demask.prune.allocation.latency import Latency, LatencyPlan
 from demask.prune.allocation.shares import Global, OutlierWeighted, Uniform
 from demask.prune.coupling.find_groups import groups
 from demask.prune.coupling.groups import Group, Member

@@ -15,8 +15,8 @@ from demask.errors import BadInput
 from demask.ops import TABLE
 from demask.prune import Cubic, Latency, LatencyPlan, MACs, OneShot, Pruner
 from demask.prune.allocation import layer_seconds
-from demask.prune.allocation.budgets import time_network
 from demask.prune.allocation.layer_seconds import Width, resized
+from demask.prune.allocation.network_seconds import Measured, time_network
 from demask.prune.removal_cost import Extent
 from demask.shrink.pipeline import capture_program, shrink_program
 from demask.tune.layer_costs import Layer
@@ -73,7 +73,7 @@ def test_floors_are_kept() -> None:
     [
         (MACs(10), r"budget of at least [\d,]+ MACs"),
         (MACs(0.3, floor=0.9), r"budget of at least [\d,]+ MACs"),
-        (Latency(1e-6, measure=lambda *a: (1.0, "torch")), "at least 1e\\+03 ms"),
+        (Latency(1e-6, measure=lambda *a: Measured(1.0, {"torch": 1.0})), "at least 1e\\+03 ms"),
     ],
 )
 def test_a_budget_that_nothing_meets_changes_nothing(allocation: Any, words: str) -> None:
@@ -103,12 +103,13 @@ def test_wrong_budgets(wrong: Any) -> None:
 
 def machine(
     layers: Callable[[int], float], between: float, runner: str = "torch"
-) -> Callable[..., tuple[float, str]]:
+) -> Callable[..., Measured]:
     """A machine whose networks take seconds by their MACs, and some between layers."""
 
-    def measure(network: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[float, str]:
+    def measure(network: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Measured:
         program = capture_program(network, args, kwargs, None)
-        return between + layers(shrink_program(program, TABLE)[1].after.macs), runner
+        seconds = between + layers(shrink_program(program, TABLE)[1].after.macs)
+        return Measured(seconds, {runner: seconds})
 
     return measure
 
@@ -136,7 +137,7 @@ def macs_as_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["exact", "between", "slower", "curved"],
 )
 def test_a_latency_is_met_and_was_predicted(measure: Any, share: float) -> None:
-    whole = measure(small(), (X,), {})[0]
+    whole = measure(small(), (X,), {}).seconds
     budget = 1e3 * (share * whole + 1e-5)
     plans: list[LatencyPlan] = []
 
@@ -148,7 +149,7 @@ def test_a_latency_is_met_and_was_predicted(measure: Any, share: float) -> None:
     Pruner(model, X, allocation=allocation).step()
     (plan,) = plans
     assert plan.chosen in plan.trials and 1 <= len(plan.trials) <= 6
-    assert plan.chosen.measured_ms == pytest.approx(1e3 * measure(model, (X,), {})[0])
+    assert plan.chosen.measured_ms == pytest.approx(1e3 * measure(model, (X,), {}).seconds)
     assert 0.8 * budget <= plan.chosen.measured_ms <= budget
     assert abs(plan.chosen.predicted_ms / plan.chosen.measured_ms - 1) <= 0.1
     assert "trial 1" in str(plan) and "(chosen)" in str(plan)

@@ -74,9 +74,20 @@ class LayerSeconds:
     outputs: Width
     measure: Callable[[Layer], float]
     _known: dict[tuple[int, int], float] = field(default_factory=dict)
+    _at: dict[tuple[int, ...], float] = field(default_factory=dict)  # by counts of `_names`
+    _names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._names = tuple(sorted(self.inputs.groups | self.outputs.groups))
 
     def at(self, counts: Counts) -> float:
         """The seconds, interpolated between measured widths."""
+        own = tuple(counts[name] for name in self._names)
+        if own not in self._at:
+            self._at[own] = self._interpolated(counts)
+        return self._at[own]
+
+    def _interpolated(self, counts: Counts) -> float:
         lines = [_around(w.knots(), w.at(counts)) for w in (self.inputs, self.outputs)]
         return sum(a * b * self._seconds(m, n) for m, a in lines[0] for n, b in lines[1])
 
