@@ -46,6 +46,7 @@ BATCH, RATE, MOMENTUM, DECAY = 128, 0.02, 0.9, 5e-4
 BUDGET = 0.5  # of the MACs
 PRUNING = 0.3  # of the tuning: the steps of pruning, or of Torch-Pruning's regularization
 ROUNDS = 6
+FLOOR = 0.4  # of each group stays; of 0.05 to 0.5 the best right after pruning, without tuning
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # the weights' authors'
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles, by number of seeds
 DENSE, OURS = "dense, trained on", "demask.prune"
@@ -239,9 +240,10 @@ def prune_ours(run: Run) -> nn.Module:
 
 
 def new_pruner(model: nn.Module, example: tuple[Tensor]) -> prune.Pruner:
-    """Channels by Taylor's score, as many of each group as a knapsack over its MACs says."""
+    """Channels whose inputs vary least, as many of each group as a knapsack over MACs says."""
     return prune.Pruner(
-        model, example, score=prune.Taylor(), allocation=prune.MACs(budget=BUDGET),
+        model, example, score=prune.Fluctuation(),
+        allocation=prune.MACs(budget=BUDGET, floor=FLOOR),
         schedule=prune.Cubic(0.0, 0.9, steps=ROUNDS),
     )  # fmt: skip
 
@@ -398,8 +400,9 @@ Student's t. A step of the dense network took {1e3 * step:.0f} ms when the epoch
 
 {table}
 
-`demask.prune` masks channels by Taylor's score in {ROUNDS} steps during the first
-{100 * PRUNING:.0f} % of the epochs, as a knapsack over MACs allots them; then the small network
+`demask.prune` masks the channels that vary least (`Fluctuation`) in {ROUNDS} steps during the first
+{100 * PRUNING:.0f} % of the epochs, as a knapsack over MACs allots them, at least
+{100 * FLOOR:.0f} % of each group (the best of several floors right after pruning, without tuning); then the small network
 trains on with the carried momentum. Torch-Pruning 1.6.1 prunes with `GroupNormPruner` (global,
 group magnitude): at once, or after its regularization for the same {100 * PRUNING:.0f} %. It prunes
 the inner channels of blocks alone, since it does not change the constants by which these shortcuts
