@@ -402,7 +402,8 @@ Student's t. A step of the dense network took {1e3 * step:.0f} ms when the epoch
 
 `demask.prune` masks the channels that vary least (`Fluctuation`) in {ROUNDS} steps during the first
 {100 * PRUNING:.0f} % of the epochs, as a knapsack over MACs allots them, at least
-{100 * FLOOR:.0f} % of each group (the best of several floors right after pruning, without tuning); then the small network
+{100 * FLOOR:.0f} % of each group (the best of several floors right after pruning, without tuning);
+then the small network
 trains on with the carried momentum. Torch-Pruning 1.6.1 prunes with `GroupNormPruner` (global,
 group magnitude): at once, or after its regularization for the same {100 * PRUNING:.0f} %. It prunes
 the inner channels of blocks alone, since it does not change the constants by which these shortcuts

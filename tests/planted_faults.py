@@ -188,6 +188,27 @@ FAULTS = (
     fault("not-finite-passes", "verify.py",
           "if not difference.is_finite:", "if False:",
           "verify", "micro"),
+    # prune: recovery, sensitivity, search, callbacks; demask prune
+    fault("distillation-without-t2", "prune/recovery.py",
+          'soft = F.kl_div(guess, goal, reduction="batchmean", log_target=True) * temperature**2',
+          'soft = F.kl_div(guess, goal, reduction="batchmean", log_target=True)', "recovery"),
+    fault("momentum-not-restored", "prune/recovery.py", "norm.momentum = momentum",
+          "norm.momentum = None", "recovery"),
+    fault("removal-of-the-original", "prune/sensitivity.py",
+          'slim = demask(copy, *as_arguments(self.example_inputs), check=False, result="graph")',
+          "slim = demask(self.model, *as_arguments(self.example_inputs), check=False)",
+          "sensitivity"),
+    fault("proposals-of-the-finished", "prune/searching/search.py",
+          "history = [done[number] for number in range(numbers.start)]",
+          "history = list(done.values())", "search"),
+    fault("storage-of-any-search", "prune/searching/store.py", "elif stored != identity:",
+          "elif False:", "search"),
+    fault("broken-line-stays", "prune/searching/store.py", "_drop_broken_line(final)", "pass",
+          "search"),
+    fault("masks-after-the-optimizer", "prune/adapters/scheduled.py",
+          'whole["masks"] = masks | whole["masks"]', "pass", "adapters"),
+    fault("small-network-without-carry", "cli/pruning/prune.py",
+          "demask.carry(slim, training.optimizer)", "pass", "cli_prune"),
 )  # fmt: skip
 
 
