@@ -141,7 +141,7 @@ def test_proposals_depend_on_the_history_and_the_seed_alone(reference):
 def test_the_first_proposals_are_uniform():
     first = propose(RANGES, [], range(4), cost="macs", budget=None, seed=0)
     assert first[:3] == [
-        {n: int(share * most) for n, (_, most) in RANGES.items()} for share in (0.25, 0.5, 0.75)
+        {n: round(share * most) for n, (_, most) in RANGES.items()} for share in (0.25, 0.5, 0.75)
     ]
 
 

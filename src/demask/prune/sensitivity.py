@@ -99,7 +99,7 @@ class Sensitivity:
         for name, rows in self.by_group.items():
             cells = _at(rows, amounts) if few else _ends(rows)
             last = rows[-1]
-            table.add_row(Text(name), str(last.size), *cells,
+            table.add_row(Text(name, overflow="fold"), str(last.size), *cells,
                           f"{100 * last.macs / max(self.dense.macs, 1):.1f} %",
                           f"{last.milliseconds:.3g}")  # fmt: skip
         dense = self.dense

@@ -52,7 +52,7 @@ def propose(
 
 
 def _uniform(ranges: Mapping[str, tuple[int, int]], share: float) -> dict[str, int]:
-    return {name: least + int(share * (most - least)) for name, (least, most) in ranges.items()}
+    return {name: least + round(share * (most - least)) for name, (least, most) in ranges.items()}
 
 
 def _values(history: Sequence[SearchTrial], cost: str, budget: float | None) -> list[list[float]]:
