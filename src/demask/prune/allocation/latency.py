@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from demask.prune.pruner import Pruner
 
 TIMED_COUNTS = 16  # counts per group in the knapsack
-TRIALS, TOLERANCE, MARGIN = 5, 0.05, 0.98  # networks measured; prediction; share to aim at
+TRIALS, TOLERANCE, MARGIN = 6, 0.05, 0.98  # networks measured; prediction; share to aim at
 LEAST_USED = 0.94  # of the budget, below which another network is tried
 LEAST_SHARE, MOST_REST = 0.2, 0.5  # of a line through measured networks: see `_line`
 
