@@ -20,10 +20,11 @@ from demask.prune.coupling.find_groups import groups
 from demask.prune.coupling.groups import Group, Member
 from demask.prune.pruner import Pruned, Pruner
 from demask.prune.schedules import Cubic, Iterative, OneShot
-from demask.prune.scores import L1, L2, Activation, Fluctuation, Random, Taylor, View
+from demask.prune.scores import L1, L2, Fluctuation, Random, ScoreView, Taylor
+from demask.prune.scores import ActivationScore as Activation
 
 __all__ = [
     "L1", "L2", "Activation", "Cubic", "Fluctuation", "Global", "Group", "Iterative", "Latency",
     "LatencyPlan", "MACs", "Member", "OneShot", "OutlierWeighted", "Pruned", "Pruner", "Random",
-    "Taylor", "Uniform", "View", "groups",
+    "ScoreView", "Taylor", "Uniform", "groups",
 ]  # fmt: skip
