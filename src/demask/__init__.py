@@ -1,8 +1,9 @@
 """demask: pruned and masked neural networks, actually smaller and faster, computing the same.
 
 `demask` removes pruned weights, `optimize` finds the fastest implementation, `verify` compares two
-networks, and `report` lists what was removed. `save`, `load`, `to_onnx`, `from_onnx` and `to_pt2`
-write and read files; `resize` loads tensors of a demasked network into its original class.
+networks, and `report` lists what was removed. `carry` lets training go on in the smaller network,
+`expand` writes its weights back into the original. `save`, `load`, `to_onnx`, `from_onnx` and
+`to_pt2` write and read files; `resize` loads tensors of a demasked network into its original class.
 
 Example:
     >>> import demask, torch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from demask.optimize_onnx import optimize_onnx
     from demask.report import Report, report
     from demask.shrink import demask
+    from demask.shrink.training import carry, expand
     from demask.verify import Verification, verify
 
 __version__ = "0.1.0"
@@ -44,7 +46,9 @@ __all__ = [
     "RefusedFile",
     "Report",
     "Verification",
+    "carry",
     "demask",
+    "expand",
     "from_onnx",
     "load",
     "ops",

@@ -7,7 +7,9 @@ from demask.registry import CUSTOM_OPS, RESULT_KINDS, RUNNERS
 PUBLIC_NAMES = {
     "Report": "demask.report",
     "Verification": "demask.verify",
+    "carry": "demask.shrink.training",
     "demask": "demask.shrink",
+    "expand": "demask.shrink.training",
     "from_onnx": "demask.files.onnx",
     "load": "demask.files.archive.archive",
     "optimize": "demask.optimize",

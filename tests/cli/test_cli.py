@@ -18,12 +18,12 @@ from torch.nn.utils import prune
 import demask
 from demask.cli import app, main
 from demask.cli.demo import demo, digits
-from demask.cli.progress import progress
+from demask.progress import progress
 from night import at_night
 
 COMMANDS = ("demo", "slim", "inspect", "verify")
 # Commands whose examples are run by tests of their own.
-ELSEWHERE = ("bench", "lower", "optimize", "raise", "stream")
+ELSEWHERE = ("bench", "lower", "optimize", "prune", "raise", "stream")
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from demask.shrink.own_class.build import (
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
 from demask.shrink.pipeline import NORMAL_FORMS, programs_of, shrink_program, smaller_sizes
 from demask.shrink.submodules import part_dynamic_shapes, replace_submodules
+from demask.shrink.training.pieces import remember_original
 
 CLASS_OVERHEAD = 1.01  # most parameters of a result of the own class, relative to a graph
 
@@ -104,25 +105,27 @@ def demask(
         >>> demask.demask(net, (torch.randn(3, 4),)).get_parameter("0.weight").shape
         torch.Size([3, 4])
     """
-    model = apply_masks(model, masks)
+    unmasked, model = model, apply_masks(model, masks)
     if result not in ("auto", "class", "graph"):
         raise BadInput(f"expected result to be 'auto', 'class' or 'graph', got {result!r}")
     options = {"dynamic_shapes": dynamic_shapes, "table": table, "check": check, "result": result}
     if modules is not None:
-        return _demask_modules(model, args, kwargs, modules, masks, options)
+        slim = _demask_modules(model, args, kwargs, modules, masks, options)
+        return remember_original(slim, unmasked, model, masks)
     slim = run_through_cpu(demask, model, args, kwargs, masks=move_tensors(masks, CPU), **options)
     if slim is not None:
-        return slim
+        return remember_original(slim, unmasked, model, masks)
     call = _DemaskCall(model, args, kwargs, dynamic_shapes, table, masks)
     differs: CaptureDiffers | None = None
     for program, target, record, has_side in _candidates(call.programs(model), call.table):
         own, reasons = call.class_result(program, target, record, has_side, result, check)
         if own is not None:
-            return own
+            return remember_original(own, unmasked, model, masks)
         record = replace(record, graph_reasons=reasons)
         slim = build(target, record, originals=originals_of(model, program))
         try:
-            return check_result(slim, program, model, args, kwargs) if check else slim
+            slim = check_result(slim, program, model, args, kwargs) if check else slim
+            return remember_original(slim, unmasked, model, masks)
         except CaptureDiffers as error:
             differs = differs or error
     assert differs is not None  # there is a candidate, or the first program raised

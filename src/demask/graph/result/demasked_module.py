@@ -19,6 +19,7 @@ from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result.codegen import Codegen
 from demask.graph.result.hooks import describe_lost_hooks
+from demask.graph.result.origin import get_origin, set_origin
 from demask.graph.result.resize import tensors_of
 from demask.graph.result.restore_modules import Originals, restore_modules, set_module
 from demask.graph.result.uncalled_modules import is_holder, refuse_hooks
@@ -62,6 +63,7 @@ class Demasked(fx.GraphModule):
         _copy_persistence(self, plain)
         copied = type(self).graph_module().of(plain, plain.graph, specs, self.demasked)
         copied.training = self.training
+        set_origin(copied, get_origin(self))
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:

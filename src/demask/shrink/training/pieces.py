@@ -1,0 +1,205 @@
+"""The pieces of an original network that a demasked network consists of."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from demask.failures import is_strict
+from demask.graph.capture.declared_masks import Masks
+from demask.graph.capture.fold_constants import plain_name
+from demask.graph.module_copy import structural_copy
+from demask.graph.provenance import Cut, Positions, Provenance
+from demask.graph.result.origin import Origin, OriginalParameter, Piece, set_origin
+from demask.graph.result.resize import remove_parametrizations, tensors_of
+from demask.shrink.emit.constant_store import cut
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkTensors:
+    """The tensors of a network under all their names.
+
+    values: parameters and buffers as layers read them, masked and parametrized. raw: for each
+    parameter of `values`, the names of the parameters that it is computed from, its own if it is
+    plain. parameters: by these names; tied ones have the first of their names in `raw`.
+    """
+
+    values: Mapping[str, Tensor]
+    raw: Mapping[str, tuple[str, ...]]
+    parameters: Mapping[str, nn.Parameter]
+
+    @classmethod
+    def of(cls, network: nn.Module | ExportedProgram) -> NetworkTensors:
+        if isinstance(network, ExportedProgram):
+            named: list[tuple[str, Any]] = list(network.named_parameters())
+            values = {plain_name(name): tensor.detach()
+                      for name, tensor in [*named, *network.named_buffers()]}  # fmt: skip
+        else:
+            named = list(network.named_parameters(remove_duplicate=False))
+            with torch.no_grad():
+                plain = structural_copy(network, share=True)
+                remove_parametrizations(plain)
+            values = {name: tensor.detach() for name, tensor in tensors_of(plain)}
+        first: dict[int, str] = {}
+        raw: dict[str, tuple[str, ...]] = {}
+        for name, parameter in named:
+            own = first.setdefault(id(parameter), name)
+            plain_one = name if name in values else plain_name(name)
+            raw[plain_one] = (*raw.get(plain_one, ()), own)
+        return cls(values, raw, {name: p for name, p in named if first[id(p)] == name})
+
+
+def remember_original(
+    slim: nn.Module, model: nn.Module | ExportedProgram, masked: Any, masks: Masks
+) -> nn.Module:
+    """`slim`, with the link to the network that it was computed from. masked: `model` with the
+    masks that were passed to `demask()`; it differs from `model` only if there are any."""
+    origin = None
+    try:
+        passed = masks if isinstance(masks, Mapping) else {}
+        origin = find_origin(slim, model, NetworkTensors.of(masked), passed)
+    except Exception:  # a network that cannot be copied: carry() then says that there is no link
+        if is_strict():
+            raise
+    set_origin(slim, origin)
+    return slim
+
+
+def find_origin(
+    slim: nn.Module,
+    model: nn.Module | ExportedProgram,
+    original: NetworkTensors,
+    masks: Mapping[str, Tensor],
+) -> Origin:
+    """The origin of a network that has not been trained since it was demasked. original: the
+    tensors of `model`, with all masks."""
+    record: Any = getattr(slim, "demasked", None)
+    cuts = _cuts_of(record) if isinstance(record, Provenance) else {}
+    parameters = NetworkTensors.of(model).parameters
+    values = NetworkTensors.of(slim).values
+    pieces: dict[str, Piece] = {}
+    added: dict[str, Tensor] = {}
+    for name, tensor in values.items():
+        piece = _find_piece(name, tensor, cuts.get(name), original, parameters)
+        if piece is not None:
+            pieces[name] = piece
+        elif tensor.is_floating_point():
+            added[name] = tensor.clone()
+    return Origin(
+        {name: OriginalParameter(weakref.ref(p), tuple(p.shape), p.requires_grad)
+         for name, p in parameters.items()},
+        pieces, added, masks, weakref.ref(model) if isinstance(model, nn.Module) else None,
+    )  # fmt: skip
+
+
+def find_trained(origin: Origin, values: Mapping[str, Tensor]) -> str:
+    """The first weight of a small network that is no slice of the original's, though it has the
+    shape of one: the network was trained, or is another one's. "" if there is none.
+
+    Only for an origin without a link, whose pieces were computed from the networks as they are.
+    Vectors do not count: constants may have been added to them.
+    """
+    for name, piece in origin.pieces.items():
+        size = sliced_shape(piece.shape, piece.positions)
+        matrix = len(size) > 1 and size == own_shape(values[name], len(size))
+        if matrix and piece.parameters and not piece.is_slice:
+            return name
+    return ""
+
+
+def _find_piece(
+    name: str, tensor: Tensor, how: Cut | None, original: NetworkTensors,
+    parameters: Mapping[str, Tensor],
+) -> Piece | None:  # fmt: skip
+    """The piece that a tensor is; None if the original has nothing like it."""
+    source = how.source if how is not None else name
+    value = original.values.get(source)
+    if value is None:
+        return None
+    raw, shape = original.raw.get(source, ()), tuple(value.shape)
+    positions = (None,) * value.ndim if how is None else _align(how, shape)
+    if positions is None or sliced_shape(shape, positions) != own_shape(tensor, value.ndim):
+        positions = _find_rows(tensor, value, how)
+    if positions is None:
+        # Computed from the source in another way than by slicing; a buffer is like a new one then.
+        return Piece(source, shape, (None,) * value.ndim, raw) if raw else None
+    orders = (positions, _ascending(positions))
+    parts = [(order, cut(value, order).reshape(tensor.shape)) for order in dict.fromkeys(orders)]
+    agreeing = [(order, part) for order, part in parts if _agree(tensor, part)]
+    is_shifted = not agreeing and value.ndim == 1 and tensor.is_floating_point()
+    positions, part = (agreeing or parts)[0]
+    stored = parameters[raw[0]].detach() if len(raw) == 1 else None
+    is_masked = (
+        stored is not None
+        and stored.shape == value.shape
+        and _agree(part, cut(stored, positions).reshape(tensor.shape))
+    )
+    offset = torch.where(tensor == 0, torch.zeros_like(part), tensor - part) if is_shifted else None
+    fits = bool(agreeing) or is_shifted
+    return Piece(source, shape, positions, raw, is_masked and fits, fits, offset)
+
+
+def _cuts_of(record: Provenance) -> dict[str, Cut]:
+    """The cuts of a network. One of the original's class without graphs has positions in ascending
+    order, whatever order the record has."""
+    if record.form != "class" or record.graph_reasons:
+        return dict(record.cuts)
+    return {name: replace(how, kept=_ascending(how.kept)) for name, how in record.cuts.items()}
+
+
+def _ascending(positions: Sequence[Positions]) -> tuple[Positions, ...]:
+    return tuple(None if axis is None else tuple(sorted(axis)) for axis in positions)
+
+
+def _agree(masked: Tensor, whole: Tensor) -> bool:
+    """Whether a tensor has another's elements, or zeros in their place."""
+    return bool(((masked == whole) | (masked == 0)).all())
+
+
+def _align(how: Cut, shape: Sequence[int]) -> tuple[Positions, ...] | None:
+    """A cut of what a network reads from a tensor (rows of a table, one more axis) as a cut of a
+    tensor of this shape; None if there is none. The last axes are those of the tensor."""
+    remaining: list[Positions] = []
+    for size, positions, other in itertools.zip_longest(
+        reversed(how.shape), reversed(how.kept), reversed(shape)
+    ):
+        if size != other and positions is not None:
+            return None
+        remaining.append(positions)
+    return tuple(reversed(remaining[: len(shape)]))
+
+
+def _find_rows(tensor: Tensor, table: Tensor, how: Cut | None) -> tuple[Positions, ...] | None:
+    """The cut of a table that a network reads by constant indices: of rows one after another, as
+    positional embeddings are. None if it reads others."""
+    if how is None or table.ndim != 2 or how.shape[-1:] != table.shape[1:]:
+        return None
+    columns = how.kept[-1]
+    values = cut(table, (None, columns))
+    if tensor.shape[-1:] != values.shape[1:]:
+        return None
+    rows = tensor.reshape(-1, values.shape[1])
+    starts = (values == rows[:1]).all(1).nonzero().flatten().tolist()
+    for start in starts:
+        if torch.equal(values[start : start + len(rows)], rows):
+            return tuple(range(start, start + len(rows))), columns
+    return None
+
+
+def sliced_shape(shape: Sequence[int], positions: Sequence[Positions]) -> tuple[int, ...]:
+    """The shape of a tensor's slice at some positions per axis; None for a whole axis."""
+    return tuple(n if p is None else len(p) for n, p in zip(shape, positions, strict=True))
+
+
+def own_shape(tensor: Tensor, axes: int) -> tuple[int, ...]:
+    """The shape of a tensor without axes of size one after its first `axes`, which the scale of a
+    sliced norm has to broadcast."""
+    shape = tuple(tensor.shape)
+    return shape[:axes] if all(n == 1 for n in shape[axes:]) else shape
