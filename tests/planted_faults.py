@@ -209,6 +209,23 @@ FAULTS = (
           'whole["masks"] = masks | whole["masks"]', "pass", "adapters"),
     fault("small-network-without-carry", "cli/pruning/prune.py",
           "demask.carry(slim, training.optimizer)", "pass", "cli_prune"),
+    # budgets of prune
+    fault("budget-exceeded", "prune/allocation/knapsack.py", "while cost > self.budget:",
+          "while cost > 1.2 * self.budget:", "knapsack"),
+    fault("knapsack-without-references", "prune/allocation/knapsack.py",
+          "while choice not in tried and len(tried) < REFERENCES:", "while False:", "knapsack"),
+    fault("best-slices-removed", "prune/allocation/problem.py",
+          "best = torch.sort(scores, descending=True, stable=True).indices[:count]",
+          "best = torch.sort(scores, stable=True).indices[:count]", "budgets"),
+    fault("fixed-positions-forgotten", "prune/removal_cost.py",
+          "return Extent(int((owners < 0).sum()), slices)", "return Extent(0, slices)",
+          "removal_cost"),
+    fault("slices-by-their-mean", "prune/removal_cost.py",
+          "int(positions[masks[name]].sum() if name in masks else positions.sum())",
+          "int(positions.sum() * (masks[name].double().mean() if name in masks else 1))",
+          "removal_cost"),
+    fault("latency-by-one-network", "prune/allocation/latency.py",
+          "if share > LEAST_SHARE * y / x:", "if False:", "budgets"),
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ parametrized already, or is read without its module being called (`out_proj` of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,12 @@ class Place(NamedTuple):
         return parametrize.is_parametrized(self.module, self.name)
 
     @property
+    def steps(self) -> Any:
+        """The parametrizations of the tensor, a `ParametrizationList`."""
+        parametrizations: Any = self.module.parametrizations
+        return parametrizations[self.name]
+
+    @property
     def pruned(self) -> bool:
         return f"{self.name}_orig" in self.module._parameters
 
@@ -62,7 +68,7 @@ class Place(NamedTuple):
         if self.pruned:
             return getattr(self.module, f"{self.name}_orig")
         if self.parametrized:
-            return next(self.module.parametrizations[self.name].parameters())  # type: ignore[index]
+            return next(self.steps.parameters())
         return getattr(self.module, self.name)
 
     @property
@@ -70,7 +76,7 @@ class Place(NamedTuple):
         """The buffer that contains the mask; None without one."""
         if self.pruned:
             return getattr(self.module, f"{self.name}_mask")
-        for step in self.module.parametrizations[self.name] if self.parametrized else ():  # type: ignore[index]
+        for step in self.steps if self.parametrized else ():
             if isinstance(step, Mask):
                 return step.mask
         return None
@@ -87,7 +93,7 @@ def find_places(model: nn.Module) -> dict[str, tuple[Place, ...]]:
             first = names.setdefault(id(place.parameter), full)
             if place not in places.setdefault(first, []):
                 places[first].append(place)
-    return {name: tuple(found) for name, found in places.items()}
+    return {name: tuple(same) for name, same in places.items()}
 
 
 def _tensor_names(module: nn.Module) -> Iterator[str]:
@@ -95,7 +101,8 @@ def _tensor_names(module: nn.Module) -> Iterator[str]:
     if not isinstance(module, (parametrize.ParametrizationList, nn.ModuleDict)):
         yield from (plain_name(n) for n, p in module._parameters.items() if p is not None)
     if parametrize.is_parametrized(module):
-        yield from module.parametrizations  # type: ignore[misc]
+        parametrizations: Any = module.parametrizations
+        yield from parametrizations
 
 
 def read_masks(model: nn.Module) -> dict[str, Tensor]:
@@ -109,7 +116,7 @@ def read_masks(model: nn.Module) -> dict[str, Tensor]:
 
 
 def write_masks(model: nn.Module, masks: Mapping[str, Tensor], uncalled: frozenset[str]) -> None:
-    """Mask parameters, in place. The masks that the model has already are kept.
+    """Mask parameters, in place. What the model masks already stays masked.
 
     Args:
         masks: by parameter, bool of its shape, True where it stays.
@@ -159,7 +166,7 @@ def _remove_hook(place: Place) -> None:
 
 
 def _remove_parametrization(place: Place) -> None:
-    steps = place.module.parametrizations[place.name]  # type: ignore[index]
+    steps = place.steps
     if len(steps) == 1 and isinstance(steps[0], Mask):
         with torch.no_grad():
             steps.original.mul_(steps[0].mask)

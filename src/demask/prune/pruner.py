@@ -27,7 +27,7 @@ from demask.prune.masks import (
 from demask.prune.removal_cost import RemovalCost
 from demask.prune.schedules import OneShot, check_fraction
 from demask.prune.score_inputs import InputRecorder
-from demask.prune.scores import L1, Score, View
+from demask.prune.scores import L1, Score, ScoreView
 from demask.prune.structures import find_candidates
 from demask.text_table import number_table, render_text
 
@@ -48,6 +48,22 @@ class Pruned:
         before, after: the size of the network that `demask.demask` returns before and after the
             step: parameters with floating-point buffers, MACs of the example inputs, bytes. Counted
             from the op table; single weights and blocks count only where they leave no slice.
+            demask may remove more: what no output reads, as all tokens but the first of the last
+            layer of a classifier.
+
+    Example:
+        >>> import torch
+        >>> from demask import prune
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> print(prune.Pruner(net, torch.zeros(1, 4)).step(0.25))
+               units   removed   left
+        ──────────────────────────────
+         0         8         2      6
+        <BLANKLINE>
+         all       8         2      6
+        <BLANKLINE>
+        parameters: 58 -> 44
+        MACs: 48 -> 36
     """
 
     step: int
@@ -83,14 +99,15 @@ class Pruner:
     Which slices must go together is read off the op table (`demask.prune.groups`), so that
     `demask.demask` removes exactly what is masked. Masks are those of `torch.nn.utils.prune`, or
     parametrizations where a tensor is parametrized already or read without its module being called:
-    parameters stay the same objects, so that an optimizer made before or after goes on.
+    parameters stay the same objects, so that an optimizer created before or after can go on.
 
     Args:
         model: the network, an `nn.Module`, also in `DistributedDataParallel`, in any mode. It is
-            masked in place by `step`. Masks that it has count as made.
+            masked in place by `step`. Masks that it has stay.
         example_inputs: a tuple of the model's inputs, one tensor, or a mapping of keyword inputs.
         score: the importance of units: `L1()` (default), `L2`, `Taylor`, `Activation`,
-            `Fluctuation`, `Random`, or a callable that takes a `View` and returns a tensor [units].
+            `Fluctuation`, `Random`, or a callable that takes a `ScoreView` and returns a
+            tensor [units].
         structure: what is removed as one: "channel" (default), "head", "unit", "expert", or parts
             of single weights: "block:RxC" (as "block:4x1"), "n:m" ("2:4": two of every four
             consecutive inputs stay) and "element".
@@ -107,7 +124,7 @@ class Pruner:
         coupling: its slices.
         removal_cost: the size of what demask makes of it, `removal_cost.masked(masks)`.
         candidates: what can be removed, a tuple.
-        steps: the number of steps made.
+        steps: the number of steps so far.
 
     Raises:
         BadInput: an unknown structure, one that the network has nothing of, a name in `skip` that
@@ -148,7 +165,7 @@ class Pruner:
         self.coupling = Coupling.of(self.model, args, kwargs, skip=skip)
         self.removal_cost = RemovalCost.of(self.coupling)
         places = find_places(self.model)
-        shapes = {name: found[0].value.shape for name, found in places.items()}
+        shapes = {name: at[0].value.shape for name, at in places.items()}
         self.candidates = find_candidates(structure, self.coupling, shapes)
         self.steps = 0
         self._uncalled = find_uncalled(self.model, args, kwargs)
@@ -214,9 +231,9 @@ class Pruner:
 
     # --- scores and allocation --------------------------------------------------------------------
 
-    def _views(self) -> list[View]:
+    def _views(self) -> list[ScoreView]:
         places, statistics = find_places(self.model), self._recorder.statistics
-        return [View(c, places, statistics) for c in self.candidates]
+        return [ScoreView(c, places, statistics) for c in self.candidates]
 
     def scores(self) -> dict[str, Tensor]:
         """By group or weight, the scores of its units, float64 [units], averaged over ranks.
@@ -226,7 +243,7 @@ class Pruner:
         """
         return {view.candidates.name: self._score(view) for view in self._views()}
 
-    def _score(self, view: View) -> Tensor:
+    def _score(self, view: ScoreView) -> Tensor:
         """The checked scores of a group's or weight's units, float64 on the CPU."""
         name, units = view.candidates.name, view.candidates.units
         scores = self.score(view)
@@ -271,7 +288,9 @@ class Pruner:
 
     # --- biases -----------------------------------------------------------------------------------
 
-    def _compensation(self, views: Sequence[View], gone: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _compensation(
+        self, views: Sequence[ScoreView], gone: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """By reading weight, what its layer's bias changes by, [outputs]."""
         compensate = getattr(self.score, "compensate", None)
         changes: dict[str, Tensor] = {}

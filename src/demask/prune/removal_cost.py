@@ -64,7 +64,7 @@ class SizeProduct:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class RemainingTensor:
     """The elements of a tensor, and the bytes of each."""
 
     elements: SizeProduct
@@ -93,13 +93,13 @@ class RemovalCost:
     groups: tuple[Group, ...]
     calls: tuple[CallExtents, ...]
     products: tuple[SizeProduct, ...]
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[RemainingTensor, ...]
     whole: Sizes
 
     @classmethod
     def of(cls, coupling: Coupling) -> RemovalCost:
         """The sizes of a network with these slices."""
-        cells = _Cells.of(coupling, coupling.groups)
+        cells = _CellExtents.of(coupling, coupling.groups)
         calls = tuple(
             CallExtents(relation, {
                 letter: cells.letter(node, letter, size)
@@ -138,7 +138,7 @@ class RemovalCost:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cells:
+class _CellExtents:
     """Turns cells into extents. sizes: of the groups. owner, place: by number of a slice, which
     group it belongs to (-1: none), and which slice of that it is. known: extents by cell."""
 
@@ -149,7 +149,7 @@ class _Cells:
     known: dict[int, Extent]
 
     @classmethod
-    def of(cls, coupling: Coupling, groups: Iterable[Group]) -> _Cells:
+    def of(cls, coupling: Coupling, groups: Iterable[Group]) -> _CellExtents:
         sizes = {group.name: group.size for group in groups}
         largest = max((int(n.max()) for n in coupling.slice_of.values() if len(n)), default=0)
         owner = torch.full((largest + 2,), -1)  # the last one for positions without a number
@@ -184,7 +184,7 @@ class _Cells:
             return (Extent(size, {}),)
         return tuple(self.extent(cell) for cell in leaves)
 
-    def tensors(self) -> Iterator[StoredTensor]:
+    def tensors(self) -> Iterator[RemainingTensor]:
         """Every tensor with elements; those that share memory once."""
         ties, constants = self.coupling.ties, self.coupling.program.constants
         names = {
@@ -194,12 +194,12 @@ class _Cells:
             tensor = constants[name].tensor
             leaves = [cell for axis in ties.constant(name) for cell in ties.leaves(axis)]
             elements = SizeProduct(tuple(self.extent(cell) for cell in leaves))
-            yield StoredTensor(elements, tensor.element_size(), tensor.is_floating_point())
+            yield RemainingTensor(elements, tensor.element_size(), tensor.is_floating_point())
 
 
 @dataclass(frozen=True, slots=True)
 class CountedProducts:
-    """A sum of products as a function of the numbers of slices (a `Cost` of the knapsack).
+    """A sum of products as a function of the numbers of slices (a `CountedCost`).
 
     names: of the groups. whole: their numbers of slices, for those without a count. widths, fixed:
     the extents are widths @ counts + fixed. factors: per product, the numbers of its extents; the

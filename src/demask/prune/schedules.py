@@ -65,7 +65,7 @@ class Cubic:
     Example:
         >>> from demask.prune import Cubic
         >>> [round(Cubic(0, 0.8, steps=4)(step), 3) for step in range(1, 6)]
-        [0.463, 0.7, 0.787, 0.8, 0.8]
+        [0.463, 0.7, 0.788, 0.8, 0.8]
     """
 
     start: float = 0.0

@@ -75,7 +75,7 @@ class InputRecorder:
         self._handles: list[RemovableHandle] = []
         for name, places in layers.items():
             for place in places:
-                hook = _Hook(self, name)
+                hook = _Hook(self, name, place.module)
                 self._handles.append(place.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def add(self, name: str, module: nn.Module, values: Tensor) -> None:
@@ -113,20 +113,21 @@ class InputRecorder:
 
 
 class _Hook:
-    """A forward pre-hook that adds a layer's first input to a recorder; it can be copied."""
+    """A forward pre-hook that adds the first input of a layer to a recorder. Copies of the layer,
+    such as those in the result of demask(), add nothing."""
 
-    def __init__(self, recorder: InputRecorder, name: str):
-        self.recorder, self.name = recorder, name
+    def __init__(self, recorder: InputRecorder, name: str, module: nn.Module):
+        self.recorder, self.name, self.module = recorder, name, module
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         value = args[0] if args else next(iter(kwargs.values()), None)
-        if isinstance(value, Tensor) and value.is_floating_point() and not _is_traced(value):
+        if module is self.module and isinstance(value, Tensor) and not _is_traced(value):
             self.recorder.add(self.name, module, value)
 
     def __deepcopy__(self, memo: dict) -> _Hook:
-        return self  # A copy of the model adds to the same statistics.
+        return self
 
 
 def _is_traced(value: Tensor) -> bool:
-    """Whether a value stands for any value: while torch.export or torch.compile captures."""
+    """Whether a value is symbolic: while torch.export or torch.compile captures."""
     return torch.compiler.is_compiling() or type(value) is not Tensor

@@ -1,8 +1,8 @@
 """Scores: how important the units of a structure are; units of low scores are removed first.
 
-A score is a callable that takes a `View` of candidates and returns a tensor [units]. It may have
-the attribute `needs_inputs`: then statistics of the inputs of layers are gathered while the model
-runs; and a method `compensate`, called with the units that go.
+A score is a callable that takes a `ScoreView` of candidates and returns a tensor [units]. It may
+have the attribute `needs_inputs`: then statistics of the inputs of layers are gathered while the
+model runs; and a method `compensate`, called with the units that go.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from demask.prune.structures import Candidates
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class ScoreView:
     """What a score sees of the units of one group or weight.
 
     Attributes:
@@ -77,14 +77,14 @@ class View:
     def inputs(self, member: Member) -> InputStatistics:
         """Statistics of the inputs of the layer that has a member's weight. Raises BadInput where
         none were gathered."""
-        found = self.statistics.get(member.parameter)
-        if found is None or not found.count:
+        statistics = self.statistics.get(member.parameter)
+        if statistics is None or not statistics.count:
             raise BadInput(
                 f"no inputs of the layer of {member.parameter} were seen: run the model on some "
-                "batches after the Pruner is made; parameters that their own module does not read "
+                "batches after creating the Pruner; parameters that their own module does not read "
                 "(nn.MultiheadAttention.out_proj) cannot be scored by inputs"
             )
-        return found
+        return statistics
 
     def input_feature(self, member: Member) -> Tensor:
         """The input feature that each element of a reading weight is multiplied with, int64 of a
@@ -107,10 +107,12 @@ class View:
         return 1 - member.axis if len(shape) > 1 else 0
 
 
-Score = Callable[[View], Tensor]
+Score = Callable[[ScoreView], Tensor]
 
 
-def _summed(view: View, members: tuple[Member, ...], values: Callable[[Member], Tensor]) -> Tensor:
+def _summed(
+    view: ScoreView, members: tuple[Member, ...], values: Callable[[Member], Tensor]
+) -> Tensor:
     """The sum over members of values, reduced to units, float64 [units]."""
     total = torch.zeros(view.candidates.units, dtype=torch.float64)
     for member in members:
@@ -134,7 +136,7 @@ class L1:
         tensor([1])
     """
 
-    def __call__(self, view: View) -> Tensor:
+    def __call__(self, view: ScoreView) -> Tensor:
         """The scores of the units, float64 [units]."""
         return _summed(view, view.weights, lambda m: view.weight(m).abs())
 
@@ -144,9 +146,17 @@ class L2:
     """The Euclidean norm of the weights that compute a unit.
 
     Source: He et al., Soft filter pruning, 2018.
+
+    Example:
+        >>> import torch
+        >>> from demask import prune
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+        >>> pruner = prune.Pruner(net, torch.zeros(1, 2), score=prune.L2())
+        >>> pruner.step(0.5).left
+        {'0': 2}
     """
 
-    def __call__(self, view: View) -> Tensor:
+    def __call__(self, view: ScoreView) -> Tensor:
         """The scores of the units, float64 [units]."""
         return _summed(view, view.weights, lambda m: view.weight(m).square()).sqrt()
 
@@ -158,19 +168,28 @@ class Taylor:
     The gradients are those in `parameter.grad`: run `loss.backward()` on some batches before
     `Pruner.step`. Source: Molchanov et al., Importance estimation for neural network pruning, 2019,
     equation 8, summed over all parameters that compute the unit.
+
+    Example:
+        >>> import torch
+        >>> from demask import prune
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+        >>> pruner = prune.Pruner(net, torch.zeros(1, 2), score=prune.Taylor())
+        >>> net(torch.randn(8, 2)).square().mean().backward()
+        >>> pruner.step(0.5).left
+        {'0': 2}
     """
 
-    def __call__(self, view: View) -> Tensor:
+    def __call__(self, view: ScoreView) -> Tensor:
         """The scores of the units, float64 [units]. Raises BadInput without gradients."""
         members = tuple(m for m in view.candidates.members if m.produces)
         return _summed(view, members, lambda m: view.weight(m) * view.gradient(m)).square()
 
 
 @dataclass(frozen=True)
-class Activation:
+class ActivationScore:
     """Weights times the magnitude of what they are multiplied with.
 
-    Statistics of inputs are gathered while the model runs, from when the `Pruner` is made.
+    Statistics of inputs are gathered while the model runs, once the `Pruner` exists.
 
     Args:
         kind: "wanda" (default): the sum of |weight| x norm of its input over the weights of a unit,
@@ -183,6 +202,15 @@ class Activation:
     Source: Sun et al., A simple and effective pruning approach for large language models (Wanda),
     2024; An et al., FLAP, 2024 (Wanda-sp); Muralidharan et al., Compact language models via pruning
     and knowledge distillation (Minitron), 2024.
+
+    Example:
+        >>> import torch
+        >>> from demask import prune
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+        >>> pruner = prune.Pruner(net, torch.zeros(1, 2), score=prune.Activation())
+        >>> _ = net(torch.randn(8, 2))  # its inputs are recorded
+        >>> pruner.step(0.5).left
+        {'0': 2}
     """
 
     kind: str = "wanda"
@@ -192,7 +220,7 @@ class Activation:
         if self.kind not in ("wanda", "minitron"):
             raise BadInput(f"expected kind to be 'wanda' or 'minitron', got {self.kind!r}")
 
-    def __call__(self, view: View) -> Tensor:
+    def __call__(self, view: ScoreView) -> Tensor:
         """The scores of the units, float64 [units]. Raises BadInput where no inputs were seen."""
         members = view.readers if view.group is not None else view.weights
 
@@ -218,12 +246,21 @@ class Fluctuation:
 
     Source: An et al., Fluctuation-based adaptive structured pruning for large language models
     (FLAP), 2024, equations 4 and 6.
+
+    Example:
+        >>> import torch
+        >>> from demask import prune
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+        >>> pruner = prune.Pruner(net, torch.zeros(1, 2), score=prune.Fluctuation())
+        >>> _ = net(torch.randn(8, 2))
+        >>> pruner.step(0.5).left
+        {'0': 2}
     """
 
     compensation: bool = True
     needs_inputs: bool = field(default=True, init=False, repr=False)
 
-    def __call__(self, view: View) -> Tensor:
+    def __call__(self, view: ScoreView) -> Tensor:
         """The scores of the units, float64 [units]. Raises BadInput where no inputs were seen."""
 
         def values(member: Member) -> Tensor:
@@ -232,14 +269,14 @@ class Fluctuation:
 
         return _summed(view, _needed(view, view.readers), values)
 
-    def compensate(self, view: View, gone: Tensor) -> dict[str, Tensor]:
+    def compensate(self, view: ScoreView, gone: Tensor) -> dict[str, Tensor]:
         """By reading weight, what its layer's bias changes by, when the slices `gone` (bool
         [units]) become zero; [outputs]."""
         changes = {}
         for member in view.readers if self.compensation else ():
             mean = view.inputs(member).mean[view.input_feature(member)]
             line = [-1 if d == member.axis else 1 for d in range(len(view.weight(member).shape))]
-            inside = ~member.kept(~gone).view(line)
+            inside = ~member.mask(~gone).view(line)
             products = view.weight(member).double().cpu() * mean * inside
             place = view.places[member.parameter][0]
             changes[member.parameter] = per_output(place, products)
@@ -260,6 +297,14 @@ class Random:
 
     Args:
         seed: of the generator. Default: 0.
+
+    Example:
+        >>> import torch
+        >>> from demask import prune
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+        >>> pruner = prune.Pruner(net, torch.zeros(1, 2), score=prune.Random(seed=1))
+        >>> pruner.step(0.5).left
+        {'0': 2}
     """
 
     seed: int = 0
@@ -268,12 +313,12 @@ class Random:
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(self.seed)
 
-    def __call__(self, view: View) -> Tensor:
+    def __call__(self, view: ScoreView) -> Tensor:
         """The scores of the units, float64 [units]."""
         return torch.rand(view.candidates.units, dtype=torch.float64, generator=self._generator)
 
 
-def _needed(view: View, members: tuple[Member, ...]) -> tuple[Member, ...]:
+def _needed(view: ScoreView, members: tuple[Member, ...]) -> tuple[Member, ...]:
     """The members. Raises BadInput for none: nothing reads the units with a weight."""
     if not members:
         raise BadInput(

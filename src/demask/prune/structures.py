@@ -63,7 +63,7 @@ def keep_highest(scores: Tensor, count: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Slices:
+class GroupSlices:
     """The slices of a group. shapes: of the parameters that compute them."""
 
     group: Group
@@ -87,7 +87,7 @@ class Slices:
             shape = self.shapes[member.parameter]
             line = [-1 if axis == member.axis else 1 for axis in range(len(shape))]
             mask = masks.setdefault(member.parameter, torch.ones(shape, dtype=torch.bool))
-            mask &= member.kept(keep).view(line)
+            mask &= member.mask(keep).view(line)
         return masks
 
     def reduce(self, member: Member, values: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class Slices:
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class WeightBlocks:
     """Blocks of rows x columns of one weight, as a matrix [outputs, kernel positions and inputs]
     in which inputs are consecutive; the last block of an axis may be smaller. Elements are blocks
     of 1 x 1.
@@ -188,22 +188,23 @@ def find_candidates(
 
     shapes: of the parameters, by name.
     """
-    found: tuple[Candidates, ...]
+    candidates: tuple[Candidates, ...]
     if structure in KINDS_OF:
-        found = tuple(Slices(g, shapes) for g in select_groups(coupling, KINDS_OF[structure]))
+        groups = select_groups(coupling, KINDS_OF[structure])
+        candidates = tuple(GroupSlices(group, shapes) for group in groups)
     else:
         block, least = _read_pattern(structure)
-        found = tuple(
-            Blocks(name, shapes[name], axis, block, least)
+        candidates = tuple(
+            WeightBlocks(name, shapes[name], axis, block, least)
             for name, axis in coupling.matrices()
             if name in shapes
         )
-    if not found:
+    if not candidates:
         raise BadInput(
             f"this network has no {structure} that can be removed: all of them reach its inputs or "
             "outputs, a call that needs whole axes, or what `skip` names; see demask.prune.groups"
         )
-    return found
+    return candidates
 
 
 def _read_pattern(structure: str) -> tuple[tuple[int, int], tuple[int, int] | None]:

@@ -16,7 +16,7 @@ from demask.ops import TABLE
 from demask.prune import Cubic, Latency, LatencyPlan, MACs, OneShot, Pruner
 from demask.prune.allocation import layer_seconds
 from demask.prune.allocation.layer_seconds import Width, resized
-from demask.prune.allocation.network_seconds import Measured, time_network
+from demask.prune.allocation.network_seconds import NetworkTime, time_network
 from demask.prune.removal_cost import Extent
 from demask.shrink.pipeline import capture_program, shrink_program
 from demask.tune.layer_costs import Layer
@@ -73,7 +73,7 @@ def test_floors_are_kept() -> None:
     [
         (MACs(10), r"budget of at least [\d,]+ MACs"),
         (MACs(0.3, floor=0.9), r"budget of at least [\d,]+ MACs"),
-        (Latency(1e-6, measure=lambda *a: Measured(1.0, {"torch": 1.0})), "at least 1e\\+03 ms"),
+        (Latency(1e-6, measure=lambda *a: NetworkTime(1.0, {"torch": 1.0})), "at least 1e\\+03 ms"),
     ],
 )
 def test_a_budget_that_nothing_meets_changes_nothing(allocation: Any, words: str) -> None:
@@ -103,13 +103,13 @@ def test_wrong_budgets(wrong: Any) -> None:
 
 def machine(
     layers: Callable[[int], float], between: float, runner: str = "torch"
-) -> Callable[..., Measured]:
+) -> Callable[..., NetworkTime]:
     """A machine whose networks take seconds by their MACs, and some between layers."""
 
-    def measure(network: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Measured:
+    def measure(network: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> NetworkTime:
         program = capture_program(network, args, kwargs, None)
         seconds = between + layers(shrink_program(program, TABLE)[1].after.macs)
-        return Measured(seconds, {runner: seconds})
+        return NetworkTime(seconds, {runner: seconds})
 
     return measure
 

@@ -46,8 +46,8 @@ class MACs:
 
         Args:
             scores: by group, [size].
-            fraction: how far this step goes, relative to the last fraction of the schedule: half of
-                it removes half of the multiply-adds that are to go in all.
+            fraction: how far this step is, relative to the last fraction of the schedule: half of
+                it removes half of all multiply-adds that are to be removed.
             pruner: the pruner that asks.
 
         Raises:

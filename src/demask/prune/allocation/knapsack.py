@@ -23,7 +23,7 @@ LEVELS, REFERENCES, EXCHANGES, PARTNERS = 400, 8, 200, 12
 Choice = dict[str, int]  # by name of the group: how many slices stay
 
 
-class Cost(Protocol):
+class CountedCost(Protocol):
     """The cost of a network as a function of the numbers of slices that stay."""
 
     def total(self, counts: Mapping[str, int]) -> float:
@@ -55,7 +55,7 @@ class Knapsack:
     """
 
     items: Mapping[str, Item]
-    cost: Cost
+    cost: CountedCost
     budget: float
 
     def best(self, name: Callable[[float], str] = "{:,.6g}".format) -> Choice:

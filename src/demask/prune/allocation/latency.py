@@ -15,7 +15,7 @@ from demask.machine.threads import checked_threads, set_threads
 from demask.prune.allocation.context import NetworkContext
 from demask.prune.allocation.knapsack import Choice
 from demask.prune.allocation.layer_seconds import NetworkSeconds
-from demask.prune.allocation.network_seconds import Measured, clock_of, measure_optimized
+from demask.prune.allocation.network_seconds import NetworkTime, clock_of, measure_optimized
 from demask.prune.allocation.problem import Problem, Scores, check_budget, check_floor
 from demask.text_table import number_table, render_text
 from demask.tune.layer_costs import LayerCosts
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from demask.prune.pruner import Pruner
 
 TIMED_COUNTS = 16  # counts per group in the knapsack
-TRIALS, TOLERANCE, MARGIN = 5, 0.05, 0.98  # networks measured; prediction; share to aim at
+TRIALS, TOLERANCE, MARGIN = 6, 0.05, 0.98  # networks measured; prediction; share to aim at
 LEAST_USED = 0.94  # of the budget, below which another network is tried
 LEAST_SHARE, MOST_REST = 0.2, 0.5  # of a line through measured networks: see `_line`
 
@@ -45,6 +45,14 @@ class LatencyPlan(dict[str, Tensor]):
         trials: the networks measured, in order; `chosen` is one of them.
         budget_ms: the budget.
         original_ms: milliseconds of the network with all slices left, optimized.
+
+    Example:
+        >>> import torch
+        >>> from demask import prune
+        >>> trial = prune.allocation.latency.Trial({"0": 3}, 0.9, 1.0)
+        >>> plan = prune.LatencyPlan({"0": torch.ones(3) > 0}, [trial], trial, 1.5, 2.0)
+        >>> plan.chosen.measured_ms, int(plan["0"].sum())
+        (1.0, 3)
     """
 
     def __init__(self, masks: Mapping[str, Tensor], trials: Sequence[Trial], chosen: Trial,
@@ -78,7 +86,7 @@ class Latency:
         floor: the share of its slices that each group retains at least; one slice always stays.
         cache: path of the file for measured costs, False for none; as for `demask.optimize`.
         measure: called with a network, arguments and keywords of one call, in the place of
-            `demask.optimize` and a timing; returns `Measured` seconds.
+            `demask.optimize` and a timing; returns a `NetworkTime`.
         progress: called with a short text at each step.
 
     Example:
@@ -91,7 +99,7 @@ class Latency:
     threads: int | None = None
     floor: float = 0.05
     cache: Any = None
-    measure: Callable[..., Measured] | None = None
+    measure: Callable[..., NetworkTime] | None = None
     progress: Callable[[str], object] = lambda words: None
 
     def __post_init__(self) -> None:
@@ -104,7 +112,7 @@ class Latency:
 
         Args:
             scores: by group, [size].
-            fraction: how far this step goes, relative to the last fraction of the schedule.
+            fraction: how far this step is, relative to the last fraction of the schedule.
             pruner: the pruner that asks.
 
         Raises:
@@ -126,7 +134,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class _Prediction:
-    """Seconds of a network as a function of counts (a `Cost`): of the fastest runner of its layers.
+    """Seconds of a network as a function of counts, by the fastest runner of its layers.
 
     lines: per runner, the constant, the factor, and the seconds of its layers.
     """
@@ -146,8 +154,8 @@ class _LatencySearch:
     context: NetworkContext
     problem: Problem
     asker: LayerCosts
-    measure: Callable[..., Measured]
-    measured: list[tuple[Choice, Measured]] = field(default_factory=list)
+    measure: Callable[..., NetworkTime]
+    measured: list[tuple[Choice, NetworkTime]] = field(default_factory=list)
     tables: dict[str, NetworkSeconds] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
 

@@ -125,7 +125,7 @@ def resized(layer: Layer, inputs: int, outputs: int) -> Layer:
 
 @dataclass(frozen=True, slots=True)
 class NetworkSeconds:
-    """The seconds of all layers of a network as a function of counts of slices (a `Cost`).
+    """The seconds of all layers of a network as a function of counts of slices (a `CountedCost`).
 
     whole: by group, how many slices are left, for those without a count. products: of calls without
     a weight, such as queries times keys, by the machine's best rate.

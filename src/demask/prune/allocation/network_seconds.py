@@ -23,7 +23,7 @@ CALLS, BLOCK, SECONDS = 210, 7, 2.5  # of the timing of a network
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class NetworkTime:
     """Seconds of a network. runners: by what runs its layers, the fastest one among them."""
 
     seconds: float
@@ -33,7 +33,7 @@ class Measured:
 def measure_optimized(
     network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, threads: int,
     cache: Any = None,
-) -> Measured:  # fmt: skip
+) -> NetworkTime:  # fmt: skip
     """Seconds of a network, demasked and optimized. Those of the slower ways to run it are in
     proportion to what `optimize` measured."""
     slim = demask(network, args, kwargs, check=False, result="graph")
@@ -47,7 +47,7 @@ def measure_optimized(
         if runner != chosen and name != GIVEN:
             slower = seconds * max(taken / decision.seconds[decision.chosen], 1.0)
             runners[runner] = min(slower, runners.get(runner, slower))
-    return Measured(seconds, runners)
+    return NetworkTime(seconds, runners)
 
 
 def runner_of(candidate: str) -> str:

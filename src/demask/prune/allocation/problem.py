@@ -12,7 +12,7 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.prune.allocation.context import NetworkContext
-from demask.prune.allocation.knapsack import Choice, Cost, Item, Knapsack, spaced_counts
+from demask.prune.allocation.knapsack import Choice, CountedCost, Item, Knapsack, spaced_counts
 
 Scores = Mapping[str, Tensor]  # by group, [size]: higher is more important
 
@@ -37,7 +37,7 @@ class Problem:
             items[name] = Item.of(own, counts)
         return cls(scores, left, items)
 
-    def best(self, cost: Cost, budget: float, name: Callable[[float], str]) -> Choice:
+    def best(self, cost: CountedCost, budget: float, name: Callable[[float], str]) -> Choice:
         """The best counts within a budget."""
         return Knapsack(self.items, cost, budget).best(name)
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from demask.prune.schedules import check_fraction
 
-if TYPE_CHECKING:
-    from demask.prune.pruner import Pruner
-
 Scores = Mapping[str, Tensor]
 
 
-def kept_count(units: int, fraction: float) -> int:
-    """How many of some units stay where a fraction goes: at least one.
+def count_left(units: int, fraction: float) -> int:
+    """How many of some units stay where a fraction is removed: at least one.
 
-    >>> kept_count(8, 0.5), kept_count(3, 0.5), kept_count(2, 0.99)
+    >>> count_left(8, 0.5), count_left(3, 0.5), count_left(2, 0.99)
     (4, 2, 1)
     """
     return max(units - int(units * fraction + 1e-9), 1)
@@ -28,11 +25,18 @@ def kept_count(units: int, fraction: float) -> int:
 
 @dataclass(frozen=True)
 class Uniform:
-    """The same fraction of every group or weight, rounded down."""
+    """The same fraction of every group or weight, rounded down; at least one unit stays.
 
-    def __call__(self, scores: Scores, fraction: float, pruner: Pruner) -> dict[str, int]:
+    Example:
+        >>> import torch
+        >>> from demask.prune import Uniform
+        >>> Uniform()({"a": torch.ones(8), "b": torch.ones(3)}, 0.5, None)
+        {'a': 4, 'b': 2}
+    """
+
+    def __call__(self, scores: Scores, fraction: float, pruner: Any) -> dict[str, int]:
         """By group or weight, how many units stay."""
-        return {name: kept_count(len(score), fraction) for name, score in scores.items()}
+        return {name: count_left(len(score), fraction) for name, score in scores.items()}
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,13 @@ class Global:
 
     Raises:
         BadInput: another `floor`.
+
+    Example:
+        >>> import torch
+        >>> from demask.prune import Global
+        >>> scores = {"a": torch.tensor([1.0, 1.0, 1.0, 1.0]), "b": torch.tensor([0.1, 0.1, 9.8])}
+        >>> Global()(scores, 0.3, None)
+        {'a': 4, 'b': 1}
     """
 
     floor: float = 0.1
@@ -55,9 +66,9 @@ class Global:
     def __post_init__(self) -> None:
         check_fraction(self.floor, "floor")
 
-    def __call__(self, scores: Scores, fraction: float, pruner: Pruner) -> dict[str, int]:
+    def __call__(self, scores: Scores, fraction: float, pruner: Any) -> dict[str, int]:
         """By group or weight, how many units stay."""
-        least = {name: kept_count(len(s), 1 - self.floor) if self.floor else 1
+        least = {name: count_left(len(s), 1 - self.floor) if self.floor else 1
                  for name, s in scores.items()}  # fmt: skip
         removable, owners = [], []
         for k, (name, score) in enumerate(scores.items()):
@@ -84,6 +95,13 @@ class OutlierWeighted:
 
     Raises:
         BadInput: a `spread` that is not from 0 to less than 1.
+
+    Example:
+        >>> import torch
+        >>> from demask.prune import OutlierWeighted
+        >>> even, uneven = torch.ones(100), torch.ones(100).index_fill(0, torch.arange(5), 50.0)
+        >>> OutlierWeighted(spread=0.1)({"even": even, "uneven": uneven}, 0.5, None)
+        {'even': 40, 'uneven': 60}
     """
 
     multiple: float = 5.0
@@ -92,7 +110,7 @@ class OutlierWeighted:
     def __post_init__(self) -> None:
         check_fraction(self.spread, "spread")
 
-    def __call__(self, scores: Scores, fraction: float, pruner: Pruner) -> dict[str, int]:
+    def __call__(self, scores: Scores, fraction: float, pruner: Any) -> dict[str, int]:
         """By group or weight, how many units stay."""
         sizes = torch.tensor([len(s) for s in scores.values()], dtype=torch.float64)
         outliers = torch.stack(
@@ -107,6 +125,6 @@ class OutlierWeighted:
         else:
             fractions = [fraction] * len(scores)
         return {
-            name: kept_count(len(score), share)
+            name: count_left(len(score), share)
             for (name, score), share in zip(scores.items(), fractions, strict=True)
         }

@@ -27,7 +27,7 @@ from demask.shrink.layout.cells import Cells
 from demask.shrink.layout.placement import CellAxes
 from demask.shrink.layout.ties import whole_letters
 
-MOST_PARTS = 8  # of an axis that a move takes apart position by position
+MOST_PARTS = 8  # of an axis whose positions a move separates
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +210,11 @@ class AxisTies:
         return {a for k in varying for a in letters - relation.letters(relation.ins[k])}
 
     def _varies(self, value: Any) -> bool:
-        """Whether an operand is a number that depends on inputs; conditions only select."""
+        """Whether an operand has numbers that depend on inputs; conditions and indices select."""
         return (
             isinstance(value, fx.Node)
             and value in self._dependent
-            and value.meta["val"].dtype != torch.bool
+            and value.meta["val"].is_floating_point()
         )
 
     # --- moves ------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class AxisTies:
                 stack += rest
 
     def _align(self, move: Move) -> bool:
-        """Tie the minor cells that a move leaves in place, and force those that it takes apart;
+        """Tie the minor cells that a move leaves in place, and force those that it separates;
         whether a cell was split or forced."""
         is_changed = False
         for cut in self._cuts(move):

@@ -22,6 +22,7 @@ from demask.graph.normalize.split_recurrent import split_recurrent
 from demask.graph.program import Program
 from demask.graph.provenance import Sizes
 from demask.ops import TABLE, Table
+from demask.ops.entries.contraction import GROUPED
 from demask.prune.coupling.axis_ties import AxisTies
 from demask.prune.coupling.groups import Group, Member
 from demask.prune.coupling.kinds import Kinds
@@ -31,7 +32,7 @@ from demask.shrink.pipeline import canonicalize, programs_of
 from demask.shrink.program_size import measure_program
 
 
-class _Place(NamedTuple):
+class _ParameterCell(NamedTuple):
     """One cell of one axis of a parameter."""
 
     parameter: str
@@ -109,15 +110,43 @@ class Coupling:
         for signature, numbers in sorted(alike.items()):
             mine = [places[k] for k, _ in signature]
             rows = [place for place in mine if place.roles - {READS, SHIFTS}]
-            if rows and len(numbers) > 1:
+            is_read = any(READS in p.roles for p in mine)
+            if rows and len(numbers) > 1 and (is_read or kinds.are_features(p.cell for p in mine)):
                 order = _in_order(rows[0].slices, numbers)
-                kind = kinds.of({p.cell for p in mine}, [self._rank(p.parameter) for p in rows])
-                module = rows[0].parameter.rpartition(".")[0] or rows[0].parameter
+                kind = kinds.of({p.cell for p in mine})
+                module = _module_of(rows[0].parameter)
                 members = tuple(_member(place, order) for place in mine)
                 groups.append((Group(_unused(module, names), len(order), members, kind), order))
         return groups
 
-    def _places(self) -> Iterator[_Place]:
+    @cached_property
+    def experts(self) -> tuple[Group, ...]:
+        """The experts of each layer that selects a matrix per row (grouped products).
+
+        Zeros make an expert's output zero; demask leaves its weights, since rows may select it.
+        """
+        stacks: dict[int, list[Member]] = {}
+        for node in self.ties.relations:
+            if str(node.target) in GROUPED:
+                (cell,) = self.ties.leaves([self.ties.letters[node]["e"]])
+                stacks.setdefault(cell, [])
+        for name in self.ties.names():
+            constant = self.program.constants[name]
+            full = (constant.aliases or (constant.name,))[0]
+            cells = [self.ties.leaves(axis) for axis in self.ties.constant(name)]
+            for axis, (cell, *more) in enumerate(cells):
+                if constant.parameter and cell in stacks and not more:
+                    slices = torch.arange(constant.tensor.shape[axis])
+                    stacks[cell].append(Member(full, axis, slices, True))
+        return tuple(
+            Group(
+                _module_of(members[0].parameter), len(members[0].slices), tuple(members), "expert"
+            )
+            for members in stacks.values()
+            if members and self.skipped.isdisjoint(member.parameter for member in members)
+        )
+
+    def _places(self) -> Iterator[_ParameterCell]:
         """The cells of all axes of parameters that have slices."""
         roles = find_roles(self.ties)
         for name in self.ties.names():
@@ -136,21 +165,13 @@ class Coupling:
                         role for c, role in roles[name][axis] if cell in self.ties.leaves([c])
                     } or {role for _, role in roles[name][axis]}
                     full = (constant.aliases or (constant.name,))[0]
-                    yield _Place(full, axis, cell, slices.reshape(-1), frozenset(mine))
-
-    @cached_property
-    def _by_name(self) -> dict[str, str]:
-        """Constants of the program by the first name of the parameter in the model."""
-        return {(c.aliases or (c.name,))[0]: name for name, c in self.program.constants.items()}
-
-    def _rank(self, parameter: str) -> int:
-        return self.program.constants[self._by_name[parameter]].tensor.ndim
+                    yield _ParameterCell(full, axis, cell, slices.reshape(-1), frozenset(mine))
 
     def matrices(self) -> Iterator[tuple[str, int]]:
         """The weights of products that are not skipped, each with its axis of outputs."""
         every = find_roles(self.ties)
         for name in self.ties.names():
-            roles = {d: {role for _, role in found} for d, found in every[name].items()}
+            roles = {d: {role for _, role in pairs} for d, pairs in every[name].items()}
             outputs = [d for d in sorted(roles) if ROWS in roles[d] and READS not in roles[d]]
             first = outputs or [d for d in sorted(roles) if ROWS in roles[d]]
             constant = self.program.constants[name]
@@ -158,6 +179,11 @@ class Coupling:
             is_weight = constant.parameter and constant.tensor.ndim > 1
             if first and is_weight and full not in self.skipped:
                 yield full, first[0]
+
+
+def _module_of(parameter: str) -> str:
+    """The module of a parameter; of one without a module, its own name."""
+    return parameter.rpartition(".")[0] or parameter
 
 
 def _unused(name: str, names: set[str]) -> str:
@@ -175,7 +201,7 @@ def _in_order(slices: Tensor, numbers: Sequence[int]) -> Tensor:
     return torch.tensor([n for n in dict.fromkeys(slices.tolist()) if n in mine])
 
 
-def _member(place: _Place, order: Tensor) -> Member:
+def _member(place: _ParameterCell, order: Tensor) -> Member:
     """A member whose slice k has the number order[k]."""
     numbers, index = order.sort()
     near = torch.searchsorted(numbers, place.slices).clamp(max=len(numbers) - 1)

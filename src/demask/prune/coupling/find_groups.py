@@ -90,7 +90,8 @@ def kinds_of(structure: str) -> tuple[str, ...]:
 def select_groups(coupling: Coupling, kinds: Iterable[str]) -> Groups:
     """The groups of some kinds. Of groups with common positions, as the axis (group, channel) of a
     grouped convolution has, that with most slices."""
-    candidates = [group for group in coupling.groups if group.kind in kinds]
+    every = (*coupling.groups, *coupling.experts)
+    candidates = [group for group in every if group.kind in kinds]
     chosen: set[str] = set()
     taken: dict[tuple[str, int], Tensor] = {}
     for group in sorted(candidates, key=lambda group: -group.size):

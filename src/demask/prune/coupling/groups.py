@@ -47,7 +47,7 @@ class Member:
         """The positions along `axis` that belong to slice k, int64, in order."""
         return (self.slices == k).nonzero().squeeze(1)
 
-    def kept(self, keep: Tensor) -> Tensor:
+    def mask(self, keep: Tensor) -> Tensor:
         """The positions along `axis` that stay, bool [length of the axis], of slices that do.
 
         Args:

@@ -12,23 +12,31 @@ class Kinds:
     """The kinds of the cells of a network.
 
     heads: cells along which attention is computed one by one. features: its other cells.
+    convolved: those of convolutions.
     """
 
     def __init__(self, ties: AxisTies):
         self.ties = ties
         self.heads: set[int] = set()
         self.features: set[int] = set()
+        self.convolved: set[int] = set()
         for node, relation in ties.relations.items():
             if relation.entry.fill == "mix":
                 self._add_attention(relation, ties.letters[node])
+            elif relation.entry.fill == "sum" and relation.window:
+                self.convolved |= self._leaves(relation.size, ties.letters[node])
             elif relation.entry.fill == "sum" and not self._reads_weight(relation):
                 self.features |= self._leaves(relation.contracted, ties.letters[node])
 
-    def of(self, cells: set[int], ranks: Iterable[int]) -> str:
-        """The kind of a group with these cells. ranks: of the weights that compute it."""
+    def of(self, cells: set[int]) -> str:
+        """The kind of a group with these cells."""
         if cells & self.heads:
             return "head"
-        return "channel" if cells & self.features or any(n > 2 for n in ranks) else "unit"
+        return "channel" if cells & (self.features | self.convolved) else "unit"
+
+    def are_features(self, cells: Iterable[int]) -> bool:
+        """Whether cells are features of attention, which no weight need read."""
+        return not self.features.isdisjoint(cells)
 
     def _add_attention(self, relation: Relation, letters: Mapping[str, int]) -> None:
         values = relation.letters(relation.ins[relation.entry.main])

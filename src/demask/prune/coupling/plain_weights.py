@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
@@ -19,11 +21,19 @@ def with_plain_weights(model: nn.Module) -> nn.Module:
             if isinstance(hook, prune.BasePruningMethod):
                 _make_plain(module, hook._tensor_name)
         if parametrize.is_parametrized(module):
-            for name in [*module.parametrizations]:  # type: ignore[union-attr]
-                value = getattr(module, name).detach().clone()
-                parametrize.remove_parametrizations(module, name, leave_parametrized=True)
-                setattr(module, name, nn.Parameter(value))
+            _without_parametrizations(module)
     return copy
+
+
+def _without_parametrizations(module: nn.Module) -> None:
+    """Replace the parametrized tensors of a copied module by plain parameters of their values, in
+    place. Its class, which the original has too, stays as it is."""
+    parametrizations: Any = module.parametrizations
+    values = {name: getattr(module, name).detach().clone() for name in parametrizations}
+    module.__class__ = parametrize.type_before_parametrizations(module)
+    del module._modules["parametrizations"]
+    for name, value in values.items():
+        module.register_parameter(name, nn.Parameter(value))
 
 
 def _has_computed_weights(module: nn.Module) -> bool:

@@ -23,8 +23,8 @@ def find_roles(ties: AxisTies) -> dict[str, AxisRoles]:
     constants: dict[str, AxisRoles] = defaultdict(lambda: defaultdict(set))
     for node in reversed(list(ties.program.graph.nodes)):
         if node.op == "get_attr":
-            for axis, found in roles[node, 0].items():
-                constants[str(node.target)][axis] |= found
+            for axis, cell_roles in roles[node, 0].items():
+                constants[str(node.target)][axis] |= cell_roles
         elif node in ties.relations:
             _add_reader(ties, node, roles)
         elif node in ties.weights and node in ties.letters:
@@ -65,16 +65,18 @@ def _trace_back(ties: AxisTies, node: fx.Node, roles: Roles) -> None:
     """Add the roles of the operands of a computed weight, letter by letter."""
     relation, letters = bind(node, ties.table), ties.letters[node]
     assert isinstance(relation, Relation)
-    found: dict[str, set[str]] = defaultdict(set)
+    cell_roles: dict[str, set[str]] = defaultdict(set)
     for out, axes in enumerate(relation.outs):
         for d, axis in enumerate(axes):
             for cell, role in roles[node, out][d]:
                 same = set(ties.leaves([cell]))
                 for a in axis:
-                    found[base(a)] |= {role} if same & set(ties.leaves([letters[a]])) else set()
+                    cell_roles[base(a)] |= (
+                        {role} if same & set(ties.leaves([letters[a]])) else set()
+                    )
     for k, operand in enumerate(relation.operands):
         if isinstance(operand.value, fx.Node):
             for d, axis in enumerate(relation.ins[k]):
                 roles[key_of(operand.value)][d] |= {
-                    (letters[a], role) for a in axis for role in found[base(a)]
+                    (letters[a], role) for a in axis for role in cell_roles[base(a)]
                 }

@@ -195,7 +195,7 @@ def search(
         >>> x = torch.ones(1, 4)
         >>> result = prune.search(net, lambda net: -net(x).norm().item(), (x,), trials=3)
         >>> [trial.removed for trial in result.trials]
-        [{'0': 1}, {'0': 3}, {'0': 5}]
+        [{'0': 2}, {'0': 4}, {'0': 5}]
     """
     _check(trials, batch, amounts, cost, budget)
     if seed < 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import torch
 
@@ -42,10 +43,10 @@ def _step(
     stride, padding, dilation, groups = layer.geometry
     is_signal = len(layer.x) == 3
     one = (1,) * is_signal
-    kernel = (*one, *layer.weight[2:])
+    kernel: Any = (*one, *layer.weight[2:])
     pads = tuple((p, p) for p in (*(0,) * is_signal, *padding))
-    geometry = ((*one, *stride), pads, (*one, *dilation), groups)
-    step = ConvStep(0, weight, bias, rows, kernel, *geometry)  # type: ignore[arg-type]
+    geometry: Any = ((*one, *stride), pads, (*one, *dilation), groups)
+    step = ConvStep(0, weight, bias, rows, kernel, *geometry)
     return ("signal" if is_signal else "image"), step
 
 
