@@ -39,15 +39,11 @@ class TrainerPruneCallback(TrainerCallback):
         slim: the small network, if `demask_with` is set and training has ended. The Trainer's
             optimizer is for it then.
 
-    Example:
-        >>> import torch
-        >>> from demask import prune
-        >>> from demask.prune.adapters.transformers import PruneCallback
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-        >>> pruner = prune.Pruner(net, torch.ones(1, 4), schedule=prune.Cubic(0, 0.5, steps=4))
-        >>> callback = PruneCallback(pruner, every=50, rounds=4)
-        >>> callback.history
-        []
+    Example::
+
+        pruner = prune.Pruner(net, example, schedule=prune.Cubic(0, 0.5, steps=4))
+        callback = PruneCallback(pruner, every=50, rounds=4)
+        trainer = Trainer(..., callbacks=[callback])
     """
 
     def __init__(
