@@ -38,6 +38,11 @@ class SensitivityRow:
     group: its name; "" for the network as it is. size, removed: slices of the group. accuracy: what
     `evaluate` returned of the masked network. parameters, macs: of that network after `demask`.
     milliseconds: predicted for a call of it on the example inputs, the sum of its layers.
+
+    Example:
+        >>> from demask import prune
+        >>> prune.SensitivityRow("conv1", 16, 4, 0.9, 100, 200, 0.5).amount
+        0.25
     """
 
     group: str

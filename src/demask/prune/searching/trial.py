@@ -59,6 +59,11 @@ class SearchTrial:
     accuracy: what `evaluate` returned; None for a network over the budget, which is not evaluated.
     parameters, macs: of the network after `demask`. milliseconds: predicted, the sum of its layers;
     None where the cost of the search is another.
+
+    Example:
+        >>> from demask import prune
+        >>> prune.SearchTrial(0, {"conv1": 4}, {"conv1": 0.25}, 0.9, 100, 200, None).macs
+        200
     """
 
     number: int
