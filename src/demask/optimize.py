@@ -28,6 +28,7 @@ from demask.machine.cost import Costs
 from demask.machine.threads import checked_threads, set_threads
 from demask.ops import TABLE, Table
 from demask.optimized_files import EarlierChoice, OptimizedFile
+from demask.registry import RUNNERS
 from demask.shrink.check import copy_in_eval
 from demask.shrink.demask import demask
 from demask.shrink.on_device import CPU, copy_to_cpu, device_of, move_module
@@ -148,6 +149,9 @@ def optimize(
         if file is not None:
             file.write(chosen)
         return chosen
+
+
+RUNNERS.register("optimize", optimize)
 
 
 def _check(precision: str | None, backends: Sequence[str]) -> None:

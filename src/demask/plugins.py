@@ -1,7 +1,7 @@
 """Modules that are imported at the first use of what they define. No other file names modules in
 strings."""
 
-from demask.registry import CUSTOM_OPS, RESULT_KINDS
+from demask.registry import CUSTOM_OPS, RESULT_KINDS, RUNNERS
 
 # Public names of `demask` and their modules; and names that are modules themselves.
 PUBLIC_NAMES = {
@@ -34,3 +34,5 @@ CUSTOM_OPS.declare("moments", "demask.traverse.analysis.split_global_ops")
 CUSTOM_OPS.declare("quantize", "demask.ops.quantization")
 CUSTOM_OPS.declare("segment", "demask.sparse.segment.inline")
 RESULT_KINDS.declare("tiled", "demask.traverse.execution.tiled_module")
+RUNNERS.declare("optimize", "demask.optimize")
+RUNNERS.declare("segment", "demask.sparse.segment.one_layer")

@@ -18,12 +18,12 @@ from torch.nn.utils import prune
 import demask
 from demask.cli import app, main
 from demask.cli.demo import demo, digits
-from demask.cli.progress import progress
+from demask.progress import progress
 from night import at_night
 
 COMMANDS = ("demo", "slim", "inspect", "verify")
 # Commands whose examples are run by tests of their own.
-ELSEWHERE = ("bench", "lower", "optimize", "raise", "stream")
+ELSEWHERE = ("bench", "lower", "optimize", "prune", "raise", "stream")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def few_digits(monkeypatch):
         every.test_images[:16],
         every.test_labels[:16],
     )
-    monkeypatch.setattr(digits, "load_digits", lambda: few)
+    monkeypatch.setattr(digits, "load_digits", lambda **options: few)
     return few
 
 
@@ -404,7 +404,7 @@ def test_the_commands_of_the_readme_run_in_order(run, few_digits, monkeypatch):
     ]
     commands = [words[1:] for words in lines if words and words[0] == "demask"]
     assert [words[0] for words in commands] == [
-        "demo", "inspect", "slim", "optimize", "bench", "verify", "slim", "slim"
+        "demo", "inspect", "slim", "optimize", "bench", "verify", "slim", "slim", "prune"
     ]  # fmt: skip
     for words in commands:
         outcome = run(*words)

@@ -8,7 +8,7 @@ import torch
 
 import test_cli
 import test_traverse_stream
-from demask.cli.progress import progress
+from demask.progress import progress
 from demask.traverse.stream import prepare
 from test_traverse_stream import BUDGET, net
 

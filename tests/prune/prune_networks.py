@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import demask
 from demask.prune.coupling.coupling import Coupling
 from demask.prune.coupling.find_groups import KINDS_OF, select_groups
+from demask.prune.removal_cost import RemovalCost
 
 
 class Residual(nn.Module):
@@ -325,9 +326,10 @@ def _differences(stays, record) -> list[str]:
 
 def _other_sizes(coupling, masks, record) -> list[str]:
     wrong = []
+    cost = RemovalCost.of(coupling)
     for what, mine, real in (
-        ("before", coupling.sizes({}), record.before),
-        ("after", coupling.sizes(masks), record.after),
+        ("before", cost.masked({}), record.before),
+        ("after", cost.masked(masks), record.after),
     ):
         if (mine.parameters, mine.macs) != (real.parameters, real.macs):
             wrong.append(f"{what}: {mine}, not {real}")

@@ -149,7 +149,7 @@ def test_parametrized_tensors_keep_their_parametrization() -> None:
     pruner = Pruner(model, X)
     pruner.step(0.5)
     assert int((model[2].weight == 0).all(1).sum()) == 3
-    assert demask.demask(model, (X,)).demasked.after.parameters == pruner.coupling.sizes(
+    assert demask.demask(model, (X,)).demasked.after.parameters == pruner.removal_cost.masked(
         pruner.masks()
     ).parameters  # fmt: skip
 

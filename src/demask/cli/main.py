@@ -29,9 +29,10 @@ from demask.cli.options import (
     show,
     verify_and_write,
 )
-from demask.cli.progress import progress
+from demask.cli.pruning import command as pruning
 from demask.errors import BadInput
 from demask.machine.byte_sizes import BUDGET
+from demask.progress import progress
 
 app = typer.Typer(
     name="demask",
@@ -366,6 +367,7 @@ def bench(
 
 app.command("lower")(strides.lower)
 app.command("raise")(strides.raise_strides)
+app.command("prune")(pruning.prune)
 app.add_typer(pilots.app, name="pilot")
 
 

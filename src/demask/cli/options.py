@@ -107,10 +107,10 @@ def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
 
 def check_plot(path: Path) -> None:
     """Raise BadInput now if no picture could be drawn to `path` after the work."""
-    from demask.pilot.data.draw import SUFFIXES, check_installed
+    from demask.files.pictures import SUFFIXES, check_picture
 
     check_output(path, SUFFIXES)
-    check_installed("--plot")
+    check_picture(path, "--plot")
 
 
 def plain(verification: Any) -> dict[str, Any]:

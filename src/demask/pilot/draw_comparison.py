@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from demask.errors import BadInput
 from demask.files import atomic_write as atomic
+from demask.files.pictures import DOTS, check_picture
 from demask.pilot.compare import Comparison, ComparisonRow
-from demask.pilot.data.draw import BARS, DOTS, SUFFIXES, check_installed
+from demask.pilot.data.draw import BARS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,9 +20,7 @@ WIDTH, BAR = 10.0, 0.34  # inches
 def draw(comparison: Comparison, path: Path) -> None:
     """Write the picture to `path`, completely or not at all; its suffix is the format.
     Refused simplifiers have the word instead of bars."""
-    if path.suffix not in SUFFIXES:
-        raise BadInput(f"expected a picture that ends in {', '.join(SUFFIXES)}, got {path}")
-    check_installed()
+    check_picture(path)
     from matplotlib.figure import Figure
 
     rows = comparison.rows

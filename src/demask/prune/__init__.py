@@ -13,31 +13,23 @@ Example:
     torch.Size([4, 4])
 """
 
+from demask.prune.allocation.budgets import MACs
+from demask.prune.allocation.latency import Latency, LatencyPlan
 from demask.prune.allocation.shares import Global, OutlierWeighted, Uniform
 from demask.prune.coupling.find_groups import groups
 from demask.prune.coupling.groups import Group, Member
 from demask.prune.pruner import Pruned, Pruner
+from demask.prune.recovery import distillation_loss, recalibrate_norms
 from demask.prune.schedules import Cubic, Iterative, OneShot
 from demask.prune.scores import L1, L2, Fluctuation, Random, ScoreView, Taylor
 from demask.prune.scores import ActivationScore as Activation
+from demask.prune.searching.search import Search, search
+from demask.prune.searching.trial import SearchTrial
+from demask.prune.sensitivity import Sensitivity, SensitivityRow, sensitivity
 
 __all__ = [
-    "L1",
-    "L2",
-    "Activation",
-    "Cubic",
-    "Fluctuation",
-    "Global",
-    "Group",
-    "Iterative",
-    "Member",
-    "OneShot",
-    "OutlierWeighted",
-    "Pruned",
-    "Pruner",
-    "Random",
-    "ScoreView",
-    "Taylor",
-    "Uniform",
-    "groups",
+    "L1", "L2", "Activation", "Cubic", "Fluctuation", "Global", "Group", "Iterative", "Latency",
+    "LatencyPlan", "MACs", "Member", "OneShot", "OutlierWeighted", "Pruned", "Pruner", "Random",
+    "ScoreView", "Search", "SearchTrial", "Sensitivity", "SensitivityRow", "Taylor", "Uniform",
+    "distillation_loss", "groups", "recalibrate_norms", "search", "sensitivity",
 ]  # fmt: skip

@@ -25,6 +25,7 @@ from demask.prune.masks import (
     run_in_eval_mode,
     write_masks,
 )
+from demask.prune.removal_cost import RemovalCost
 from demask.prune.schedules import OneShot, check_fraction
 from demask.prune.score_inputs import InputRecorder
 from demask.prune.scores import L1, Score, ScoreView
@@ -120,7 +121,9 @@ class Pruner:
 
     Attributes:
         model: the model, without `DistributedDataParallel`.
-        coupling: its slices; `coupling.sizes(masks)` is the size of what demask makes of it.
+        inputs: the example inputs by position and by name.
+        coupling: its slices.
+        removal_cost: the size of what demask makes of it, `removal_cost.masked(masks)`.
         candidates: what can be removed, a tuple.
         steps: the number of steps so far.
 
@@ -159,8 +162,9 @@ class Pruner:
         self.score: Score = L1() if score is None else score
         self.allocation: Allocation = Uniform() if allocation is None else allocation
         self.schedule: Schedule = OneShot() if schedule is None else schedule
-        self._example = args, kwargs = as_arguments(example_inputs)
+        self.inputs = args, kwargs = as_arguments(example_inputs)
         self.coupling = Coupling.of(self.model, args, kwargs, skip=skip)
+        self.removal_cost = RemovalCost.of(self.coupling)
         places = find_places(self.model)
         shapes = {name: at[0].value.shape for name, at in places.items()}
         self.candidates = find_candidates(structure, self.coupling, shapes)
@@ -207,7 +211,7 @@ class Pruner:
         keep = self._allocate(scores, alive, target)
         more = self._masks_of(keep)
         gone = {name: alive[name] & ~keep[name] for name in keep}
-        before = self.coupling.sizes(masks)
+        before = self.removal_cost.masked(masks)
         write_masks(self.model, more, self._uncalled)
         self._add_to_biases(self._compensation(views, gone))
         self.steps = number
@@ -218,7 +222,7 @@ class Pruner:
             {c.name: c.units for c in self.candidates},
             {name: int(mask.sum()) for name, mask in keep.items()},
             before,
-            self.coupling.sizes(read_masks(self.model)),
+            self.removal_cost.masked(read_masks(self.model)),
         )
         recover = getattr(self.schedule, "recover", None)
         if recover is not None:
@@ -292,7 +296,7 @@ class Pruner:
         if compensate is None:
             return {}
         recorder, self._recorder.is_active = InputRecorder(self._read_layers()), False
-        run_in_eval_mode(self.model, *self._example)
+        run_in_eval_mode(self.model, *self.inputs)
         recorder.remove()
         self._recorder.is_active = True
         changes: dict[str, Tensor] = {}

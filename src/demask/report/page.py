@@ -36,11 +36,16 @@ def write_page(report: ReportValues, path: Path) -> None:
 
 def page(report: ReportValues) -> str:
     """The page's HTML. Names from the network are escaped; nothing is loaded from elsewhere."""
-    body = "\n".join(_sections(report))
+    return document("demask report", _sections(report))
+
+
+def document(title: str, sections: Iterable[str]) -> str:
+    """A web page of these sections of HTML, in this package's style."""
+    body = "\n".join(sections)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>demask report</title>\n<style>\n{STYLE}\n</style>\n</head>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{STYLE}\n</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
 
@@ -48,19 +53,19 @@ def page(report: ReportValues) -> str:
 def _sections(report: ReportValues) -> Iterable[str]:
     yield f"<h1>demask report</h1>\n<p>{escape(report.summary)}</p>"
     yield from (f"<p>{escape(line.capitalize())}.</p>" for line in returned_lines(report))
-    yield _table(("", "before", "after", "share"), sizes_rows(report), numbers=(1, 2, 3))
+    yield html_table(("", "before", "after", "share"), sizes_rows(report), numbers=(1, 2, 3))
     yield f"<p>Ops that only restore shapes: {escape(scatters_line(report))}.</p>"
     yield _list(scatters_reasons(report))
     if report.removed:
         yield "<h2>Removed</h2>"
-        yield _table(("module", "parameters"), removed_rows(report), numbers=(1,))
+        yield html_table(("module", "parameters"), removed_rows(report), numbers=(1,))
     if report.densities:
         yield "<h2>Sparse layers</h2>"
-        yield _table(("layer", "weights stored"), sparse_rows(report), numbers=(1,))
+        yield html_table(("layer", "weights stored"), sparse_rows(report), numbers=(1,))
     if report.declined:
         reasons = [(f"{d.slices:,}", d.text, ", ".join(d.places)) for d in report.declined]
         yield "<h2>Not removed, and why</h2>"
-        yield _table(("slices", "reason", "where"), reasons, numbers=(0,), quiet=(2,))
+        yield html_table(("slices", "reason", "where"), reasons, numbers=(0,), quiet=(2,))
     if report.notes:
         yield f"<h2>Notes</h2>\n{_list(report.notes)}"
 
@@ -70,12 +75,13 @@ def _list(lines: Iterable[str]) -> str:
     return f"<ul>{items}</ul>" if items else ""
 
 
-def _table(
+def html_table(
     header: Sequence[str],
     rows: Iterable[Sequence[str]],
     numbers: Sequence[int] = (),
     quiet: Sequence[int] = (),
 ) -> str:
+    """A table of text. numbers: columns to align right. quiet: columns in gray."""
     kinds = dict.fromkeys(numbers, ' class="number"') | dict.fromkeys(quiet, ' class="places"')
 
     def cells(tag: str, values: Sequence[str]) -> str:

@@ -50,32 +50,34 @@ def _macs(relation: Relation | Declined, example: ExampleSizes) -> int:
 def count_macs(relation: Relation, example: ExampleSizes | None = None) -> int:
     """Multiplications that are summed, from the letters of the table line. example: the dynamic
     sizes; None: the captured ones."""
-    example = ExampleSizes() if example is None else example
+    sizes = letter_sizes(relation, ExampleSizes() if example is None else example)
+    return sum(math.prod(sizes[a] for a in letters) for letters in mac_products(relation))
+
+
+def mac_products(relation: Relation) -> list[list[str]]:
+    """The multiplications of a call as a sum of products of letter sizes: the letters of each."""
     if relation.back:
-        return _recurrent_macs(relation, example)
+        return _recurrent_products(relation)
     if relation.entry.fill not in ("sum", "mix"):
-        return 0
-    sizes = letter_sizes(relation, example)
+        return []
     first, second = relation.factors
-    kernel = relation.window & relation.letters(relation.ins[second])
+    outputs = relation.letters(relation.outs[0])
     if relation.entry.fill == "sum":
-        letters = relation.letters(relation.outs[0]) | relation.contracted | kernel
-        return math.prod(sizes[a] for a in letters)
-    main = relation.letters(relation.ins[relation.entry.main])
-    values = math.prod(sizes[a] for a in main | relation.letters(relation.outs[0]))
+        kernel = relation.window & relation.letters(relation.ins[second])
+        return [sorted(outputs | relation.contracted | kernel)]
+    values = sorted(relation.letters(relation.ins[relation.entry.main]) | outputs)
     if not relation.contracted:
-        return values
+        return [values]
     # Attention: queries times keys, then weights times values.
     weights = relation.letters(relation.ins[first]) | relation.letters(relation.ins[second])
-    return math.prod(sizes[a] for a in weights) + values
+    return [sorted(weights), values]
 
 
-def _recurrent_macs(relation: Relation, example: ExampleSizes) -> int:
+def _recurrent_products(relation: Relation) -> list[list[str]]:
     """Every entry of every matrix once per step."""
-    sizes = letter_sizes(relation, example)
     weights = [relation.letters(axes) for axes in relation.ins if len(axes) == 2]
-    steps = relation.letters(relation.ins[0]) - frozenset().union(*weights)
-    return math.prod(sizes[a] for a in steps) * sum(math.prod(sizes[a] for a in w) for w in weights)
+    steps = sorted(relation.letters(relation.ins[0]) - frozenset().union(*weights))
+    return [[*steps, *sorted(weight)] for weight in weights]
 
 
 def letter_sizes(relation: Relation, example: ExampleSizes) -> dict[str, int]:

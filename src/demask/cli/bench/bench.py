@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 import demask
 from demask.cli.bench import contenders
 from demask.cli.bench.contenders import ORIGINAL, Contender, Inputs
-from demask.cli.progress import ProgressStep
 from demask.cli.read_network import NetworkFile
 from demask.errors import BadInput
 from demask.machine.allocator import fix_allocator
@@ -33,6 +32,7 @@ from demask.machine.describe import (
 )
 from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import Timing, time_alternately
+from demask.progress import ProgressStep
 from demask.text_table import number_table, render_text
 
 

@@ -9,11 +9,11 @@ from typing import Any, cast
 from torch import Tensor, fx, nn
 
 import demask
-from demask.cli.progress import ProgressStep
 from demask.cli.read_network import NetworkFile
 from demask.graph.provenance import Provenance, Reason
 from demask.ops import Declined, Entry, SizedLine, Table, schema
 from demask.ops.schema import same_size
+from demask.progress import ProgressStep
 
 
 @dataclass(frozen=True, slots=True)

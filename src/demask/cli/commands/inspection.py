@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 
 import demask
 from demask.cli.commands.coverage import Gap, gaps
-from demask.cli.progress import ProgressStep
 from demask.cli.read_network import NetworkFile
 from demask.compat.dispatch import OpOverload, schema_of
 from demask.graph.normalize.canonical_calls import CANONICALIZED
@@ -22,6 +21,7 @@ from demask.graph.provenance import Provenance
 from demask.graph.result.module_calls import graph_of_calls
 from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
+from demask.progress import ProgressStep
 from demask.report.report import Report
 from demask.report.text import ROWS, share
 from demask.text_table import number_table, render_text

@@ -20,8 +20,8 @@ from demask.cli.options import (
     import_modules,
     show,
 )
-from demask.cli.progress import progress
 from demask.errors import BadInput
+from demask.progress import progress
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 

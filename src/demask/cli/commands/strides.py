@@ -21,7 +21,7 @@ from demask.cli.options import (
     show,
     verify_and_write,
 )
-from demask.cli.progress import progress
+from demask.progress import progress
 
 SUFFIXES = (".pt2", ".demask", ".onnx")
 Output = Annotated[

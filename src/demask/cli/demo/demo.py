@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import demask
 from demask.cli.demo.digits import BATCH, DigitNet, Digits, accuracy, prune_channels, train
-from demask.cli.progress import ProgressStep
 from demask.files import atomic_write as atomic
 from demask.graph.provenance import Sizes
 from demask.machine.allocator import fix_allocator
@@ -29,6 +28,7 @@ from demask.machine.describe import (
 )
 from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, time_alternately
+from demask.progress import ProgressStep
 from demask.report.report import Report
 from demask.report.text import decline_line, scatters_reasons
 from demask.text_table import number_table, render_text

@@ -11,25 +11,14 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.files import atomic_write as atomic
+from demask.files.pictures import DOTS, check_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SUFFIXES = (".svg", ".png", ".pdf")
 BARS, COLOURS = "#2a78b5", "viridis"
 ACROSS, WIDTH, PANEL = 3, 10.0, 1.7  # panels in a row; inches
 MOST = 60  # panels
-DOTS = 160  # per inch, where the format has dots
-
-
-def check_installed(what: str = "a picture") -> None:
-    """Raise BadInput where matplotlib, an extra, is not installed. what: the output it is for."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise BadInput(
-            f'{what} needs matplotlib ({error}): pip install "demask[plot]", or leave it out'
-        ) from error
 
 
 def draw(
@@ -39,9 +28,7 @@ def draw(
 
     magnitudes: by layer, [positions] or [inputs, positions]. grids: rows and columns of tiles.
     """
-    if path.suffix not in SUFFIXES:
-        raise BadInput(f"expected a picture that ends in {', '.join(SUFFIXES)}, got {path}")
-    check_installed()
+    check_picture(path)
     from matplotlib.figure import Figure
 
     layers = list(magnitudes.items())[:MOST]

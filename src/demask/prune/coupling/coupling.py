@@ -1,15 +1,14 @@
 """Slices of a network: positions of axes that can only be removed together.
 
 `Coupling.of(model, inputs)` captures a network and ties its axes (`AxisTies`). Positions of cells
-that are tied form a slice; slices with positions in the same axes form a group. What masks remove
-is counted with the table's lines, on the tied axes.
+that are tied form a slice; slices with positions in the same axes form a group.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ from demask.prune.coupling.kinds import Kinds
 from demask.prune.coupling.plain_weights import with_plain_weights
 from demask.prune.coupling.roles import READS, ROWS, SHIFTS, find_roles
 from demask.shrink.pipeline import canonicalize, programs_of
-from demask.shrink.program_size import count_macs, letter_sizes, measure_program
+from demask.shrink.program_size import measure_program
 
 
 class _ParameterCell(NamedTuple):
@@ -48,8 +47,9 @@ class Coupling:
     """The slices of a captured network.
 
     ties: its axes. slice_of: by final cell that need not stay whole, the slice of each position,
-    int64 [size], -1 for positions that must stay. whole: the size of its
-    tensors, with 0 MACs. skipped: names of parameters that stay whole.
+    int64 [size], -1 for positions that must stay. whole: the size of its tensors, with 0 MACs;
+    constants that it computes from others are stored in their place. skipped: names of parameters
+    that stay whole.
     """
 
     program: Program
@@ -87,6 +87,11 @@ class Coupling:
     def groups(self) -> tuple[Group, ...]:
         """All groups, of every kind, in the order of the calls that read their parameters."""
         return tuple(group for group, _ in self._numbered)
+
+    @cached_property
+    def numbers(self) -> dict[str, Tensor]:
+        """By group, the numbers of its slices in `slice_of`, int64 [size]."""
+        return {group.name: numbers for group, numbers in self._numbered}
 
     @cached_property
     def _numbered(self) -> list[tuple[Group, Tensor]]:
@@ -174,52 +179,6 @@ class Coupling:
             is_weight = constant.parameter and constant.tensor.ndim > 1
             if first and is_weight and full not in self.skipped:
                 yield full, first[0]
-
-    # --- sizes ------------------------------------------------------------------------------------
-
-    def sizes(self, masks: Mapping[str, Tensor]) -> Sizes:
-        """The size of the network without the slices that masks make zero: parameters with
-        floating-point buffers, MACs of one call on the example inputs, bytes.
-
-        masks: by parameter, bool of its shape, True where it stays.
-        """
-        left = self._left(masks)
-        removed = {}
-        for name in self.ties.names():
-            tensor = self.program.constants[name].tensor
-            axes = map(self.ties.leaves, self.ties.constant(name))
-            remaining = math.prod(self._size(cell, left) for leaves in axes for cell in leaves)
-            removed[tensor.data_ptr(), tensor.shape] = tensor, tensor.numel() - remaining
-        return Sizes(
-            self.whole.parameters - sum(n for t, n in removed.values() if t.is_floating_point()),
-            sum(self._macs(node, left) for node in self.ties.relations),
-            self.whole.bytes - sum(n * t.element_size() for t, n in removed.values()),
-        )
-
-    def _size(self, cell: int, left: Mapping[int, int]) -> int:
-        return left.get(cell, self.ties.cells.size(cell) or 1)
-
-    def _left(self, masks: Mapping[str, Tensor]) -> dict[int, int]:
-        """By cell with slices, how many of its positions stay."""
-        most = max((int(numbers.max()) for _, numbers in self._numbered), default=0)
-        gone = torch.zeros(most + 1, dtype=torch.bool)
-        for group, numbers in self._numbered:
-            gone[numbers[group.gone(masks)]] = True
-        return {
-            cell: len(numbers) - int(gone[numbers[(numbers >= 0) & (numbers <= most)]].sum())
-            for cell, numbers in self.slice_of.items()
-        }
-
-    def _macs(self, node: Any, left: Mapping[int, int]) -> int:
-        """The MACs of a call on the positions that stay."""
-        relation, letters = self.ties.relations[node], self.ties.letters[node]
-        sizes = letter_sizes(relation, self.program.example)
-        smaller = {
-            a: math.prod(self._size(cell, left) for cell in leaves)
-            for a in sizes
-            if (leaves := self.ties.leaves([letters[a]])) and not {*leaves}.isdisjoint(left)
-        }
-        return count_macs(replace(relation, size={**sizes, **smaller}), self.program.example)
 
 
 def _module_of(parameter: str) -> str:

@@ -1,0 +1,1 @@
+"""`demask prune`: train, prune, tune and demask an image classifier."""

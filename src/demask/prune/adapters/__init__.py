@@ -1,0 +1,1 @@
+"""Thin callbacks that let training engines prune; each needs its engine, an extra."""

@@ -1,0 +1,1 @@
+"""A search for the amount of each group, resumable and on several workers."""

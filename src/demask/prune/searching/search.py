@@ -1,0 +1,332 @@
+"""search(): amounts for every group, by accuracy and cost."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.text import Text
+from torch import nn
+
+from demask.errors import BadInput
+from demask.failures import public
+from demask.progress import progress
+from demask.prune.masked_copies import PerGroup, PredictedTime, PruningOptions, pruner_of_copy
+from demask.prune.plots import draw_search
+from demask.prune.pruner import Pruner
+from demask.prune.scores import L1
+from demask.prune.searching.proposals import mix, propose
+from demask.prune.searching.store import TrialStore
+from demask.prune.searching.trial import (
+    Proposal,
+    SearchTrial,
+    TrialTask,
+    cost_of,
+    run_trial,
+)
+from demask.prune.searching.workers import run_on_client
+from demask.text_table import number_table, render_text
+
+COSTS = ("macs", "ms", "parameters")
+DENSE = "demask dense"  # what the storage calls the network as it is
+SHOWN = 12  # trials in the table
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The trials of a search.
+
+    Attributes:
+        dense: the network as it is, as a trial of number -1.
+        trials: all trials, in order.
+        cost, budget: as `search` was called.
+        options: structure, score and skip of the pruners.
+
+    Example:
+        >>> import torch
+        >>> from demask import prune
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> x = torch.ones(1, 4)
+        >>> result = prune.search(net, lambda net: -net(x).norm().item(), (x,), trials=3, budget=30)
+        >>> result.best.macs <= 30
+        True
+    """
+
+    dense: SearchTrial
+    trials: tuple[SearchTrial, ...]
+    cost: str
+    budget: float | None
+    options: PruningOptions
+
+    @property
+    def front(self) -> tuple[SearchTrial, ...]:
+        """The trials that no other beats: none is as good and cheaper, or better for the cost."""
+        front: list[SearchTrial] = []
+        evaluated = [trial for trial in self.trials if trial.accuracy is not None]
+        for trial in sorted(evaluated, key=lambda t: (self.cost_of(t), -(t.accuracy or 0))):
+            if not front or (trial.accuracy or 0) > (front[-1].accuracy or 0):
+                front.append(trial)
+        return tuple(front)
+
+    @property
+    def best(self) -> SearchTrial:
+        """The trial of the highest accuracy, of equal ones the cheapest. Raises BadInput if none
+        fits the budget."""
+        if not self.front:
+            least = min(map(self.cost_of, self.trials), default=float("nan"))
+            raise BadInput(f"no trial fits the budget of {self.budget:g}: the cheapest of "
+                           f"{len(self.trials)} costs {least:g}; allow larger amounts, or more "
+                           "trials")  # fmt: skip
+        return self.front[-1]
+
+    def cost_of(self, trial: SearchTrial) -> float:
+        """The MACs, milliseconds or parameters of a trial, as `cost` says."""
+        return cost_of(self.cost, trial)
+
+    def pruner(
+        self, model: nn.Module, example_inputs: Any, trial: SearchTrial | None = None
+    ) -> Pruner:
+        """A `Pruner` that masked `model`, in place, as `trial` says (default: the best)."""
+        trial = trial or self.best
+        pruner = Pruner(
+            model, example_inputs, score=self.options.score, structure=self.options.structure,
+            skip=self.options.skip, allocation=PerGroup(trial.removed),
+        )  # fmt: skip
+        pruner.step()
+        return pruner
+
+    def to_dict(self) -> dict[str, Any]:
+        """The trials in JSON types."""
+        return {
+            "cost": self.cost,
+            "budget": self.budget,
+            "dense": asdict(self.dense),
+            "trials": [asdict(trial) for trial in self.trials],
+            "front": [trial.number for trial in self.front],
+        }
+
+    def plot(self, path: str | Path) -> None:
+        """Write a picture to `path` (.svg, .png or .pdf): accuracy by cost of all trials. Raises
+        BadInput without matplotlib (extra `plot`)."""
+        draw_search(self, Path(path))
+
+    def __str__(self) -> str:
+        table = number_table("trial", "accuracy", "parameters", "MACs", "ms", "removed")
+        front = self.front
+        for trial in [self.dense, *front[-SHOWN:]]:
+            name = "as it is" if trial.number < 0 else str(trial.number)
+            mean = sum(trial.amounts.values()) / max(len(trial.amounts), 1)
+            table.add_row(name, f"{trial.accuracy:.4g}", f"{trial.parameters:,}",
+                          f"{trial.macs:,}", _ms(trial), f"{100 * mean:.0f} %")  # fmt: skip
+        over = sum(trial.accuracy is None for trial in self.trials)
+        words = f"{len(self.trials)} trials; {len(front)} that no other beats"
+        words += f"; {over} over the budget, not evaluated" if over else ""
+        return render_text(table, Text(f"{words}. Removed: mean share of a group's slices."))
+
+
+def _ms(trial: SearchTrial) -> str:
+    return "–" if trial.milliseconds is None else f"{trial.milliseconds:.3g}"
+
+
+@public
+def search(
+    model: nn.Module,
+    evaluate: Callable[[nn.Module], float],
+    example_inputs: Any,
+    *,
+    trials: int = 50,
+    amounts: tuple[float, float] = (0.0, 0.9),
+    cost: str = "macs",
+    budget: float | None = None,
+    structure: str = "channel",
+    score: Any = None,
+    skip: Iterable[str] = (),
+    recover: Callable[[nn.Module], Any] | None = None,
+    storage: str | Path | None = None,
+    client: Any = None,
+    batch: int = 4,
+    seed: int = 0,
+) -> Search:
+    """Networks with other amounts of slices removed from each group: accuracy against cost.
+
+    Each trial masks the least important slices of every group in a copy, measures what `demask`
+    removes, and evaluates the copy. The first trials have the same amount in all groups; Optuna
+    (extra `search`) proposes the others. `model` does not change.
+
+    A trial is a function of the network and its amounts, and proposals are a function of the trials
+    before: for one seed the result is the same on any number of workers, after a worker died, and
+    after the process was killed and started again with the same storage.
+
+    Args:
+        model: an `nn.Module`, trained.
+        evaluate: takes a network in eval mode and returns a number, higher for a better network.
+        example_inputs: as of `Pruner`; MACs and milliseconds are those of one call on them.
+        trials: of the search in all; those in the storage count.
+        amounts: the least and the largest share of a group's slices. Default: (0.0, 0.9).
+        cost: "macs" (default), "parameters", or "ms": predicted from layers measured here, so that
+            another run may propose other amounts.
+        budget: the most that a network may cost: a number of MACs, milliseconds or parameters.
+            Networks over it are not evaluated. Default: None, for both accuracy and cost.
+        structure, score, skip: as of `Pruner`. Default: channels by L1.
+        recover: called with each copy before it is evaluated; it may train it. Default: None.
+        storage: a file for the trials: a journal (.journal, .log) or an SQLite database (.db,
+            .sqlite). An existing one is continued. Default: None, for memory.
+        client: a `distributed.Client`, on whose workers trials run. Workers need demask and what
+            `evaluate` imports. Default: None, for one trial after the other, here.
+        batch: trials that are proposed at once, from those before; as many can run at a time.
+        seed: of the proposals and of torch in trials.
+
+    Returns:
+        A `Search`: `best`, `front`, all `trials`; `pruner` prunes a network so.
+
+    Raises:
+        BadInput: an argument out of range, a storage of another search, Optuna is not installed, or
+            `evaluate` raises or returns no finite number. Finished trials stay in the storage.
+
+    Example:
+        >>> import torch
+        >>> from demask import prune
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> x = torch.ones(1, 4)
+        >>> result = prune.search(net, lambda net: -net(x).norm().item(), (x,), trials=3)
+        >>> [trial.removed for trial in result.trials]
+        [{'0': 2}, {'0': 4}, {'0': 5}]
+    """
+    _check(trials, batch, amounts, cost, budget)
+    if seed < 0:
+        raise BadInput(f"expected a seed of 0 or more, got {seed}")
+    _check_installed(client)
+    options = PruningOptions(score or L1(), structure, tuple(skip))
+    task = TrialTask(model, evaluate, example_inputs, options, recover, cost, budget,
+                     torch.get_num_threads())  # fmt: skip
+    pruner = pruner_of_copy(model, example_inputs, options)
+    sizes = {candidates.name: candidates.units for candidates in pruner.candidates}
+    ranges = {n: (int(amounts[0] * k), min(int(amounts[1] * k), k - 1)) for n, k in sizes.items()}
+    if not any(most for _, most in ranges.values()):
+        raise BadInput(f"expected amounts of one {structure} or more, got {amounts} of groups of "
+                       f"{sorted(set(sizes.values()))}")  # fmt: skip
+    identity = _identity(task, sizes) | {"amounts": list(amounts), "seed": seed, "batch": batch}
+    store = TrialStore(None if storage is None else Path(storage), identity)
+    try:
+        time = PredictedTime(pruner) if cost == "ms" else None
+        dense = _dense(store, task, time)
+        run = _Run(task, store, ranges, sizes, client, seed, time)
+        done = run.until(trials, batch)
+    finally:
+        store.close()
+    return Search(dense, tuple(done[number] for number in range(trials)), cost, budget, options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Runs the trials that the store lacks, a batch after the other."""
+
+    task: TrialTask
+    store: TrialStore
+    ranges: Mapping[str, tuple[int, int]]
+    sizes: Mapping[str, int]
+    client: Any
+    seed: int
+    time: PredictedTime | None
+
+    def until(self, count: int, batch: int) -> dict[int, SearchTrial]:
+        """The trials by number, at least `count`; see `search`."""
+        done = self.store.trials()
+        with progress("search", count) as step:
+            step("search", sum(number < count for number in done))
+
+            def finished(trial: SearchTrial) -> None:
+                self.store.add(trial)
+                done[trial.number] = trial
+                step(f"trial {trial.number}")
+
+            for start in range(0, count, batch):
+                numbers = range(start, start + batch)  # all: proposals depend on their batch
+                if any(number not in done for number in numbers if number < count):
+                    self._batch([n for n in numbers if n < count], numbers, done, finished)
+        return done
+
+    def _batch(
+        self,
+        wanted: list[int],
+        numbers: range,
+        done: Mapping[int, SearchTrial],
+        finished: Callable[[SearchTrial], None],
+    ) -> None:
+        history = [done[number] for number in range(numbers.start)]
+        proposals = propose(self.ranges, history, numbers, cost=self.task.cost,
+                            budget=self.task.budget, seed=self.seed)  # fmt: skip
+        tasks = [
+            self._proposal(number, removed)
+            for number, removed in zip(numbers, proposals, strict=True)
+            if number in wanted and number not in done
+        ]
+        if self.client is not None:
+            return run_on_client(self.client, self.task, tasks, finished)
+        for proposal in tasks:
+            finished(run_trial(self.task, proposal))
+        return None
+
+    def _proposal(self, number: int, removed: Mapping[str, int]) -> Proposal:
+        amounts = {name: n / self.sizes[name] for name, n in removed.items()}
+        milliseconds = None if self.time is None else self.time.milliseconds(removed)
+        return Proposal(number, removed, amounts, milliseconds, mix(self.seed, number))
+
+
+def _dense(store: TrialStore, task: TrialTask, time: PredictedTime | None) -> SearchTrial:
+    """The network as it is, without a budget; measured once for each storage."""
+    values = store.recall(DENSE)
+    if values is None:
+        free = TrialTask(task.model, task.evaluate, task.example_inputs, task.options, None,
+                         task.cost, None, task.threads)  # fmt: skip
+        milliseconds = None if time is None else time.milliseconds({})
+        values = asdict(run_trial(free, Proposal(-1, {}, {}, milliseconds, 0)))
+        store.remember(DENSE, values)
+    return SearchTrial(**values)
+
+
+def _check(
+    trials: int, batch: int, amounts: tuple[float, float], cost: str, budget: float | None
+) -> None:
+    if trials < 1 or batch < 1:
+        raise BadInput(f"expected trials and batch of 1 or more, got {trials} and {batch}")
+    if len(amounts) != 2 or not 0 <= amounts[0] <= amounts[1] < 1:
+        raise BadInput(f"expected amounts (least, largest) from 0 to below 1, got {amounts}")
+    if cost not in COSTS:
+        raise BadInput(f"expected cost to be one of {', '.join(COSTS)}, got {cost!r}")
+    if budget is not None and not budget > 0:
+        raise BadInput(f"expected a budget above 0, in {cost}, got {budget!r}")
+
+
+def _check_installed(client: Any) -> None:
+    for name in ("optuna", *(("distributed", "cloudpickle") if client is not None else ())):
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise BadInput(
+                f'search needs {name} ({error}): pip install "demask[search]"'
+            ) from error
+
+
+def _identity(task: TrialTask, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """What a storage must have been created with, in JSON values."""
+    digest = hashlib.sha256(type(task.model).__qualname__.encode())
+    for name, tensor in task.model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    score = task.options.score
+    return {
+        "model": digest.hexdigest(),
+        "groups": dict(sizes),
+        "structure": task.options.structure,
+        "score": getattr(score, "__qualname__", None) or repr(score),
+        "skip": list(task.options.skip),
+        "cost": task.cost,
+        "budget": task.budget,
+    }

@@ -1,0 +1,215 @@
+"""What accuracy each group costs, and what its removal saves, by the share that is removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.text import Text
+from torch import nn
+
+from demask.errors import BadInput
+from demask.failures import public
+from demask.graph.provenance import provenance_of
+from demask.progress import ProgressStep, progress
+from demask.prune.coupling.find_groups import as_arguments
+from demask.prune.masked_copies import (
+    PredictedTime,
+    PruningOptions,
+    call_evaluate,
+    masked_copy,
+    pruner_of_copy,
+)
+from demask.prune.plots import draw_sensitivity
+from demask.prune.scores import L1
+from demask.shrink.demask import demask
+from demask.text_table import number_table, render_text
+
+AMOUNTS = (0.1, 0.25, 0.5, 0.75, 0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class SensitivityRow:
+    """A network with some slices of one group removed, and nothing else.
+
+    group: its name; "" for the network as it is. size, removed: slices of the group. accuracy: what
+    `evaluate` returned of the masked network. parameters, macs: of that network after `demask`.
+    milliseconds: predicted for a call of it on the example inputs, the sum of its layers.
+
+    Example:
+        >>> from demask import prune
+        >>> prune.SensitivityRow("conv1", 16, 4, 0.9, 100, 200, 0.5).amount
+        0.25
+    """
+
+    group: str
+    size: int
+    removed: int
+    accuracy: float
+    parameters: int
+    macs: int
+    milliseconds: float
+
+    @property
+    def amount(self) -> float:
+        """The share of the group's slices that is removed."""
+        return self.removed / self.size if self.size else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """Accuracy, parameters, MACs and predicted milliseconds by group and amount, as a table.
+
+    Attributes:
+        dense: the row of the network as it is.
+        rows: one for each group and amount, in the order of the network.
+
+    Example:
+        >>> import torch
+        >>> from demask import prune
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> x = torch.ones(1, 4)
+        >>> result = prune.sensitivity(net, lambda net: -net(x).norm().item(), (x,), amounts=(0.5,))
+        >>> result.rows[0].group, result.rows[0].removed, result.rows[0].macs, result.dense.macs
+        ('0', 4, 24, 48)
+    """
+
+    dense: SensitivityRow
+    rows: tuple[SensitivityRow, ...]
+
+    @property
+    def by_group(self) -> dict[str, list[SensitivityRow]]:
+        """The rows of each group, by its name, from the smallest amount on."""
+        names = dict.fromkeys(row.group for row in self.rows)
+        return {name: [row for row in self.rows if row.group == name] for name in names}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rows in JSON types."""
+        rows = [asdict(row) | {"amount": row.amount} for row in self.rows]
+        return {"dense": asdict(self.dense), "rows": rows}
+
+    def plot(self, path: str | Path) -> None:
+        """Write a picture to `path` (.svg, .png or .pdf): accuracy, MACs and milliseconds by the
+        amount, one line for each group. Raises BadInput without matplotlib (extra `plot`)."""
+        draw_sensitivity(self, Path(path))
+
+    def __str__(self) -> str:
+        amounts = sorted({round(row.amount, 2) for row in self.rows})
+        few = len(amounts) <= 6
+        heads = [f"at {100 * a:.0f} %" for a in amounts] if few else ["at least", "at most"]
+        table = number_table("accuracy", "slices", *heads, "MACs of all", "ms of all")
+        for name, rows in self.by_group.items():
+            cells = _at(rows, amounts) if few else _ends(rows)
+            last = rows[-1]
+            table.add_row(Text(name, overflow="fold"), str(last.size), *cells,
+                          f"{100 * last.macs / max(self.dense.macs, 1):.1f} %",
+                          f"{last.milliseconds:.3g}")  # fmt: skip
+        dense = self.dense
+        line = (f"as it is: accuracy {dense.accuracy:.4g}, {dense.parameters:,} parameters, "
+                f"{dense.macs:,} MACs, {dense.milliseconds:.3g} ms (predicted). MACs and ms of "
+                "all: the network's, at the largest amount.")  # fmt: skip
+        return render_text(table, Text(line))
+
+
+def _at(rows: Sequence[SensitivityRow], amounts: Sequence[float]) -> list[str]:
+    """The accuracy at each amount; a group of few slices has not all of them."""
+    by_amount = {round(row.amount, 2): f"{row.accuracy:.4g}" for row in rows}
+    return [by_amount.get(amount, "") for amount in amounts]
+
+
+def _ends(rows: Sequence[SensitivityRow]) -> list[str]:
+    return [f"{row.accuracy:.4g} at {100 * row.amount:.0f} %" for row in (rows[0], rows[-1])]
+
+
+@public
+def sensitivity(
+    model: nn.Module,
+    evaluate: Callable[[nn.Module], float],
+    example_inputs: Any,
+    *,
+    amounts: Iterable[float] = AMOUNTS,
+    structure: str = "channel",
+    score: Any = None,
+    skip: Iterable[str] = (),
+    recover: Callable[[nn.Module], Any] | None = None,
+) -> Sensitivity:
+    """Accuracy and cost of the network with one group pruned, for each group and amount.
+
+    For each the least important slices of the group are masked in a copy, the copy is evaluated and
+    demasked: parameters and MACs are those of the smaller network, and milliseconds are predicted
+    for it from measured ops of this machine. `model` does not change. On a terminal, a bar is shown
+    beyond two seconds.
+
+    Args:
+        model: an `nn.Module`, trained.
+        evaluate: takes a network in eval mode and returns a number, higher for a better network.
+        example_inputs: as of `Pruner`; MACs and milliseconds are those of one call on them.
+        amounts: shares of a group's slices, above 0 and below 1; rounded down to whole slices, at
+            least one. Default: (0.1, 0.25, 0.5, 0.75, 0.9).
+        structure, score, skip: as of `Pruner`. Default: channels by L1.
+        recover: called with each masked copy before it is evaluated, such as
+            `lambda net: prune.recalibrate_norms(net, batches)`. Default: None.
+
+    Returns:
+        A `Sensitivity`; `str` is a table, `to_dict` is for JSON, `plot` draws it.
+
+    Raises:
+        BadInput: an amount out of range, or `evaluate` raises or returns no finite number.
+
+    Example:
+        >>> import torch
+        >>> from demask import prune
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> x = torch.ones(1, 4)
+        >>> result = prune.sensitivity(net, lambda net: -net(x).norm().item(), (x,), amounts=(0.5,))
+        >>> [(row.amount, row.parameters) for row in result.rows]
+        [(0.5, 30)]
+    """
+    shares = sorted(set(amounts))
+    if not shares or not all(0 < share < 1 for share in shares):
+        raise BadInput(f"expected amounts above 0 and below 1, got {shares}")
+    options = PruningOptions(score or L1(), structure, tuple(skip))
+    pruner = pruner_of_copy(model, example_inputs, options)
+    tasks = [(c.name, c.units, n) for c in pruner.candidates for n in _counts(c.units, shares)]
+    time = PredictedTime(pruner)
+    measure = _Measurement(model, evaluate, example_inputs, options, recover, time)
+    with progress("sensitivity", len(tasks) + 1) as step:
+        dense = measure.row("", 0, 0, step)
+        rows = tuple(measure.row(*task, step) for task in tasks)
+    time.save()
+    return Sensitivity(dense, rows)
+
+
+def _counts(units: int, shares: Sequence[float]) -> list[int]:
+    """The distinct numbers that shares of some units are, from 1 to all but one."""
+    return sorted({min(max(int(share * units + 1e-9), 1), units - 1) for share in shares} - {0})
+
+
+@dataclass(frozen=True, slots=True)
+class _Measurement:
+    """Measures one row after the other; see `sensitivity`."""
+
+    model: nn.Module
+    evaluate: Callable[[nn.Module], float]
+    example_inputs: Any
+    options: PruningOptions
+    recover: Callable[[nn.Module], Any] | None
+    time: PredictedTime
+
+    def row(self, group: str, size: int, removed: int, step: ProgressStep) -> SensitivityRow:
+        amounts = {group: removed} if removed else {}
+        copy, _ = masked_copy(self.model, self.example_inputs, amounts, self.options)
+        words = f"{group} without {removed} of {size}" if removed else "the network as it is"
+        if self.recover is not None and removed:
+            self.recover(copy)
+        with torch.no_grad():
+            accuracy = call_evaluate(self.evaluate, copy.eval(), words)
+        slim = demask(copy, *as_arguments(self.example_inputs), check=False, result="graph")
+        after, milliseconds = provenance_of(slim).after, self.time.milliseconds(amounts)
+        step(words)
+        return SensitivityRow(
+            group, size, removed, accuracy, after.parameters, after.macs, milliseconds
+        )

@@ -1,0 +1,129 @@
+"""Predicted parameters and MACs are those of the network that demask returns, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import architectures
+import cifar
+import demask
+import networks
+from demask.prune.allocation.context import NetworkContext
+from demask.prune.pruner import Pruner
+from demask.prune.removal_cost import CountedProducts, RemovalCost
+from night import at_night
+
+
+def resnet20() -> tuple[nn.Module, Tensor]:
+    return cifar.ResNet(20).eval(), torch.randn(3, 3, 32, 32)
+
+
+def of_torchvision(name: str) -> Callable[[], tuple[nn.Module, Tensor]]:
+    def build() -> tuple[nn.Module, Tensor]:
+        models = networks.torchvision().models
+        return models.get_model(name, num_classes=10).eval(), torch.randn(2, 3, 64, 64)
+
+    return build
+
+
+def bert() -> tuple[nn.Module, Tensor]:
+    config = architectures.transformers().BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=56,
+        vocab_size=50,
+    )  # fmt: skip
+    return architectures.transformers().BertModel(config).eval(), torch.randint(0, 50, (2, 12))
+
+
+def llama() -> tuple[nn.Module, Tensor]:
+    config = architectures.transformers().LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        intermediate_size=44, vocab_size=50, use_cache=False,
+    )  # fmt: skip
+    return architectures.transformers().LlamaForCausalLM(config).eval(), torch.randint(
+        0, 50, (2, 12)
+    )
+
+
+CASES = {
+    "resnet20": (resnet20, "channel"),
+    "bert-head": (bert, "head"),
+    "bert-unit": (bert, "unit"),
+    "bert-channel": (bert, "channel"),
+    "llama-head": (llama, "head"),
+    "llama-unit": (llama, "unit"),
+    "llama-channel": (llama, "channel"),
+    "resnet18": (of_torchvision("resnet18"), "channel"),
+    "mobilenet_v2": (of_torchvision("mobilenet_v2"), "channel"),
+    "densenet121": (of_torchvision("densenet121"), "channel"),
+}
+
+
+def draw_masks(pruner: Pruner, seed: int) -> dict[str, Tensor]:
+    """Other counts of slices in each group, at least one."""
+    draw = torch.Generator().manual_seed(seed)
+    masks = {}
+    for candidates in pruner.candidates:
+        share = torch.rand((), generator=draw) * 0.7 + 0.2
+        mask = torch.rand(candidates.units, generator=draw) < share
+        mask[torch.randint(candidates.units, (), generator=draw)] = True
+        masks[candidates.name] = mask
+    return masks
+
+
+@pytest.mark.parametrize("name", [*list(CASES)[:7], *at_night(*list(CASES)[7:])])
+def test_predicted_sizes_are_those_after_demask(name: str) -> None:
+    build, structure = CASES[name]
+    torch.manual_seed(0)
+    model, x = build()
+    pruner = Pruner(model, x, structure=structure)
+    masks = draw_masks(pruner, 1)
+    masked = NetworkContext.of(pruner, 0.5).masked(masks)
+    after = demask.demask(masked, (x,), check=False, result="graph").demasked
+    sizes = pruner.removal_cost.sizes(masks)
+    assert (sizes.parameters, sizes.macs) == (after.after.parameters, after.after.macs)
+    whole = pruner.removal_cost.sizes({})
+    assert (whole.parameters, whole.macs) == (after.before.parameters, after.before.macs)
+    assert whole.macs > sizes.macs
+    counts = {name: int(mask.sum()) for name, mask in masks.items()}
+    left = {g.name: torch.ones(g.size, dtype=torch.bool) for g in pruner.removal_cost.groups}
+    counted = CountedProducts.of(pruner.removal_cost.products, left)
+    assert counted.total(counts) == sizes.macs  # slices of one group are alike here
+    assert counted.total({}) == whole.macs
+
+
+class Uneven(nn.Module):
+    """The second layer reads the first three channels of eight: a slice costs as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8, bias=False), nn.Linear(3, 5, bias=False)
+        self.third = nn.Linear(8, 2, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.relu(self.first(x))
+        return self.second(y[:, :3]), self.third(y)
+
+
+def test_slices_that_cost_differently() -> None:
+    model, x = Uneven().eval(), torch.randn(2, 4)
+    pruner = Pruner(model, x)
+    for gone in ([0], [7], [1, 2, 6]):
+        masked = Uneven().eval()
+        with torch.no_grad():
+            masked.first.weight[gone] = 0
+        slim = demask.demask(masked, (x,), result="graph").demasked.after
+        masks = {"first.weight": (masked.first.weight != 0)}
+        assert pruner.removal_cost.masked(masks) == slim
+
+
+def test_the_shared_calls_of_a_coupling_are_counted_once() -> None:
+    layer = nn.Linear(6, 6, bias=False)
+    model = nn.Sequential(nn.Linear(4, 6), layer, nn.ReLU(), layer, nn.Linear(6, 2)).eval()
+    pruner = Pruner(model, torch.randn(3, 4))
+    cost = RemovalCost.of(pruner.coupling)
+    assert cost.sizes({}).parameters == sum(p.numel() for p in model.parameters())
+    assert cost.sizes({}).macs == 3 * (4 * 6 + 2 * 6 * 6 + 6 * 2)
