@@ -204,8 +204,9 @@ FAULTS = (
           "int(positions.sum() * (masks[name].double().mean() if name in masks else 1))",
           "removal_cost"),
     fault("latency-exceeded", "prune/allocation/latency.py",
-          "fitting = [t for t in self.trials if t.measured_ms <= 1e3 * budget]",
-          "fitting = [t for t in self.trials if t.measured_ms <= 1.2e3 * budget]", "budgets"),
+          "return [trial for trial in self.trials if trial.measured_ms <= 1e3 * budget]",
+          "return [trial for trial in self.trials if trial.measured_ms <= 1.2e3 * budget]",
+          "budgets"),
 )  # fmt: skip
 
 
