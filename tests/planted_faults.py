@@ -241,8 +241,10 @@ FAULTS = (
           "int(positions[masks[name]].sum() if name in masks else positions.sum())",
           "int(positions.sum() * (masks[name].double().mean() if name in masks else 1))",
           "removal_cost"),
-    fault("latency-by-one-network", "prune/allocation/latency.py",
-          "if share > LEAST_SHARE * y / x:", "if False:", "budgets"),
+    fault("latency-exceeded", "prune/allocation/latency.py",
+          "return [trial for trial in self.trials if trial.measured_ms <= 1e3 * budget]",
+          "return [trial for trial in self.trials if trial.measured_ms <= 1.2e3 * budget]",
+          "budgets"),
 )  # fmt: skip
 
 

@@ -95,29 +95,47 @@ def test_predicted_sizes_are_those_after_demask(name: str) -> None:
     assert counted.total({}) == whole.macs
 
 
-class Uneven(nn.Module):
-    """The second layer reads the first three channels of eight: a slice costs as it is."""
+class Joined(nn.Module):
+    """The second layer reads the inputs as well, which always stay."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 8, bias=False), nn.Linear(3, 5, bias=False)
-        self.third = nn.Linear(8, 2, bias=False)
+        self.first, self.second = nn.Linear(4, 8, bias=False), nn.Linear(12, 5, bias=False)
+        self.third = nn.Linear(5, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([x, torch.relu(self.first(x))], 1)
+        return self.third(torch.relu(self.second(joined)))
+
+
+class Uneven(nn.Module):
+    """A product of the first three channels of eight alone: a slice costs as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8, bias=False), nn.Linear(8, 5, bias=False)
+        self.third = nn.Linear(5, 2, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = torch.relu(self.first(x))
-        return self.second(y[:, :3]), self.third(y)
+        part = y[:, :3]
+        return part.unsqueeze(1) @ part.unsqueeze(2), self.third(torch.relu(self.second(y)))
 
 
-def test_slices_that_cost_differently() -> None:
-    model, x = Uneven().eval(), torch.randn(2, 4)
+@pytest.mark.parametrize("network", [Joined, Uneven])
+@pytest.mark.parametrize("gone", [[0], [7], [1, 2, 6]])
+def test_slices_beside_others(network: type[nn.Module], gone: list[int]) -> None:
+    torch.manual_seed(0)
+    model, x = network().eval(), torch.randn(2, 4)
     pruner = Pruner(model, x)
-    for gone in ([0], [7], [1, 2, 6]):
-        masked = Uneven().eval()
-        with torch.no_grad():
-            masked.first.weight[gone] = 0
-        slim = demask.demask(masked, (x,), result="graph").demasked.after
-        masks = {"first.weight": (masked.first.weight != 0)}
-        assert pruner.removal_cost.masked(masks) == slim
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+    with torch.no_grad():
+        weights["first.weight"][gone] = 0
+        weights["second.weight"][:2] = 0
+    after = demask.demask(model, (x,), result="graph").demasked.after
+    masks = {name: weights[name] != 0 for name in ("first.weight", "second.weight")}
+    sizes = pruner.removal_cost.masked(masks)
+    assert (sizes.parameters, sizes.macs) == (after.parameters, after.macs)
 
 
 def test_the_shared_calls_of_a_coupling_are_counted_once() -> None:

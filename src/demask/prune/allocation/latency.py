@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 TIMED_COUNTS = 16  # counts per group in the knapsack
 TRIALS, TOLERANCE, MARGIN = 6, 0.05, 0.98  # networks measured; prediction; share to aim at
 LEAST_USED = 0.94  # of the budget, below which another network is tried
+BACK_OFF = 0.92  # of the aim, where no network was within the budget
 LEAST_SHARE, MOST_REST = 0.2, 0.5  # of a line through measured networks: see `_line`
 
 
@@ -166,12 +167,17 @@ class _LatencySearch:
         budget = self._budget(original)
         if original <= budget:
             self.trials.append(Trial(whole, 1e3 * original, 1e3 * original))
+        aim, least = MARGIN * budget, self.problem.least()
         while not self.trials or not self._is_done(budget):
             prediction = self._prediction(budget)
-            choice = self._next(prediction, MARGIN * budget)
-            if any(choice == trial.counts for trial in self.trials):
+            choice = self._next(prediction, aim)
+            is_new = all(choice != trial.counts for trial in self.trials)
+            if is_new:
+                self._try(choice, prediction)
+            elif self._fitting(budget) or choice == least:
                 break
-            self._try(choice, prediction)
+            if not is_new or len(self.trials) >= TRIALS:
+                aim *= BACK_OFF  # measurements vary: aim lower rather than give up
         chosen = self._chosen(budget)
         masks = self.problem.masks(chosen.counts)
         return LatencyPlan(masks, self.trials, chosen, 1e3 * budget, 1e3 * original)
@@ -184,25 +190,27 @@ class _LatencySearch:
     def _is_done(self, budget: float) -> bool:
         """Whether the last network was predicted well, fits, and uses the budget."""
         last = self.trials[-1]
-        if len(self.trials) == TRIALS or last.counts == self.problem.most():
+        if last.counts == self.problem.most():
+            return True
+        if len(self.trials) >= TRIALS and self._fitting(budget):
             return True
         error = abs(last.predicted_ms / last.measured_ms - 1)
         return error <= TOLERANCE and LEAST_USED <= last.measured_ms / (1e3 * budget) <= 1
 
     def _chosen(self, budget: float) -> Trial:
         """The most important network within the budget. Raises BadInput if none is."""
-        fitting = [t for t in self.trials if t.measured_ms <= 1e3 * budget]
+        fitting = self._fitting(budget)
         if fitting:
             return max(fitting, key=lambda t: self.problem.value(t.counts))
-        least = self.problem.least()
-        if all(trial.counts != least for trial in self.trials):
-            self._try(least, self._prediction(budget))
-            return self._chosen(budget)
         ms = min(trial.measured_ms for trial in self.trials)
         raise BadInput(
             f"expected a budget of at least {ms:.3g} ms, the least that was measured with these "
             f"groups and floors on this machine; got {1e3 * budget:.3g} ms"
         )
+
+    def _fitting(self, budget: float) -> list[Trial]:
+        """The networks that were measured within the budget."""
+        return [trial for trial in self.trials if trial.measured_ms <= 1e3 * budget]
 
     def _try(self, choice: Choice, prediction: _Prediction) -> None:
         """Predict a network, build it, measure it."""
