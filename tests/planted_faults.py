@@ -135,9 +135,9 @@ FAULTS = (
           "return sorted(ratios)[int((1 - CONFIDENCE) * DRAWS)]",
           "return sorted(ratios)[int(CONFIDENCE * DRAWS)]", "timing"),
     # tune
-    fault("weights-not-in-the-name", "optimized_files.py", "                _add(digest, tensor)",
-          "                pass", "optimized_files"),
-    fault("earlier-choice-not-compared", "optimized_files.py",
+    fault("weights-not-in-the-name", "files/optimized_files.py",
+          "                _add(digest, tensor)", "                pass", "optimized_files"),
+    fault("earlier-choice-not-compared", "files/optimized_files.py",
           "if reasons := race.admit(EARLIER, network):",
           "race.modules[EARLIER] = network\n        if reasons := []:", "optimized_files"),
     fault("norm-without-eps", "tune/passes/fold_affine.py", 'torch.rsqrt(var + arguments["eps"])',

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
+from demask.files.optimized_files import EarlierChoice, OptimizedFile
 from demask.graph.example_inputs import draw_examples, draw_like
 from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.program import Program, copy_tensors
@@ -27,7 +28,6 @@ from demask.machine.benchmark import ALLOWED
 from demask.machine.cost import Costs
 from demask.machine.threads import checked_threads, set_threads
 from demask.ops import TABLE, Table
-from demask.optimized_files import EarlierChoice, OptimizedFile
 from demask.registry import RUNNERS
 from demask.shrink.check import copy_in_eval
 from demask.shrink.demask import demask

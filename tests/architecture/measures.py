@@ -24,7 +24,7 @@ LAYERS = (
     ("shrink", "tune", "files"),
     ("sparse", "traverse", "stride", "prune"),
     ("pilot",),
-    ("verify", "optimize", "optimized_files"),
+    ("verify", "optimize"),
     ("optimize_onnx",),
     ("report",),
     ("cli", "plugins", "__init__", "__main__"),

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import demask
-from demask import optimized_files
+from demask.files import optimized_files
+from demask.files.optimized_files import EARLIER, LIMIT, MOST
 from demask.machine.cost import Costs
 from demask.machine.private_files import PrivateFiles
-from demask.optimized_files import EARLIER, LIMIT, MOST
 from demask.tune.module.optimized_module import Optimized
 
 module = importlib.import_module("demask.optimize")
