@@ -159,16 +159,16 @@ def _block_cost(problem: DenseProblem | ChannelProblem, sums: tuple[int, int], i
 def best_channels(problem: ChannelProblem, isa: Isa) -> tuple[float, ChannelTiling]:
     """A tiling of little estimated cost with output channels in lanes, and its cycles: the one of
     fewest vectors, which compiles fastest, among those of about the least."""
-    found = []
+    tilings = []
     for vectors in range(1, MOST_VECTORS + 1):
         if split_outputs(-(-problem.outputs // isa.lanes), vectors) is not None:
             most = max(1, min((isa.registers - 2 - vectors) // vectors, max(problem.lines)))
             block = vectors * isa.line * problem.taps
             passes = -(-problem.channels // max(1, WEIGHTS // block))
             tiling = ChannelTiling(most, vectors, -(-problem.channels // passes))
-            found.append((_channels_cost(problem, tiling, isa), tiling))
-    least = min(cycles for cycles, _ in found)
-    return next(one for one in found if one[0] <= TIE * least)
+            tilings.append((_channels_cost(problem, tiling, isa), tiling))
+    least = min(cycles for cycles, _ in tilings)
+    return next(one for one in tilings if one[0] <= TIE * least)
 
 
 def _channels_cost(problem: ChannelProblem, tiling: ChannelTiling, isa: Isa) -> float:
