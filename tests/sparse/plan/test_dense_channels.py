@@ -31,7 +31,7 @@ from guarded import guarded
 from segment_drafts import Draft
 from sparse_cases import layer, matrix
 
-ALWAYS, NEVER = math.inf, 0.0  # shares of the cost of tiles at which channels are in lanes
+ALWAYS, NEVER = (math.inf, math.inf), (0.0, 1.0)  # factors: channels are in all or in no lanes
 PLAIN = {"kernel": (1, 1), "act": ("relu", ())}
 PADDED = {"kernel": (3, 3), "padding": ((1, 1), (1, 1)), "act": ("silu", ())}
 LAYERS = {
@@ -57,6 +57,11 @@ def made(name: str) -> tuple[SegmentProgram, list[Tensor], Tensor]:
     return *layer("image", dense, draw(outputs), **fields), draw(batch, inputs, height, width)
 
 
+def weigh(monkeypatch, factors: tuple[float, float]) -> None:
+    for name, factor in zip(("TILES", "BOTH"), factors, strict=True):
+        monkeypatch.setattr(dense_layer, name, factor)
+
+
 @pytest.fixture
 def always(monkeypatch) -> list[int]:
     """Channels are in lanes of all dense layers; the threads of their calls."""
@@ -67,7 +72,7 @@ def always(monkeypatch) -> list[int]:
         calls.extend(share[0] for share in shares)
         return emit(tape_, isa, piece, shares)
 
-    monkeypatch.setattr(dense_layer, "CLEAR", ALWAYS)
+    weigh(monkeypatch, ALWAYS)
     monkeypatch.setattr(dense_layer, "emit_channels", record)
     return calls
 
@@ -79,8 +84,9 @@ def test_the_same_bits_as_tiles(name: str, isa: Isa, always, monkeypatch) -> Non
     program, weights, x = made(name)
     outputs = [check(program, weights, [x], threads, isa)([x])[0] for threads in (1, 2, 3)]
     assert always
-    monkeypatch.setattr(dense_layer, "CLEAR", NEVER)
-    outputs += [SegmentPlan.of(program, weights, [x], threads, isa)([x])[0] for threads in (1, 2)]
+    for factors in (NEVER, (math.inf, 0.0)):  # tiles alone, and both
+        weigh(monkeypatch, factors)
+        outputs += [SegmentPlan.of(program, weights, [x], n, isa)([x])[0] for n in (1, 2)]
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
 
 
@@ -100,7 +106,7 @@ def test_numbers_that_are_not_finite(always, monkeypatch) -> None:
     x[0, 0, 2, 2], x[0, 1, 5, 5], x[0, 2], x[0, 3] = torch.nan, torch.inf, -0.0, 1e-41
     weights[0][:200] = -0.0
     (y,) = SegmentPlan.of(program, weights, [x], 1)([x])
-    monkeypatch.setattr(dense_layer, "CLEAR", NEVER)
+    weigh(monkeypatch, NEVER)
     (tiles,) = SegmentPlan.of(program, weights, [x], 1)([x])
     assert torch.equal(y.isnan(), tiles.isnan()) and bool(y.isnan().any())
     finite = torch.where(y.isnan(), 0.0, y), torch.where(tiles.isnan(), 0.0, tiles)
@@ -159,7 +165,8 @@ def kind_of(channels: int, outputs: int, size: int) -> set[str]:
 @pytest.mark.skipif(host().lanes != 16, reason="counts for 16 lanes")
 def test_channels_are_in_lanes_where_positions_leave_lanes_empty() -> None:
     assert kind_of(64, 64, 7) == kind_of(64, 64, 14) == {"DenseChannelsKernel"}
-    assert kind_of(64, 64, 8) == kind_of(64, 18, 7) == {"DenseTileKernel"}
+    assert kind_of(64, 64, 8) == kind_of(64, 7, 7) == {"DenseTileKernel"}
+    assert kind_of(64, 68, 7) == {"DenseChannelsKernel", "DenseTileKernel"}
 
 
 @pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,9 +32,9 @@ from demask.sparse.plan.layers.window_piece import (
 from demask.sparse.plan.tape import KernelCall, Tape
 from demask.sparse.plan.tile_layout import At
 
-CLEAR = (
-    0.97  # largest share of the cost of tiles at which channels are in lanes: they compile longer
-)
+# Factors of estimated cycles: with tiles of positions in all lanes, whose kernels compile fastest,
+# and with both kinds of lanes in one layer.
+TILES, BOTH = 0.97, 1.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +46,51 @@ class PackedBlock:
     weight: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class LaneChoice:
+    """Shares of a layer with output channels in lanes, and those with tiles of positions in lanes;
+    cost: estimated cycles of the thread with the most."""
+
+    channels: list[Share]
+    tiles: list[Share]
+    cost: float
+
+
 def emit_dense(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
     """Write a dense layer as a phase of its own; returns the tiling of its first block.
 
-    Lanes are tiles of positions, or output channels where many lanes would be empty.
+    Lanes are tiles of positions, or output channels where many lanes would be empty; all of them,
+    or as many as fill whole vectors.
     """
-    tiles, channels = (list(_shares(tape, piece, step)) for step in (1, isa.lanes))
+    blocks = [_of_window(piece, block) for block in piece.layer.blocks]
+    counts = [len(block.rows) for block in blocks]
+    cuts = ([0] * len(blocks), counts, [count // isa.lanes * isa.lanes for count in counts])
+    choices = [_choice(tape, isa, piece, blocks, cut) for cut in cuts]
+    costs = [choice.cost * factor for choice, factor in zip(choices, (TILES, 1, BOTH), strict=True)]
+    choice = choices[costs.index(min(costs))]
+    tilings = [emit(tape, isa, piece, own) for emit, own in
+               ((emit_channels, choice.channels), (_emit_tiles, choice.tiles)) if own]  # fmt: skip
+    return tilings[0]
 
-    def tiles_cost(share: Share) -> float:
-        return best_tiling(_problem(piece, share[2]), isa)[0]
 
-    by_tiles = _busiest(tape, tiles, tiles_cost)
-    if _busiest(tape, channels, lambda share: channels_cost(piece, share, isa)) < CLEAR * by_tiles:
-        return emit_channels(tape, isa, piece, channels)
-    return _emit_tiles(tape, isa, piece, tiles)
-
-
-def _busiest(tape: Tape, shares: Sequence[Share], cost: Callable[[Share], float]) -> float:
-    """The cost of the shares of the thread with the most."""
+def _choice(tape: Tape, isa: Isa, piece: WindowPiece, blocks: Sequence[DenseBlock],
+            cut: Sequence[int]) -> LaneChoice:  # fmt: skip
+    """The choice of channels in lanes for the first rows of each block, `cut` gives how many."""
+    pairs = list(zip(blocks, cut, strict=True))
+    channels = list(_shares(tape, piece, [_rows(b, 0, n) for b, n in pairs if n], isa.lanes))
+    rest = [_rows(b, n, len(b.rows)) for b, n in pairs if n < len(b.rows)]
+    tiles = list(_shares(tape, piece, rest, 1))
     costs = [0.0] * tape.threads
-    for share in shares:
-        costs[share[0]] += cost(share)
-    return max(costs)
+    for share in channels:
+        costs[share[0]] += channels_cost(piece, share, isa)
+    for thread, _, block in tiles:
+        costs[thread] += best_tiling(_problem(piece, block), isa)[0]
+    return LaneChoice(channels, tiles, max(costs))
+
+
+def _rows(block: DenseBlock, begin: int, end: int) -> DenseBlock:
+    """Some rows of a block."""
+    return DenseBlock(block.rows[begin:end], block.channels, block.weight[begin:end])
 
 
 def _emit_tiles(tape: Tape, isa: Isa, piece: WindowPiece, shares: Sequence[Share]) -> Tiling:
@@ -84,13 +107,14 @@ def _emit_tiles(tape: Tape, isa: Isa, piece: WindowPiece, shares: Sequence[Share
     return Tiling(first.tile, first.inner, first.rows, len(piece.shape.parts) != tape.threads)
 
 
-def _shares(tape: Tape, piece: WindowPiece, step: int) -> Iterator[Share]:
-    """The shares of all threads.
+def _shares(
+    tape: Tape, piece: WindowPiece, blocks: Sequence[DenseBlock], step: int
+) -> Iterator[Share]:
+    """The shares of all threads of some blocks.
 
     Threads share positions where the layout has a part for each, otherwise whole blocks if there
     are many, otherwise the rows of each, in multiples of `step`.
     """
-    blocks = [_of_window(piece, block) for block in piece.layer.blocks]
     deals = len(piece.shape.parts) != tape.threads and len(blocks) >= 2 * tape.threads
     busy = [0] * tape.threads
     for block in blocks:
@@ -99,9 +123,8 @@ def _shares(tape: Tape, piece: WindowPiece, step: int) -> Iterator[Share]:
             busy[thread] += block.weight.size + len(block.rows)
             yield thread, whole_parts(piece), block
             continue
-        for thread, areas, (begin, end) in shares(tape, piece, len(block.rows), step):
-            own = slice(begin, end)
-            yield thread, areas, DenseBlock(block.rows[own], block.channels, block.weight[own])
+        for thread, areas, share in shares(tape, piece, len(block.rows), step):
+            yield thread, areas, _rows(block, *share)
 
 
 def _of_window(piece: WindowPiece, block: DenseBlock) -> DenseBlock:
