@@ -186,7 +186,6 @@ def _add(digest: Any, tensor: Tensor) -> None:
     plain = tensor.detach().cpu().contiguous()
     digest.update(repr((tensor.dtype, tuple(tensor.shape), tensor.stride())).encode())
     digest.update(plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b"")
-    return True
 
 
 @cache

@@ -124,8 +124,9 @@ class _Hook:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         value = args[0] if args else next(iter(kwargs.values()), None)
         is_own = module is self.module and self.recorder.is_active
-        is_data = isinstance(value, Tensor) and value.is_floating_point()  # no indices of tables
-        if is_own and is_data and not _is_traced(value):
+        if not is_own or not isinstance(value, Tensor) or _is_traced(value):
+            return
+        if value.is_floating_point():  # no indices of tables
             self.recorder.add(self.name, module, value)
 
     def __deepcopy__(self, memo: dict) -> _Hook:

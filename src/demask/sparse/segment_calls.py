@@ -127,8 +127,9 @@ def _of_two(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
 
 def _has_shape(node: fx.Node, shape: Shape) -> bool:
     value = node.meta.get("val")
-    has_rank = isinstance(value, Tensor) and value.ndim == len(shape)
-    return has_rank and all(map(same_size, value.shape, shape))
+    if not isinstance(value, Tensor) or value.ndim != len(shape):
+        return False
+    return all(map(same_size, value.shape, shape))
 
 
 def _of_one(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:

@@ -409,8 +409,9 @@ class TapeBuilder:
         add = getattr(step, "add", None)
         fixed = {*self.moved.stored, *self.program.static, reads(step)[0]}
         owners = {owner_of(self.parts, part)[0] for part in self.parts}
-        is_shared = owners & {owner_of(self.parts, v)[0] for v in (value, add)}
-        if add is None or add in fixed or is_shared:
+        if add is None or add in fixed:
+            return self.main(value)
+        if owners & {owner_of(self.parts, v)[0] for v in (value, add)}:
             return self.main(value)
         reads_of = {v: self.moved.sources(self.step(v)) for v in self.remaining if v != value}
         readers = [v for v, sources in reads_of.items() if add in sources]

@@ -54,7 +54,8 @@ class Moves:
                 (end - begin) // self.isa.lanes * self.isa.lanes if is_channels_last else 0
             )
             middle = begin + whole_channels
-            calls = [(move.TransposedKernel(is_out), begin, middle, table, lines)]
+            calls: list[tuple[Any, ...]] = []
+            calls.append((move.TransposedKernel(is_out), begin, middle, table, lines))
             starts, rest = _split_runs(table)
             runs = starts[:, None] + np.arange(self.isa.lanes)
             fill = getattr(kernel, "fill", 0.0)

@@ -112,7 +112,7 @@ class DenseChannelsKernel:
     def _lines(self, e: Emitter, fields: Fields, key: str, row: Value, line: Value) -> list[Value]:
         """The addresses of a line of as many rows as there are lanes."""
         lines = e.at(fields.pointer("lines"), e.b.mul(line, I64(TILE.itemsize)))
-        first = e.line(fields.buffer(key), e.load_long(I32, lines, TILE.names.index(key)))
+        first = e.line(fields.buffer(key), e.load_long(I32, lines, (TILE.names or ()).index(key)))
         offsets = e.at(fields.pointer(f"{key}_offsets"), row, I64)
         return [e.at(first, e.load(I64, offsets, r)) for r in range(e.lanes)]
 
