@@ -18,7 +18,8 @@ from torch import nn
 import demask
 from demask.errors import BadInput
 from demask.traverse.storage import sources_and_sinks as ends
-from demask.traverse.stream import Counted, _RowProgress, prepare, stream
+from demask.traverse.execution.stream_job import Counted, RowProgress
+from demask.traverse.stream import prepare, stream
 
 SRC = Path(ends.__file__).parents[3]
 AUTO = torch.export.Dim.AUTO
@@ -349,7 +350,7 @@ def test_positions_left_out_never_make_a_file():
         def write(self, window, part):
             pass
 
-    sink = Counted(Nowhere(), ((0, 4), (0, 5)), _RowProgress(4, None))
+    sink = Counted(Nowhere(), ((0, 4), (0, 5)), RowProgress(4, None))
     sink.write(((0, 3), (0, 5)), None)
     with pytest.raises(RuntimeError, match="15 positions"):
         sink.check()
