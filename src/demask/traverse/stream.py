@@ -182,6 +182,8 @@ def prepare(
 ) -> PreparedStream:
     """The job of `stream` with its plan, before anything runs or is written."""
     wanted = StreamOptions(**options, shared=client is not None)
+    if client is not None and not (hasattr(client, "submit") and hasattr(client, "scatter")):
+        raise BadInput(f"client: expected a dask.distributed.Client, got {type(client).__name__}")
     if client is not None and table is not TABLE:
         raise BadInput("client: tasks run with demask's own op table; leave `table` out")
     job = prepare_stream(model, source, destination, wanted, spill=spill, table=table)

@@ -10,46 +10,50 @@ import functools
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 
 from demask.errors import BadInput
+from demask.files import atomic_write
 from demask.ops import TABLE
 from demask.ops.regions import Interval
 from demask.traverse.execution.journal import TaskRecord
 from demask.traverse.execution.run import new_memory
 from demask.traverse.execution.segment_executor import SourcesAndSinks
 from demask.traverse.execution.stream_job import Streaming, prepare_stream
+from demask.traverse.execution.stream_inputs import digest_of
 from demask.traverse.execution.tasks import compute_record
 from demask.traverse.storage.sources_and_sinks import spill
 
+CALL = "call.pickle"
 DEATHS = 100  # workers that may die while they compute the same task
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A client, and the call of `stream` as bytes that workers unpack."""
+    """A client, and the call of `stream`, pickled.
+
+    Workers read it, and the values without rows, from files beside the unfinished result: what a
+    scheduler keeps on workers is lost with them.
+    """
 
     client: Any
     job: Streaming
-    call: Any  # a future of bytes on the workers
+    call: bytes
 
     @classmethod
     def of(cls, client: Any, job: Streaming, *call: Any) -> Cluster:
         """The cluster of a client. Raises BadInput where the call cannot be sent to workers."""
-        if not hasattr(client, "submit") or not hasattr(client, "scatter"):
-            raise BadInput(
-                f"client: expected a dask.distributed.Client, got {type(client).__name__}"
-            )
-        try:
-            import cloudpickle
+        import cloudpickle  # with dask.distributed
 
-            data = cloudpickle.dumps(call)
+        try:
+            return cls(client, job, cloudpickle.dumps(call))
         except Exception as error:  # of any type: users' classes have their own
             raise BadInput(f"client: the network or the source cannot be sent to workers "
                            f"({error}); give paths of files instead") from error  # fmt: skip
-        return cls(client, job, client.scatter(data, broadcast=True, hash=False))
 
     def tasks_of(self, image: int) -> Callable[..., Iterator[tuple[Interval, TaskRecord]]]:
         """A function that runs tasks of one image, and yields each as it is finished."""
@@ -60,18 +64,20 @@ class Cluster:
     ) -> Iterator[tuple[Interval, TaskRecord]]:
         from distributed import KilledWorker, as_completed
 
-        names = {node.name: value for node, value in values.items()
-                 if isinstance(value, torch.Tensor) and node.op == "call_function"}  # fmt: skip
-        shared = self.client.scatter(names, broadcast=True, hash=False)
-        digest = self.job.identity["plan"]
+        assert self.job.target is not None
+        folder = self.job.target.folder
+        _write(folder / CALL, self.call)
+        tensors = {node.name: value.contiguous() for node, value in values.items()
+                   if isinstance(value, torch.Tensor) and node.op == "call_function"}  # fmt: skip
+        _write(folder / _values_name(image, segment), safetensors.torch.save(tensors))
+        digest = digest_of(*self.job.identity.values())
 
         def submit(rows: Interval) -> Any:
-            return self.client.submit(run_remote_task, self.call, digest, image, segment, rows,
-                                      shared, pure=False, retries=2)  # fmt: skip
+            return self.client.submit(run_remote_task, str(folder), digest, image, segment, rows,
+                                      pure=False, retries=2)  # fmt: skip
 
         futures = {submit(rows): rows for rows in stripes}
-        deaths = 0
-        completed = as_completed(list(futures))
+        deaths, completed = 0, as_completed(list(futures))
         for future in completed:
             rows = futures.pop(future)
             try:
@@ -85,22 +91,34 @@ class Cluster:
                 completed.add(again)
 
 
+def _values_name(image: int, segment: int) -> str:
+    """The file with the values without rows that a segment reads."""
+    return f"values-{image}-{segment}.safetensors"
+
+
+def _write(path: Path, data: bytes) -> None:
+    with atomic_write.write(path) as file:
+        file.write(data)
+
+
 @functools.lru_cache(maxsize=2)
-def _unpack(data: bytes, digest: str) -> tuple[Streaming, Any]:
+def _prepare(folder: str, digest: str) -> tuple[Streaming, Any]:
     """The job of a call, prepared again in this process, and memory for its segments."""
-    model, source, destination, options = pickle.loads(data)
+    model, source, destination, options = pickle.loads(Path(folder, CALL).read_bytes())
     job = prepare_stream(model, source, destination, options, table=TABLE)
-    if job.identity["plan"] != digest:
-        raise BadInput("this worker makes another plan than the client: is another version of "
-                       "demask or torch installed here?")  # fmt: skip
+    if digest_of(*job.identity.values()) != digest:
+        raise BadInput("this worker reads another input or makes another plan than the client: do "
+                       "both have the same files, and the same versions of demask and torch?"
+                       )  # fmt: skip
     return job, new_memory(job.layout.size)
 
 
 def run_remote_task(
-    data: bytes, digest: str, image: int, segment: int, rows: Interval, values: Mapping[str, Any]
+    folder: str, digest: str, image: int, segment: int, rows: Interval
 ) -> dict[str, Any]:
     """Compute one task in a worker. Returns its record as JSON types."""
-    job, arena = _unpack(data, digest)
+    job, arena = _prepare(folder, digest)
+    values = safetensors.torch.load_file(Path(folder, _values_name(image, segment)))
     place = job.layout.places[segment]
     whole = dict(job.flow.constants)
     nodes = {node.name: node for node in job.flow.program.graph.nodes}
@@ -121,4 +139,5 @@ def run_remote_task(
     work = arena[job.layout.work[segment] : job.layout.work[segment] + place.bytes]
     with torch.no_grad():
         record = compute_record(place, ends, work, tuple(rows), store, job.mask)
+    store.close()
     return record.to_dict()

@@ -252,8 +252,10 @@ class Streaming:
                 self.target.create()
             sink = self.target.open(self.axes, self._written_dtype())
             store = RecordingStore(sink.store)
-            yield replace(sink, store=store), journal, store
-            del sink, store
+            try:
+                yield replace(sink, store=store), journal, store
+            finally:
+                store.close()
             self.target.finish()
             journal.delete()
         finally:

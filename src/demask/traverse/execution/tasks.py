@@ -43,6 +43,10 @@ class RecordingStore:
         self.store.write(box, values)
         self.written.append((box, checksum(values)))
 
+    def close(self) -> None:
+        """Write what the store's library still holds."""
+        getattr(self.store, "close", lambda: None)()
+
     def take(self) -> tuple[tuple[Box, str], ...]:
         """What was written since the last call."""
         taken = tuple(self.written)

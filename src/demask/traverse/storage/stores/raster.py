@@ -66,8 +66,11 @@ class RasterStore:
         except rasterio.errors.RasterioError as error:
             raise BadInput(f"{self.name}: cannot be written: {first_line(error)}") from error
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Write what GDAL still holds."""
         self.data.close()
+
+    __del__ = close
 
 
 def _bands(box: Box) -> list[int]:
