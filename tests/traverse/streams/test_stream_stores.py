@@ -169,7 +169,9 @@ def test_sizes_of_pixels_are_scaled_from_zarr_to_tiff(image):
     ome["multiscales"][0]["datasets"][0]["coordinateTransformations"][0]["scale"] = [1, 0.5, 0.25]
     group.attrs["ome"] = ome
     stream(net(), "a.ome.zarr", "b.ome.tif", memory=MEMORY)
-    pixels = tifffile.xml2dict(tifffile.TiffFile("b.ome.tif").ome_metadata)["OME"]["Image"]["Pixels"]
+    pixels = tifffile.xml2dict(tifffile.TiffFile("b.ome.tif").ome_metadata)["OME"]["Image"][
+        "Pixels"
+    ]
     assert float(pixels["PhysicalSizeY"]) == 0.25
 
 

@@ -17,8 +17,8 @@ from torch import nn
 
 import demask
 from demask.errors import BadInput
-from demask.traverse.storage import sources_and_sinks as ends
 from demask.traverse.execution.stream_job import Counted, RowProgress
+from demask.traverse.storage import sources_and_sinks as ends
 from demask.traverse.stream import prepare, stream
 
 SRC = Path(ends.__file__).parents[3]

@@ -193,9 +193,7 @@ def mask_of(mask: Any, shape: tuple[int, ...], axes: Axes) -> TaskMask | None:
         raise BadInput(f"mask: expected bools (rows, columns), got {values.dtype} {values.shape}")
     if len(shape) != 4 or None in axes:
         raise BadInput(f"mask: the result has the shape {shape}, expected images (N, C, H, W)")
-    rows, columns = (
-        (np.arange(n) * m // n) for n, m in zip(shape[-2:], values.shape, strict=True)
-    )
+    rows, columns = ((np.arange(n) * m // n) for n, m in zip(shape[-2:], values.shape, strict=True))
     return TaskMask(torch.from_numpy(np.ascontiguousarray(values[rows][:, columns])))
 
 

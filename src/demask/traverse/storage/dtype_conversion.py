@@ -14,7 +14,6 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.traverse.axes import Axes, strides
 
-
 LARGEST = {torch.uint8: 255, torch.uint16: 65535}  # stored for 1.0
 
 

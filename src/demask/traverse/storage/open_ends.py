@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -178,15 +179,18 @@ def open_sink(
 def _order_of_result(
     own: tuple[int, ...], shape: tuple[int, ...], layout: str | None
 ) -> AxisOrder:  # fmt: skip
-    """The order of a destination of shape `own` for a result of shape `shape`."""
-    if own == shape and (layout is None or len(layout) != len(own)):
-        kinds = {len(kind): kind for kind in KINDS}
-        kind = kinds.get(len(shape), "NC"[: len(shape)])
-        return AxisOrder(kind, tuple(range(len(shape))), shape, len(shape), (0,) * len(shape))
-    images = AxisOrder.of(layout, own, "the destination") if layout else None
-    if images is None or images.shape != shape:
+    """The order of a destination of shape `own` for a result of shape `shape`: that of the source's
+    layout if it fits, else torch's."""
+    if layout is not None and len(layout) == len(own):
+        with suppress(BadInput):
+            images = AxisOrder.of(layout, own, "the destination")
+            if images.shape == shape:
+                return images
+    if own != shape:
         raise BadInput(f"the destination has the shape {own}, the result {shape}")
-    return images
+    kinds = {len(kind): kind for kind in KINDS}
+    kind = kinds.get(len(shape), "NC"[: len(shape)])
+    return AxisOrder(kind, tuple(range(len(shape))), shape, len(shape), (0,) * len(shape))
 
 
 def scaled_metadata(

@@ -118,9 +118,7 @@ class TensorSink(_TensorEnd):
 
     def write(self, window: Window, part: Tensor) -> None:
         each = scratch_size(self.values, self.tensor.dtype)
-        scratch = torch.empty(
-            self.workspace(window) // max(each, 1), dtype=work_dtype(self.values)
-        )
+        scratch = torch.empty(self.workspace(window) // max(each, 1), dtype=work_dtype(self.values))
         for box in self._boxes(window):
             values = within(part, box, self.axes, window)
             convert(values, view(self.tensor, self._in_batch(box)), self.axes, scratch)

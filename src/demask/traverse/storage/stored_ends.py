@@ -182,17 +182,23 @@ class StoredSink(_StoredEnd):
     def write(self, window: Window, part: Tensor) -> None:
         """Write the positions of a window, each position once."""
         if self.store.chunks is None:
-            for box in self._pieces(window, self._element_bytes):
-                stored = self._empty(self._in_array(box))
-                values = within(part, box, self.axes, window)
-                self._convert(values, self.images.view_images(stored))
-                self.store.write(self._in_array(box), stored)
+            self._write_pieces(window, part)
             return
         wanted = self._in_array(box_of(self.shape, self.axes, window))
         for chunk in chunks_in(wanted, self.store.shape, self.store.chunks):
             both = intersect(chunk, wanted)
             values = within(part, self._in_image(both), self.axes, window)
             self._collect(chunk, both, values)
+
+    def _write_pieces(self, window: Window, part: Tensor) -> None:
+        count = self._piece_bytes(window, self._element_bytes) // self._element_bytes
+        buffer, scratch = torch.empty(count, dtype=self.dtype), self._scratch(count)
+        for box in self._pieces(window, self._element_bytes):
+            in_array = self._in_array(box)
+            stored = buffer[: elements(box)].view(extents(in_array))
+            values = within(part, box, self.axes, window)
+            convert(values, self.images.view_images(stored), self.axes, scratch)
+            self.store.write(in_array, stored)
 
     def workspace(self, window: Window) -> int:
         """Bytes of open chunks, or of the largest piece."""
@@ -208,7 +214,8 @@ class StoredSink(_StoredEnd):
             stored, done = self.open_chunks.chunks.pop(chunk, (None, 0))
             stored = self._empty(chunk).zero_() if stored is None else stored
             target = view(stored, relative(both, chunk))
-            self._convert(values, self.images.view_images(target))
+            scratch = self._scratch(values.numel())
+            convert(values, self.images.view_images(target), self.axes, scratch)
             done += elements(both)
             if done < elements(region):
                 self.open_chunks.chunks[chunk] = stored, done
@@ -218,10 +225,10 @@ class StoredSink(_StoredEnd):
     def _empty(self, box: Box) -> Tensor:
         return torch.empty(extents(box), dtype=self.dtype)
 
-    def _convert(self, values: Tensor, into: Tensor) -> None:
-        size = values.numel() if is_quantized(self.values, self.dtype) else 0
-        scratch = torch.empty(size, dtype=work_dtype(self.values))
-        convert(values, into, self.axes, scratch)
+    def _scratch(self, count: int) -> Tensor:
+        """Memory to convert `count` positions to 8 or 16 bits; empty for other dtypes."""
+        size = count if is_quantized(self.values, self.dtype) else 0
+        return torch.empty(size, dtype=work_dtype(self.values))
 
     @property
     def _element_bytes(self) -> int:
