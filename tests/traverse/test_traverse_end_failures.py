@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import stored_arrays
 import torch
 
+import stored_arrays
 from demask.errors import BadInput
 from demask.traverse.storage import sources_and_sinks as ends
 from demask.traverse.storage.sources_and_sinks import spill, tensor_sink, tensor_source

@@ -190,6 +190,13 @@ def prepare(
     return PreparedStream(job, client, (model, source, destination, wanted))
 
 
+def prepare_again(
+    model: Model, source: Any, destination: Any, options: StreamOptions
+) -> Streaming:  # fmt: skip
+    """The job of a call, in a worker."""
+    return prepare_stream(model, source, destination, options, table=TABLE)
+
+
 def run(
     prepared: PreparedStream, progress: Callable[..., object] | None = None, *, resume: bool = True
 ) -> Streamed:
@@ -198,7 +205,7 @@ def run(
     if prepared.client is not None:
         from demask.traverse.execution.cluster import Cluster
 
-        cluster = Cluster.of(prepared.client, job, *prepared.call)
+        cluster = Cluster.of(prepared.client, job, prepare_again, *prepared.call)
     done = job.run(progress, resume=resume, cluster=cluster)
     return Streamed(done.shape, done.dtype, job.images, done.rows, done.seconds, job.plan.peak,
                     done.macs, done.resumed)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Streams that are killed, changed, or run twice: what was done is not lost, nor trusted blindly."""
+"""Streams that are killed, changed or run twice: what was done is not lost, nor trusted."""
 
 from __future__ import annotations
 

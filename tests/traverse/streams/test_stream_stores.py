@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -219,7 +220,7 @@ def test_what_is_no_image_is_refused(tmp_path, kind):
 def test_damaged_chunks_and_formats_are_errors_by_name(image):
     zarr = pytest.importorskip("zarr")
     stream(net(), "image.npy", "a.ome.zarr", memory=MEMORY, chunk=128)
-    chunk = next(p for p in sorted(__import__("pathlib").Path("a.ome.zarr/0/c").rglob("*"))
+    chunk = next(p for p in sorted(Path("a.ome.zarr/0/c").rglob("*"))
                  if p.is_file())  # fmt: skip
     chunk.write_bytes(chunk.read_bytes()[:20])
     with pytest.raises(BadInput, match=r"a.ome.zarr: positions .* cannot be read"):
@@ -229,8 +230,8 @@ def test_damaged_chunks_and_formats_are_errors_by_name(image):
     for path in ("missing.zarr", "empty.zarr", "missing.tif", "missing.svs"):
         with pytest.raises(BadInput, match=path):
             prepare(net(), path, "y.npy", memory=MEMORY)
-    open("bad.tif", "wb").write(struct.pack("<2sHI", b"II", 42, 10**6))
-    with pytest.raises(BadInput, match="bad.tif"):
+    Path("bad.tif").write_bytes(struct.pack("<2sHI", b"II", 42, 10**6))
+    with pytest.raises(BadInput, match=r"bad\.tif"):
         prepare(net(), "bad.tif", "y.npy", memory=MEMORY)
     with pytest.raises(BadInput, match="are only read"):
         prepare(net(), "image.npy", "y.svs", memory=MEMORY)

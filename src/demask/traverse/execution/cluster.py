@@ -18,39 +18,41 @@ import torch
 
 from demask.errors import BadInput
 from demask.files import atomic_write
-from demask.ops import TABLE
 from demask.ops.regions import Interval
 from demask.traverse.execution.journal import TaskRecord
 from demask.traverse.execution.run import new_memory
 from demask.traverse.execution.segment_executor import SourcesAndSinks
 from demask.traverse.execution.stream_inputs import digest_of
-from demask.traverse.execution.stream_job import Streaming, prepare_stream
+from demask.traverse.execution.stream_job import Streaming
 from demask.traverse.execution.tasks import compute_record
 from demask.traverse.storage.sources_and_sinks import spill
 
+Prepare = Callable[..., Streaming]
 CALL = "call.pickle"
 DEATHS = 100  # workers that may die while they compute the same task
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A client, and the call of `stream`, pickled.
+    """A client, and the call of `stream`, pickled. prepare: a function of a module that makes the
+    job of such a call again.
 
-    Workers read it, and the values without rows, from files beside the unfinished result: what a
+    Workers read it, and the values without rows, from files next to the unfinished result: what a
     scheduler keeps on workers is lost with them.
     """
 
     client: Any
     job: Streaming
+    prepare: Prepare
     call: bytes
 
     @classmethod
-    def of(cls, client: Any, job: Streaming, *call: Any) -> Cluster:
+    def of(cls, client: Any, job: Streaming, prepare: Prepare, *call: Any) -> Cluster:
         """The cluster of a client. Raises BadInput where the call cannot be sent to workers."""
         import cloudpickle  # with dask.distributed
 
         try:
-            return cls(client, job, cloudpickle.dumps(call))
+            return cls(client, job, prepare, cloudpickle.dumps(call))
         except Exception as error:  # of any type: users' classes have their own
             raise BadInput(f"client: the network or the source cannot be sent to workers "
                            f"({error}); give paths of files instead") from error  # fmt: skip
@@ -73,8 +75,8 @@ class Cluster:
         digest = digest_of(*self.job.identity.values())
 
         def submit(rows: Interval) -> Any:
-            return self.client.submit(run_remote_task, str(folder), digest, image, segment, rows,
-                                      pure=False, retries=2)  # fmt: skip
+            return self.client.submit(run_remote_task, self.prepare, str(folder), digest, image,
+                                      segment, rows, pure=False, retries=2)  # fmt: skip
 
         futures = {submit(rows): rows for rows in stripes}
         deaths, completed = 0, as_completed(list(futures))
@@ -102,10 +104,9 @@ def _write(path: Path, data: bytes) -> None:
 
 
 @functools.lru_cache(maxsize=2)
-def _prepare(folder: str, digest: str) -> tuple[Streaming, Any]:
+def _prepare(prepare: Prepare, folder: str, digest: str) -> tuple[Streaming, Any]:
     """The job of a call, prepared again in this process, and memory for its segments."""
-    model, source, destination, options = pickle.loads(Path(folder, CALL).read_bytes())
-    job = prepare_stream(model, source, destination, options, table=TABLE)
+    job = prepare(*pickle.loads(Path(folder, CALL).read_bytes()))
     if digest_of(*job.identity.values()) != digest:
         raise BadInput("this worker reads another input or makes another plan than the client: do "
                        "both have the same files, and the same versions of demask and torch?"
@@ -114,10 +115,10 @@ def _prepare(folder: str, digest: str) -> tuple[Streaming, Any]:
 
 
 def run_remote_task(
-    folder: str, digest: str, image: int, segment: int, rows: Interval
+    prepare: Prepare, folder: str, digest: str, image: int, segment: int, rows: Interval
 ) -> dict[str, Any]:
     """Compute one task in a worker. Returns its record as JSON types."""
-    job, arena = _prepare(folder, digest)
+    job, arena = _prepare(prepare, folder, digest)
     values = safetensors.torch.load_file(Path(folder, _values_name(image, segment)))
     place = job.layout.places[segment]
     whole = dict(job.flow.constants)

@@ -1,7 +1,7 @@
 """The journal of an unfinished stream: which tasks are done, and what they wrote.
 
 A line is added when a task is complete, so that a process may be killed at any moment: the next one
-goes on after the last complete line. Checksums say whether the written positions are still there.
+starts after the last complete line. Checksums say whether the written positions are still there.
 """
 
 from __future__ import annotations
@@ -94,8 +94,10 @@ class Journal:
             )
         if not lines:
             _clear(folder, file, {"version": VERSION, "identity": dict(identity)})
-        done = {tuple(line["task"]): TaskRecord.from_dict(line) for line in lines[1:]}
-        return cls(folder, done, file)  # type: ignore[arg-type]
+        done: dict[Any, TaskRecord] = {
+            tuple(line["task"]): TaskRecord.from_dict(line) for line in lines[1:]
+        }
+        return cls(folder, done, file)
 
     def add(self, task: TaskKey, record: TaskRecord) -> None:
         """Add a finished task."""

@@ -65,8 +65,8 @@ def execute(
     """
 
     def run_segment(place: PlacedSegment, *rest: Any) -> None:
-        is_cut = run_tasks is not None and place.segment.stripe
-        (run_tasks if is_cut else _run_segment)(place, *rest)  # type: ignore[misc]
+        run = run_tasks if run_tasks is not None and place.segment.stripe else _run_segment
+        run(place, *rest)
 
     return _execute(flow, layout, call, run_segment, folder, on_step, spill_name)
 

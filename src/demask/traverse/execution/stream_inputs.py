@@ -1,4 +1,4 @@
-"""What a stream is made from: the network for one image, the mask, and texts that identify both."""
+"""What a stream consists of: the network for one image, the mask, and texts that identify both."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def planned_sink(target: FileTarget, axes: Axes, values: torch.dtype) -> StoredS
     return StoredSink(store, target.images, axes, 0, values)
 
 
-def given_sink(
+def fillable_sink(
     destination: Any, shape: tuple[int, ...], values: torch.dtype, output: str | None,
     layout: str | None,
 ) -> TensorSink | StoredSink:  # fmt: skip
@@ -214,6 +214,15 @@ def digest_of(*texts: str) -> str:
 
 
 __all__ = [
-    "NONE", "batched", "capture_flow", "check_separate", "digest_of", "folder_of", "given_sink",
-    "mask_of", "network_digest", "planned_sink", "result_of",
+    "NONE",
+    "batched",
+    "capture_flow",
+    "check_separate",
+    "digest_of",
+    "fillable_sink",
+    "folder_of",
+    "mask_of",
+    "network_digest",
+    "planned_sink",
+    "result_of",
 ]  # fmt: skip

@@ -24,8 +24,8 @@ from demask.traverse.execution.stream_inputs import (
     capture_flow,
     check_separate,
     digest_of,
+    fillable_sink,
     folder_of,
-    given_sink,
     mask_of,
     network_digest,
     planned_sink,
@@ -274,7 +274,7 @@ class Streaming:
         return torch.int64 if self.options.output == "argmax" else value
 
     def _adjusted(self, sink: Any) -> Any:
-        """The sink behind what changes values on the way."""
+        """The sink, after what changes values on the way to it."""
         metadata = {} if self.target is None else self.target.info.metadata
         value, missing = nodata_of(metadata), None
         if isinstance(self.source, FilledSource):
@@ -282,10 +282,9 @@ class Streaming:
         if self.options.output == "argmax":
             sink = ArgmaxSink(sink, self.axes)
         same_size = self.source.shape[-2:] == self.shape[-2:] and len(self.shape) == 4
-        if missing is not None and value is not None and same_size and None not in self.axes:
-            if self.options.output != "argmax":
-                given = self.source.source
-                sink = NodataSink(sink, self.axes, given, missing, value)
+        is_raster = same_size and None not in self.axes and self.options.output != "argmax"
+        if missing is not None and value is not None and is_raster:
+            sink = NodataSink(sink, self.axes, self.source.source, missing, value)
         if self.mask is not None:
             sink = MaskSink(sink, self.axes, self.mask.wanted, self.mask.fill)
         return sink
@@ -348,7 +347,7 @@ def _result_end(
         metadata = scaled_metadata(reader, shape, stored, labels=wanted == "argmax")
         return target_of(destination, shape, stored, metadata, options.chunk), None
     values = torch.int64 if wanted == "argmax" else value.dtype
-    sink = given_sink(destination, shape, values, wanted, options.layout).placed(axes)
+    sink = fillable_sink(destination, shape, values, wanted, options.layout).placed(axes)
     check_separate(source, destination, reader, sink)
     return None, sink
 

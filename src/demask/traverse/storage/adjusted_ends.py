@@ -89,9 +89,9 @@ class NodataSink:
     def write(self, window: Window, part: Tensor) -> None:
         """Write a window."""
         shape = tuple(b - a for a, b in box_of(self.source.shape, self.source.axes, window))
-        given = empty(shape, self.source.axes, self.source.dtype)
-        self.source.read(window, given)
-        absent = is_missing(given, self.missing).all(1, keepdim=True)
+        present = empty(shape, self.source.axes, self.source.dtype)
+        self.source.read(window, present)
+        absent = is_missing(present, self.missing).all(1, keepdim=True)
         if bool(absent.any()):
             copy = empty(part.shape, self.axes, part.dtype)
             part = copy.copy_(part).masked_fill_(absent, self.value)
@@ -142,13 +142,13 @@ class FilledSource:
 
 
 def is_missing(values: Tensor, missing: float) -> Tensor:
-    """Where values are the one that stands for no data."""
+    """Where values are the one that marks missing data."""
     if missing != missing:
         return values.isnan()
     return values == torch.tensor(missing).to(values.dtype)
 
 
 def nodata_of(metadata: Mapping[str, Any]) -> float | None:
-    """The value that stands for no data, if there is one."""
+    """The value that marks missing data, if there is one."""
     value = metadata.get("nodata")
     return None if value is None else float(value)

@@ -43,8 +43,10 @@ class AxisOrder:
         """
         letters = [ALIASES.get(letter, letter) for letter in text.upper()]
         if len(letters) != len(shape):
-            raise BadInput(f"{name} has {len(shape)} axes {tuple(shape)}, layout={text!r} names "
-                           f"{len(letters)}; give one letter of N, C, D, H, W per axis")  # fmt: skip
+            raise BadInput(
+                f"{name} has {len(shape)} axes {tuple(shape)}, layout={text!r} names "
+                f"{len(letters)}; give one letter of N, C, D, H, W per axis"
+            )
         wide = [letter for letter, size in zip(letters, shape, strict=True) if size != 1]
         kind = "NCL" if "L" in letters else "NCDHW" if "D" in wide else "NCHW"
         unknown = [letter for letter in wide if letter not in kind or wide.count(letter) > 1]
@@ -63,7 +65,7 @@ class AxisOrder:
     @property
     def text(self) -> str:
         """The letters of the array's axes, "." for other axes of size one."""
-        named = {axis: letter for axis, letter in zip(self.axes, self.letters, strict=True)}
+        named = dict(zip(self.axes, self.letters, strict=True))
         return "".join(named.get(k, ".") for k in range(self.rank))
 
     def region(self, rows: tuple[int, int], columns: tuple[int, int]) -> AxisOrder:

@@ -201,19 +201,19 @@ def scaled_metadata(
     metadata: dict[str, Any] = {"labels": True} if labels else {}
     if not isinstance(source, StoredSource) or len(shape) < 4:
         return metadata
-    given, images = source.store.metadata, source.images
+    known, images = source.store.metadata, source.images
     letters = images.letters
     factors = {letters[k]: images.shape[k] / shape[k] for k in (-2, -1)}
-    if given.get("scale"):
+    if known.get("scale"):
         metadata["scale"] = {letter: (size * factors.get(letter, 1.0), unit)
-                             for letter, (size, unit) in given["scale"].items()}  # fmt: skip
-    if given.get("transform") is not None:
-        transform = given["transform"]
+                             for letter, (size, unit) in known["scale"].items()}  # fmt: skip
+    if known.get("transform") is not None:
+        transform = known["transform"]
         top, left = images.origin[-2:]
         moved = transform * type(transform).translation(left, top)
         metadata["transform"] = moved * type(transform).scale(factors["W"], factors["H"])
-        metadata["crs"] = given.get("crs")
-    nodata = given.get("nodata")
+        metadata["crs"] = known.get("crs")
+    nodata = known.get("nodata")
     if nodata is not None and (stored.is_floating_point or _fits(nodata, stored)):
         metadata["nodata"] = nodata
     return metadata

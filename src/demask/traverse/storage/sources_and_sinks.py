@@ -63,7 +63,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _TensorEnd:
-    """Base class. axes: of the value. index: of an image in a batch, or None. tensor: of any layout.
+    """Base class. axes: of the value. index: of an image in a batch, or None.
 
     `workspace` of a subclass: bytes that it allocates to read or write a window.
     """

@@ -19,7 +19,7 @@ import torch
 from demask.errors import BadInput
 from demask.traverse.storage.stores.store import Store
 
-HERE = "demask.traverse.storage.stores"
+HERE = __name__.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Format:
         self.load().create(path, info)
 
     def open_again(self, path: Path, info: ArrayInfo) -> Store:
-        """The array that `create` made, to write to it. Any process may open it."""
+        """The array after `create`, to write to it. Any process may open it."""
         return self.load().open_again(path, info)
 
     def finish(self, part: Path, final: Path, info: ArrayInfo) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import rasterio
 import rasterio.shutil
+import rasterio.windows
 import torch
-from rasterio.windows import Window as RasterWindow
 from torch import Tensor
 
 from demask.errors import BadInput
@@ -77,9 +77,9 @@ def _bands(box: Box) -> list[int]:
     return list(range(box[0][0] + 1, box[0][1] + 1))
 
 
-def _window(box: Box) -> RasterWindow:
+def _window(box: Box) -> Any:
     (top, bottom), (left, right) = box[1:]
-    return RasterWindow(left, top, right - left, bottom - top)  # type: ignore[call-arg]
+    return rasterio.windows.Window.from_slices((top, bottom), (left, right))
 
 
 def open_store(path: Path) -> RasterStore:

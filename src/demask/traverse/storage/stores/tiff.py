@@ -36,7 +36,8 @@ def open_store(path: Path) -> Store:
     """The first image of a TIFF file, at full size."""
     try:
         file = tifffile.TiffFile(path)
-        if GEO_KEYS in file.pages[0].tags and _has_rasterio():  # type: ignore[union-attr]
+        page: Any = file.pages[0]
+        if GEO_KEYS in page.tags and _has_rasterio():
             from demask.traverse.storage.stores import raster
 
             file.close()
@@ -172,8 +173,9 @@ def open_again(path: Path, info: ArrayInfo) -> TiledFile:
     rows = info.letters.index("H")
     down, across = (-(-info.shape[rows + k] // EDGE) for k in (0, 1))
     with tifffile.TiffFile(path) as file:
-        offsets = [page.dataoffsets for page in file.pages]  # type: ignore[union-attr]
-    pages = math.prod(info.shape[:rows])
-    table = np.array(offsets, np.int64).reshape(pages, down, across)
+        pages: Any = file.pages
+        offsets = [page.dataoffsets for page in pages]
+    count = math.prod(info.shape[:rows])
+    table = np.array(offsets, np.int64).reshape(count, down, across)
     number = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
     return TiledFile(str(path), info.shape, info.dtype, info.chunks, info.letters, table, number)
