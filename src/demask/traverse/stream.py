@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -186,8 +187,15 @@ def prepare(
         raise BadInput(f"client: expected a dask.distributed.Client, got {type(client).__name__}")
     if client is not None and table is not TABLE:
         raise BadInput("client: tasks run with demask's own op table; leave `table` out")
+    if client is not None:  # workers may run in other folders
+        model, source, destination = map(_absolute, (model, source, destination))
     job = prepare_stream(model, source, destination, wanted, spill=spill, table=table)
     return PreparedStream(job, client, (model, source, destination, wanted))
+
+
+def _absolute(end: Any) -> Any:
+    """A path from the root; other values as they are."""
+    return Path(end).resolve() if isinstance(end, str | os.PathLike) else end
 
 
 def prepare_again(

@@ -90,7 +90,7 @@ class Journal:
             file.close()
             raise BadInput(
                 f"{folder} has an unfinished stream of another {' and '.join(other)}; finish it "
-                "with the same arguments, or pass resume=False to delete it and begin anew"
+                "with the same arguments, or pass resume=False (--no-resume) to begin anew"
             )
         if not lines:
             _clear(folder, file, {"version": VERSION, "identity": dict(identity)})

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from demask.errors import BadInput
 from demask.machine.arena import strided_bytes
@@ -21,6 +21,7 @@ from demask.traverse.analysis.captured_size import captured, network_of
 from demask.traverse.analysis.flow import Flow, flow_of
 from demask.traverse.axes import NONE, Axes
 from demask.traverse.execution.tasks import TaskMask
+from demask.traverse.normalization.inputs import with_normalized_input
 from demask.traverse.storage.dtype_conversion import check_conversion, name_of
 from demask.traverse.storage.open_ends import FileTarget, open_sink
 from demask.traverse.storage.sources_and_sinks import TensorSink, TensorSource
@@ -28,32 +29,6 @@ from demask.traverse.storage.stored_ends import StoredSink, StoredSource
 from demask.traverse.storage.stores.store import backing_file
 
 CLASSES = 256  # at most, to store their numbers as uint8
-
-
-class NormalizedByChannel(nn.Module):
-    """A network whose input is (x - mean) / std, per channel."""
-
-    def __init__(self, network: nn.Module, mean: Sequence[float], std: Sequence[float], rank: int):
-        super().__init__()
-        shape = (1, -1, *(1 for _ in range(rank - 2)))
-        self.network = network
-        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).reshape(shape))
-        self.register_buffer("std", torch.tensor(std, dtype=torch.float32).reshape(shape))
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean, std = self.mean.to(x.dtype), self.std.to(x.dtype)
-        return self.network((x - mean) / std)
-
-
-class NormalizedByImage(nn.Module):
-    """A network whose input has mean 0 and variance 1 per channel over the whole image."""
-
-    def __init__(self, network: nn.Module):
-        super().__init__()
-        self.network = network
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.network(nn.functional.instance_norm(x, eps=1e-12))
 
 
 def capture_flow(
@@ -64,10 +39,8 @@ def capture_flow(
     if not 3 <= len(shape) <= 5 or 0 in shape:
         raise BadInput(f"expected images (N, C, H, W), volumes (N, C, D, H, W) or sequences "
                        f"(N, C, L) of at least one position, got {shape}")  # fmt: skip
-    network = network_of(model)
-    if normalize is not None:
-        network = replace(network, module=_normalized(network.module, normalize, shape))
-    flow = flow_of(captured(network, (1, *shape[1:]), source.dtype), table)
+    program = captured(network_of(model), (1, *shape[1:]), source.dtype)
+    flow = flow_of(with_normalized_input(program, normalize), table)
     nodes = [n for n in flow.inputs if n in flow.axes]
     computed = [n for n in flow.outputs if isinstance(n, fx.Node) and n.op == "call_function"]
     if len(flow.inputs) != 1 or len(nodes) != 1:
@@ -76,21 +49,6 @@ def capture_flow(
         raise BadInput(f"stream() takes networks of one output that they compute, "
                        f"got {len(flow.outputs)}")  # fmt: skip
     return flow, nodes[0]
-
-
-def _normalized(network: nn.Module, normalize: Any, shape: tuple[int, ...]) -> nn.Module:
-    if isinstance(normalize, str):
-        if normalize != "image":
-            raise BadInput(f'expected normalize="image" or (means, deviations), got {normalize!r}')
-        return NormalizedByImage(network).eval()
-    try:
-        mean, std = (np.broadcast_to(np.asarray(row, np.float64), (shape[1],)) for row in normalize)
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"normalize: expected one mean and one deviation for each of {shape[1]} "
-                       f"channels, got {normalize!r:.80}") from error  # fmt: skip
-    if not np.isfinite(mean).all() or not (std > 0).all():
-        raise BadInput("normalize: expected finite means and deviations above 0")
-    return NormalizedByChannel(network, mean.tolist(), std.tolist(), len(shape)).eval()
 
 
 def result_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +15,10 @@ from torch import Tensor, fx
 from demask.errors import BadInput
 from demask.machine.byte_sizes import BUDGET, parse_memory
 from demask.ops import Table
+from demask.ops.regions import Interval
 from demask.traverse.analysis.flow import Flow
 from demask.traverse.axes import NONE, Axes, Window
-from demask.traverse.execution.journal import Journal
+from demask.traverse.execution.journal import Journal, TaskKey, TaskRecord
 from demask.traverse.execution.run import ImageRun, execute
 from demask.traverse.execution.stream_inputs import (
     batched,
@@ -31,7 +32,7 @@ from demask.traverse.execution.stream_inputs import (
     planned_sink,
     result_of,
 )
-from demask.traverse.execution.tasks import RecordingStore, TaskMask, TaskRunner
+from demask.traverse.execution.tasks import RecordingStore, TaskMask, TaskRunner, is_intact
 from demask.traverse.planning.plan import TilePlan
 from demask.traverse.planning.plan_memory import MemoryLayout, PlacedSegment
 from demask.traverse.planning.planner import packed_plan, plan_tiles
@@ -56,6 +57,7 @@ from demask.traverse.storage.open_ends import (
 from demask.traverse.storage.sources_and_sinks import TensorSink
 from demask.traverse.storage.stored_ends import StoredSink, StoredSource
 
+SETTLED = 2.0  # seconds after which the speed so far says how much time is left
 OUTPUTS = ("uint8", "uint16", "float16", "float32", "float64", "argmax")
 
 
@@ -115,14 +117,51 @@ class Counted:
 
 
 class RowProgress:
-    """Reports the number of rows written so far."""
+    """Reports the number of rows written so far, and the time left.
 
-    def __init__(self, total: int, progress: Callable[..., object] | None):
-        self.total, self.progress, self.rows, self.resumed = total, progress, 0.0, 0.0
+    work: multiply-adds of the whole job. Time left is of those to come, at the speed so far;
+    what an earlier run did counts as done, and not as time.
+    """
 
-    def step(self, *_: object) -> None:
+    def __init__(self, total: int, progress: Callable[..., object] | None, work: int = 0):
+        self.total, self.work, self.progress = total, work, progress
+        self.rows = self.resumed = 0.0
+        self.begun, self.computed, self.skipped = time.perf_counter(), 0.0, 0.0
+
+    def step(self, place: PlacedSegment, *_: object) -> None:
+        """Report one step of a segment."""
+        self.computed += place.segment.macs / place.segment.steps
+        self._tell(1)
+
+    def task(self, place: PlacedSegment, rows: Interval, *, resumed: bool) -> None:
+        """Report a whole task: one that an earlier run did, or another process."""
+        height = max(target_rows(place.stage).values())
+        share = (rows[1] - rows[0]) / height
+        if resumed:
+            self.skipped += share * place.segment.macs
+        else:
+            self.computed += share * place.segment.macs
+        self._tell(max(1, round(share * place.segment.steps)))
+
+    def image(self, places: Sequence[PlacedSegment], rows: int) -> None:
+        """Report a whole image that an earlier run did."""
+        self.rows, self.resumed = self.rows + rows, self.resumed + rows
+        self.skipped += sum(place.segment.macs for place in places)
+        self._tell(sum(place.segment.steps for place in places))
+
+    def _tell(self, done: int) -> None:
         if self.progress is not None:
-            self.progress(f"{int(self.rows):,} of {self.total:,} rows", done=1)
+            self.progress(f"{int(self.rows):,} of {self.total:,} rows{self._time_left()}",
+                          done=done)  # fmt: skip
+
+    def _time_left(self) -> str:
+        seconds, left = time.perf_counter() - self.begun, self.work - self.computed - self.skipped
+        if seconds < SETTLED or self.computed <= 0 or self.rows >= self.total:
+            return ""
+        minutes, rest = divmod(round(seconds * max(left, 0) / self.computed), 60)
+        hours, minutes = divmod(minutes, 60)
+        clock = f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+        return f", {clock} left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +226,16 @@ class Streaming:
         resume: whether to go on with an unfinished file. cluster: runs the tasks elsewhere.
         """
         begun, macs = time.perf_counter(), 0
-        tell = RowProgress(self.rows, progress)
+        tell = RowProgress(self.rows, progress, self.images * self.plan.macs)
         with self._opened(resume) as (sink, journal, store), torch.no_grad():
             for k in range(self.images):
+                if self._is_image_done(k, journal, store):
+                    tell.image(self.layout.places, _extents(self.window)[0])
+                    continue
                 counted = Counted(self._adjusted(sink).image(k), self.window, tell)
                 macs += self._run_image(k, counted, journal, store, tell, cluster)
                 counted.check()
+                self._add_image(k, journal, store)
         seconds = time.perf_counter() - begun
         return StreamResult(self.shape, name_of(self.stored), self.rows, int(tell.resumed),
                             seconds, macs)  # fmt: skip
@@ -204,12 +247,12 @@ class Streaming:
         """Run one image. Returns its multiply-adds."""
         flow, has_rows = self.flow, self.output in self.flow.axes
 
-        def count(image: int, place: PlacedSegment, rows: tuple[int, int]) -> None:
+        def count(place: PlacedSegment, rows: Interval, *, resumed: bool) -> None:
             if self.output in target_rows(place.stage):
                 window = self.written_window(place, rows)
                 sink.count(window)
-                tell.resumed += window[0][1] - window[0][0]
-            tell.step()
+                tell.resumed += resumed * (window[0][1] - window[0][0])
+            tell.task(place, rows, resumed=resumed)
 
         remote = None if cluster is None else cluster.tasks_of(k)
         runner = TaskRunner(self.layout, k, journal, store, count, self.mask, remote)
@@ -223,6 +266,32 @@ class Streaming:
         if not has_rows:
             sink.write(self.window, values[self.output])
         return counter.macs
+
+    def _image_key(self, image: int) -> TaskKey | None:
+        """The key in the journal of an image whose output is written without tasks; None where
+        tasks have keys of their own."""
+        writers = [k for k, place in enumerate(self.layout.places)
+                   if self.output in place.stage.targets]  # fmt: skip
+        if not writers or self.layout.places[writers[0]].segment.stripe:
+            return None
+        return (image, writers[0], 0, _extents(self.window)[0])
+
+    def _is_image_done(
+        self, image: int, journal: Journal | None, store: RecordingStore | None
+    ) -> bool:
+        """Whether an earlier run wrote a whole image, and the file still has it."""
+        key = self._image_key(image)
+        if journal is None or store is None or key not in journal.done:
+            return False
+        return is_intact(store, journal.done[key])
+
+    def _add_image(
+        self, image: int, journal: Journal | None, store: RecordingStore | None
+    ) -> None:  # fmt: skip
+        """Note a whole image as done."""
+        key = self._image_key(image)
+        if journal is not None and store is not None and key is not None:
+            journal.add(key, TaskRecord(0, store.take(), {}))
 
     def written_window(self, place: PlacedSegment, rows: tuple[int, int]) -> Window:
         """The positions of the output that a task writes."""
@@ -346,6 +415,8 @@ def _result_end(
             check_conversion(value.dtype, stored)
         metadata = scaled_metadata(reader, shape, stored, labels=wanted == "argmax")
         return target_of(destination, shape, stored, metadata, options.chunk), None
+    if options.chunk is not None:
+        raise BadInput("chunk: an array has chunks of its own; leave `chunk` out")
     values = torch.int64 if wanted == "argmax" else value.dtype
     sink = fillable_sink(destination, shape, values, wanted, options.layout).placed(axes)
     check_separate(source, destination, reader, sink)

@@ -142,6 +142,7 @@ def merge_states(place: PlacedSegment, parts: Sequence[States]) -> dict[fx.Node,
 class TaskRunner:
     """Runs the segments of one image in this process, task by task.
 
+    count: called for each whole task, (segment, rows, resumed=whether an earlier run did it).
     remote: computes tasks elsewhere: (segment, rows of the tasks, values without rows) to records,
     as they are finished. mask: of the output.
     """
@@ -150,7 +151,7 @@ class TaskRunner:
     image: int
     journal: Journal | None
     store: RecordingStore | None
-    count: Callable[[int, PlacedSegment, Interval], None]
+    count: Callable[..., None]
     mask: TaskMask | None = None
     remote: Callable[..., Iterator[tuple[Interval, TaskRecord]]] | None = None
 
@@ -166,7 +167,7 @@ class TaskRunner:
             done = self.journal.done.get(self._key(number, rows)) if self.journal else None
             if done is not None and is_durable and self._is_intact(done):
                 records[rows] = done
-                self.count(self.image, place, rows)
+                self.count(place, rows, resumed=True)
             else:
                 missing.append(rows)
         for rows, record in self._compute(place, ends, work, missing, on_step):
@@ -185,7 +186,7 @@ class TaskRunner:
         if self.remote is not None and missing:
             number = self.layout.places.index(place)
             for rows, record in self.remote(number, missing, ends.whole_values):
-                self.count(self.image, place, rows)
+                self.count(place, rows, resumed=False)
                 yield rows, record
             return
         for rows in missing:

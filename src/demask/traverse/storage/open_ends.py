@@ -125,17 +125,31 @@ class FileTarget:
         self.format.finish(self.part, self.final, self.info)
 
 
+def check_target(
+    destination: End, metadata: Mapping[str, Any] | None = None
+) -> tuple[Format, Path]:  # fmt: skip
+    """The format and absolute path of a file to write. Raises BadInput where it could not be
+    written after the work, or would replace a folder that is no array."""
+    format_ = format_of(destination, metadata)
+    if not format_.is_written:
+        raise BadInput(f"{destination}: {format_.name} files are only read; write .ome.zarr")
+    final = Path(destination)
+    if not final.is_dir() or not format_.marks:
+        return format_, check_writable(final)
+    if any(final.iterdir()) and not any((final / mark).exists() for mark in format_.marks):
+        raise BadInput(f"{destination} is a folder that is no {format_.name} array, and would be "
+                       "replaced; give another name")  # fmt: skip
+    check_writable(final / "any")
+    return format_, final.resolve()
+
+
 def target_of(
     destination: End, shape: tuple[int, ...], stored: torch.dtype, metadata: Mapping[str, Any],
     chunk: int | None = None,
 ) -> FileTarget:  # fmt: skip
     """The file for a result of this shape (N, C, ...) and dtype. chunk: rows and columns of its
     chunks; None: the format's. Raises BadInput where the format cannot hold it."""
-    format_ = format_of(destination, metadata)
-    if not format_.is_written:
-        raise BadInput(f"{destination}: {format_.name} files are only read; write .ome.zarr")
-    final = Path(destination)
-    final = final.resolve() if final.is_dir() else check_writable(final)
+    format_, final = check_target(destination, metadata)
     module = format_.load()
     kinds = {len(kind): kind for kind in KINDS}
     if format_.name != "NumPy" and len(shape) not in kinds:
@@ -146,9 +160,10 @@ def target_of(
     sizes = dict(zip(kind, shape, strict=True))
     array_shape = tuple(sizes[letter] for letter in letters)
     chunks = module.chunks(array_shape, letters)
-    if chunk is not None and chunks is not None:
-        if format_.name not in ("OME-Zarr",) or chunk < 1:
-            raise BadInput(f"chunk={chunk}: {format_.name} files have tiles of their own")
+    if chunk is not None:
+        if not format_.marks or chunk < 1:
+            raise BadInput(f"chunk={chunk}: expected at least 1, for .zarr; {format_.name} files "
+                           "have no chunks, or tiles of 512 x 512")  # fmt: skip
         chunks = tuple(min(n, chunk) if letter in "HW" else c for n, c, letter
                        in zip(array_shape, chunks, letters, strict=True))  # fmt: skip
     info = ArrayInfo(array_shape, stored, letters, chunks, metadata)

@@ -44,13 +44,15 @@ class Format:
     """One format. module: has `open_store(path) -> Store` and, where it is written,
     `letters(channels, images, dtype) -> str`, `chunks(shape, letters) -> tuple or None`,
     `create(path, info) -> None`, `open_again(path, info) -> Store`, and optionally
-    `finish(part, final, info)`. package: that the module needs."""
+    `finish(part, final, info)`. package: that the module needs. marks: names of files of which a
+    folder of this format has one; () where it is a single file."""
 
     name: str
     suffixes: tuple[str, ...]
     module: str
     package: str | None = None
     is_written: bool = True
+    marks: tuple[str, ...] = ()
 
     def load(self) -> Any:
         """The module of the format. Raises BadInput where its package is missing."""
@@ -82,7 +84,8 @@ class Format:
 
 FORMATS = (
     Format("NumPy", (".npy",), "npy"),
-    Format("OME-Zarr", (".ome.zarr", ".zarr"), "zarr_store", "zarr"),
+    Format("OME-Zarr", (".ome.zarr", ".zarr"), "zarr_store", "zarr",
+           marks=("zarr.json", ".zgroup", ".zarray")),
     Format("OME-TIFF", (".ome.tif", ".ome.tiff"), "tiff", "tifffile"),
     Format("cloud-optimized GeoTIFF", (".cog.tif", ".cog.tiff"), "raster", "rasterio"),
     Format("TIFF", (".tif", ".tiff", ".btf", ".tf8"), "tiff", "tifffile"),

@@ -36,6 +36,11 @@ def open_store(path: Path) -> Store:
     """The first image of a TIFF file, at full size."""
     try:
         file = tifffile.TiffFile(path)
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file; check the path") from None
+    except Exception as error:  # of many types, by what is damaged
+        raise BadInput(f"{path}: expected a TIFF file: {first_line(error)}") from error
+    try:
         page: Any = file.pages[0]
         if GEO_KEYS in page.tags and _has_rasterio():
             from demask.traverse.storage.stores import raster
@@ -45,9 +50,10 @@ def open_store(path: Path) -> Store:
         series = file.series[0]
         levels: Any = series.aszarr(level=0)
         array: Any = zarr.open(levels, mode="r")
-    except FileNotFoundError:
-        raise BadInput(f"{path}: no such file; check the path") from None
-    except Exception as error:  # of many types, by what is damaged
+    except BadInput:
+        raise
+    except Exception as error:
+        file.close()
         raise BadInput(f"{path}: expected a TIFF file: {first_line(error)}") from error
     axes = series.axes.replace("Q", "N").replace("I", "N")
     return SliceStore.of(array, str(path), layout=axes, metadata=_metadata(file))
