@@ -21,6 +21,7 @@ from demask.traverse.execution.stream_job import (
     StreamOptions,
     prepare_stream,
 )
+from demask.traverse.normalization.statistics import IMAGE, Statistics
 from demask.traverse.storage.open_ends import Region
 
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]
@@ -82,6 +83,7 @@ def stream(
     region: Region | None = None,
     mask: Any = None,
     normalize: Any = None,
+    statistics: Statistics = IMAGE,
     chunk: int | None = None,
     stripe: int | None = None,
     resume: bool = True,
@@ -135,8 +137,8 @@ def stream(
     """
     job = prepare(
         model, source, destination, memory=memory, output=output, layout=layout, region=region,
-        mask=mask, normalize=normalize, chunk=chunk, stripe=stripe, client=client, spill=spill,
-        table=table,
+        mask=mask, normalize=normalize, statistics=statistics, chunk=chunk, stripe=stripe,
+        client=client, spill=spill, table=table,
     )  # fmt: skip
     return run(job, progress, resume=resume)
 

@@ -22,6 +22,7 @@ from demask.traverse.analysis.flow import Flow, flow_of
 from demask.traverse.axes import NONE, Axes
 from demask.traverse.execution.tasks import TaskMask
 from demask.traverse.normalization.inputs import with_normalized_input
+from demask.traverse.normalization.statistics import Statistics, with_statistics
 from demask.traverse.storage.dtype_conversion import check_conversion, name_of
 from demask.traverse.storage.open_ends import FileTarget, open_sink
 from demask.traverse.storage.sources_and_sinks import TensorSink, TensorSource
@@ -32,15 +33,17 @@ CLASSES = 256  # at most, to store their numbers as uint8
 
 
 def capture_flow(
-    model: Any, source: StoredSource | TensorSource, normalize: Any, table: Table
-) -> tuple[Flow, fx.Node]:
+    model: Any, source: StoredSource | TensorSource, normalize: Any, statistics: Statistics,
+    table: Table,
+) -> tuple[Flow, fx.Node]:  # fmt: skip
     """A network captured for one image of a source, and its input."""
     shape = source.shape
     if not 3 <= len(shape) <= 5 or 0 in shape:
         raise BadInput(f"expected images (N, C, H, W), volumes (N, C, D, H, W) or sequences "
                        f"(N, C, L) of at least one position, got {shape}")  # fmt: skip
     program = captured(network_of(model), (1, *shape[1:]), source.dtype)
-    flow = flow_of(with_normalized_input(program, normalize), table)
+    program = with_statistics(with_normalized_input(program, normalize), statistics)
+    flow = flow_of(program, table)
     nodes = [n for n in flow.inputs if n in flow.axes]
     computed = [n for n in flow.outputs if isinstance(n, fx.Node) and n.op == "call_function"]
     if len(flow.inputs) != 1 or len(nodes) != 1:

@@ -33,6 +33,7 @@ from demask.traverse.execution.stream_inputs import (
     result_of,
 )
 from demask.traverse.execution.tasks import RecordingStore, TaskMask, TaskRunner, is_intact
+from demask.traverse.normalization.statistics import IMAGE, Statistics
 from demask.traverse.planning.plan import TilePlan
 from demask.traverse.planning.plan_memory import MemoryLayout, PlacedSegment
 from demask.traverse.planning.planner import packed_plan, plan_tiles
@@ -74,6 +75,7 @@ class StreamOptions:
     region: Region | None = None
     mask: Any = None
     normalize: Any = None
+    statistics: Statistics = IMAGE
     chunk: int | None = None
     stripe: int | None = None
     shared: bool = False
@@ -375,7 +377,7 @@ def prepare_stream(
     reader = open_source(source, options.layout, options.region)
     missing = nodata_of(reader.store.metadata) if isinstance(reader, StoredSource) else None
     images: Any = reader if missing is None else FilledSource(reader, missing)
-    flow, node = capture_flow(model, reader, options.normalize, table)
+    flow, node = capture_flow(model, reader, options.normalize, options.statistics, table)
     images = images.placed(flow.axes[node])
     target, sink = _result_end(flow, reader, source, destination, options)
     axes = flow.axes.get(flow.outputs[0], NONE)
