@@ -124,7 +124,7 @@ def test_what_is_interrupted_goes_on_with_the_same_command(run, files, monkeypat
     monkeypatch.setattr(stream_job.RowProgress, "step", interrupt)
     outcome = run(*words)
     assert outcome.code == 130, outcome.err
-    assert outcome.err == "demask: interrupted; the same command goes on where it was\n"
+    assert outcome.err == "demask: interrupted; the same command continues from here\n"
     assert not (tmp_path / "result.npy").exists()
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)

@@ -103,15 +103,43 @@ def stream(
         model: nn.Module or ExportedProgram with one input and one output, on the CPU; or the path
             of a .pt2, .demask or .onnx file.
         source: images (N, C, H, W), volumes (N, C, D, H, W) or sequences (N, C, L): the path of a
-            .npy file, a NumPy array, which may be memory-mapped, or a CPU tensor.
-        destination: path of a .npy file, which is replaced when the result is complete; or an array
-            or tensor of the result's shape, which is filled.
+            .npy file, a Zarr array or OME-NGFF group (.zarr), a TIFF, OME-TIFF or GeoTIFF (.tif) or
+            a slide (.svs, .ndpi, .mrxs and others of OpenSlide); a NumPy array, which may be
+            memory-mapped; a CPU tensor; or any object with `shape` and `dtype` that can be sliced,
+            such as an array of zarr or h5py. Positions without data of a GeoTIFF are read as 0.
+        destination: path of a file, which appears, or is replaced, when the result is complete:
+            .npy, .zarr (OME-NGFF 0.5), .ome.tif, .tif (GeoTIFF if the source has coordinates) or
+            .cog.tif; or an array, a tensor or an object to which slices can be assigned, of the
+            result's shape, which is filled. Sizes of pixels, coordinates and the value for missing
+            data are taken from the source.
         memory: budget in bytes, an int or a text such as "256MiB", for what the call adds to the
             memory of the process; default "512MiB". Arrays and tensors that you pass do not count.
-        output: dtype to write: "float16", "float32", "float64"; or "uint8", round(clamp(y, 0, 1) *
-            255) with 0 for NaN. Default None: the dtype of the network's output, or of
+        output: dtype to write: "float16", "float32", "float64"; "uint8" or "uint16",
+            round(clamp(y, 0, 1) * 255 or 65535) with 0 for NaN; or "argmax", the number of the
+            largest channel, (N, 1, H, W). Default None: the dtype of the network's output, or of
             `destination` if it is an array or tensor.
-        client: must be None, the default; reserved for clusters.
+        layout: a letter for each axis of the source, of N, C, D, H, W, L or of T, Z, Y, X, S, such
+            as "HWC" or "TCZYX"; default None: what the file says, else N and C first. An array or
+            tensor as destination has the same axes, or those of the network.
+        region: (first row, first column, rows, columns) of each image to read; the result is that
+            of this part alone. Default None, the whole image.
+        mask: bools (rows, columns) of any size, scaled to the result: what is computed. Where they
+            are False the result is 0. Statistics remain those of the whole image. Default None,
+            everything.
+        normalize: "image": each channel has mean 0 and variance 1 over the whole image, in a first
+            pass; or (means, deviations), a number or one per channel: the network receives
+            (x - mean) / deviation. Default None, no normalization.
+        statistics: what group and instance norms normalize by: "image" (default), as the network
+            does; "tile:N", windows of about N rows and columns of the input that divide the image
+            evenly; or the constants that `calibrate` returns.
+        chunk: rows and columns of a chunk of a .zarr file; default None, 512.
+        stripe: rows of the result per task, rounded up to whole chunks; default None, as few as
+            cost 5 % more multiply-adds. A task is what is resumed, and what a worker computes.
+        resume: whether to go on where an unfinished run to the same file stopped; True (default)
+            checks what is there, False deletes it.
+        client: a `dask.distributed.Client`, on whose workers the tasks run; `memory` is then the
+            budget of each worker, and all must see the files of source and destination. Default
+            None, this process.
         progress: function called after each step with a text, and with the keyword `done=1`;
             default None, no calls.
         spill: existing folder for values that do not fit in memory; default None, the folder of

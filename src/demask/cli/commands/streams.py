@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +68,14 @@ def stream(
             "per channel: --normalize 0.5,0.4,0.4/0.2,0.2,0.2.",
         ),
     ] = None,
+    statistics: Annotated[
+        str,
+        typer.Option(
+            metavar="image|tile:N|FILE.json",
+            help="What norms over the image normalize by: the image, as MODEL does; windows of N "
+            "rows and columns; or constants of demask.traverse.calibrate(...).to_dict().",
+        ),
+    ] = "image",
     chunk: Annotated[
         int | None, typer.Option(min=1, help="Rows and columns of a chunk of .zarr. Default: 512.")
     ] = None,
@@ -99,8 +108,8 @@ def stream(
     Images are read and results are written some rows at a time; between layers only the rows that
     are still needed stay in memory. The result is that of MODEL on each image by itself. MODEL must
     take images of this size: export it with dynamic sizes. A network of floating-point inputs
-    receives uint8 images as x / 255. What is interrupted goes on where it was if the same command
-    is run again. Formats other than .npy need pip install 'demask[stream]'.
+    receives uint8 images as x / 255. What is interrupted is continued by the same command. Formats other
+    than .npy need pip install 'demask[stream]'.
 
     \b
     Examples:
@@ -109,8 +118,8 @@ def stream(
     """
     options = {
         "memory": memory, "output": output, "layout": layout, "region": _region(region),
-        "mask": _mask(mask), "normalize": _normalization(normalize), "chunk": chunk,
-        "stripe": stripe, "spill": spill,
+        "mask": _mask(mask), "normalize": _normalization(normalize),
+        "statistics": _statistics(statistics), "chunk": chunk, "stripe": stripe, "spill": spill,
     }  # fmt: skip
     with progress("loading") as step:
         from demask.cli.read_network import fixed_network
@@ -137,7 +146,7 @@ def _run(job: Any, resume: bool) -> Any:
         with progress("streaming", job.steps) as step:
             return job.run(step, resume=resume)
     except KeyboardInterrupt:
-        typer.echo("demask: interrupted; the same command goes on where it was", err=True)
+        typer.echo("demask: interrupted; the same command continues from here", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -180,6 +189,18 @@ def _normalization(text: str | None) -> Any:
         raise BadInput("expected --normalize image or MEANS/DEVIATIONS, such as "
                        f"0.5,0.4,0.4/0.2,0.2,0.2, got {text!r}") from None  # fmt: skip
     return means, deviations
+
+
+def _statistics(text: str) -> Any:
+    """The text, or the frozen statistics in a file."""
+    if not text.endswith(".json"):
+        return text
+    from demask.traverse import FrozenStatistics
+
+    try:
+        return FrozenStatistics.from_dict(json.loads(Path(text).read_text()))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--statistics {text}: {error}") from error
 
 
 def _mask(path: Path | None) -> Any:

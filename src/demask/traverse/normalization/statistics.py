@@ -24,11 +24,10 @@ from torch import Tensor, fx
 from demask.errors import BadInput
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
-from demask.ops import schema
+from demask.ops import schema, traits
 
 aten = torch.ops.aten
 IMAGE, TILE = "image", re.compile(r"tile:(\d+)")
-NORMS = (aten.group_norm.default, aten.instance_norm.default, aten.batch_norm.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +52,15 @@ class FrozenStatistics:
     Attributes:
         norms: tuple of `NormMoments`, one per norm over the image, in order of execution.
         tiles: number of tiles that were measured.
+
+    Example:
+        >>> import torch
+        >>> from demask.traverse import FrozenStatistics, calibrate
+        >>> frozen = calibrate(torch.nn.InstanceNorm2d(2), torch.ones(3, 2, 8, 8))
+        >>> frozen.norms[0].mean, frozen.norms[0].variance
+        ((1.0, 1.0), (0.0, 0.0))
+        >>> FrozenStatistics.from_dict(frozen.to_dict()) == frozen
+        True
     """
 
     norms: tuple[NormMoments, ...]
@@ -101,13 +109,15 @@ def with_statistics(program: Program, statistics: Statistics) -> Program:
 
 def norms_of(graph: fx.Graph) -> list[fx.Node]:
     """The norms whose statistics are over the image."""
-    return [node for node in graph.nodes if node.target in NORMS and _is_over_image(node)]
+    return [
+        node for node in graph.nodes if node.target in traits.IMAGE_NORMS and _is_over_image(node)
+    ]
 
 
 def _is_over_image(node: fx.Node) -> bool:
-    bound = schema.arguments(node)
-    if node.meta["val"].ndim < 3:
+    if node.target not in traits.IMAGE_NORMS or node.meta["val"].ndim < 3:
         return False
+    bound = schema.arguments(node)
     return bool(bound.get("use_input_stats", bound.get("training", True)))
 
 
