@@ -108,8 +108,8 @@ def stream(
     Images are read and results are written some rows at a time; between layers only the rows that
     are still needed stay in memory. The result is that of MODEL on each image by itself. MODEL must
     take images of this size: export it with dynamic sizes. A network of floating-point inputs
-    receives uint8 images as x / 255. What is interrupted is continued by the same command. Formats other
-    than .npy need pip install 'demask[stream]'.
+    receives uint8 images as x / 255. What is interrupted is continued by the same command. Formats
+    other than .npy need pip install 'demask[stream]'.
 
     \b
     Examples:
