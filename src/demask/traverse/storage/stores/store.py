@@ -68,9 +68,9 @@ class SliceStore:
         """The store of an object. Raises BadInput unless it has a shape and numbers."""
         try:
             shape, dtype = tuple(int(n) for n in array.shape), np.dtype(array.dtype)
-        except (AttributeError, TypeError, ValueError) as error:
-            raise BadInput(f"{name}: expected an array with a shape and a dtype that can be "
-                           f"sliced, got {type(array).__name__}") from error  # fmt: skip
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # closed: h5py
+            raise BadInput(f"{name}: expected an open array with a shape and a dtype that "
+                           f"can be sliced, got {type(array).__name__}") from error  # fmt: skip
         chunks = getattr(array, "chunks", None)
         known = isinstance(chunks, tuple) and all(isinstance(n, int) for n in chunks)
         shards = getattr(array, "shards", None)  # of zarr: what is written as one file

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,7 @@ def open_store(path: Path) -> Store:
     except Exception as error:
         file.close()
         raise BadInput(f"{path}: expected a TIFF file: {first_line(error)}") from error
+    weakref.finalize(array, file.close)  # the file is open as long as its array
     axes = series.axes.replace("Q", "N").replace("I", "N")
     return SliceStore.of(array, str(path), layout=axes, metadata=_metadata(file))
 
