@@ -23,7 +23,7 @@ from night import at_night
 
 COMMANDS = ("demo", "slim", "inspect", "verify")
 # Commands whose examples are run by tests of their own.
-ELSEWHERE = ("bench", "lower", "optimize", "prune", "raise", "stream")
+ELSEWHERE = ("bench", "halo", "lower", "optimize", "prune", "raise", "stream")
 
 
 @dataclass(frozen=True)

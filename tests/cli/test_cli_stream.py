@@ -41,16 +41,29 @@ def test_the_command_prints_a_plan_and_runs_nothing(run, files, tmp_path):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("image.npy", "result.png"), "ends in .npy"),
+        (("image.npy", "result.png"), "ends in one of .npy .ome.zarr"),
         (("image.npy", "no/result.npy"), "does not exist"),
         (("missing.npy", "result.npy"), "no such file"),
         (("image.npy", "result.npy", "--memory", "much"), "amount of memory"),
         (("image.npy", "result.npy", "--memory", "1MiB"), "least budget"),
         (("image.npy", "result.npy", "--output", "int4"), "expected output"),
         (("image.npy",), ""),
+        (("image.npy", "result.svs"), "are only read"),
+        (("image.npy", "folder.zarr"), "would be replaced"),
+        (("image.npy", "result.npy", "--region", "1,2,3"), "expected --region Y,X,H,W"),
+        (("image.npy", "result.npy", "--region", "0,0,99,10"), "inside of 60 x 50"),
+        (("image.npy", "result.npy", "--mask", "none.npy"), "--mask none.npy"),
+        (("image.npy", "result.npy", "--mask", "image.npy"), "expected bools"),
+        (("image.npy", "result.npy", "--normalize", "1,2"), "expected --normalize"),
+        (("image.npy", "result.npy", "--normalize", "1,2/1,2"), "each of 3 channels"),
+        (("image.npy", "result.npy", "--layout", "NHW"), "names 3"),
+        (("image.npy", "result.npy", "--chunk", "64"), "chunk=64"),
+        (("image.npy", "result.npy", "--scheduler", "nothing"), "--scheduler nothing"),
     ],
 )
 def test_the_command_exits_with_2_and_leaves_nothing(run, files, tmp_path, words, complaint):
+    (tmp_path / "folder.zarr").mkdir()
+    (tmp_path / "folder.zarr" / "photograph").touch()
     before = sorted(p.name for p in tmp_path.iterdir())
     outcome = run("stream", "model.pt2", *words)
     assert (outcome.code, outcome.out) == (2, "")
@@ -75,3 +88,62 @@ def test_the_bar_shows_rows(files):
         test_cli.wait_for(lambda: "streaming" in console.file.getvalue())
         job.run(step)
         test_cli.wait_for(lambda: "120 of 120 rows" in console.file.getvalue())
+
+
+def test_options_reach_the_stream(run, files, tmp_path):
+    zarr = pytest.importorskip("zarr")
+    images = np.load(tmp_path / "image.npy")
+    np.save("nhwc.npy", images.transpose(0, 2, 3, 1))
+    np.save("mask.npy", np.arange(10).reshape(1, 10) < 4)
+    deviations = "1,2,4"
+    outcome = run("stream", "model.pt2", "nhwc.npy", "result.zarr", "--memory", BUDGET,
+                  "--layout", "NHWC", "--region", "0,10,60,40", "--mask", "mask.npy",
+                  "--normalize", f"0.5,0.5,0.5/{deviations}", "--chunk", "16")  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    group = zarr.open("result.zarr")
+    assert group["0"].chunks[-2:] == (16, 16)
+    part = torch.from_numpy((images[..., 10:50] - 0.5) / np.reshape([1, 2, 4], (1, 3, 1, 1)))
+    with torch.no_grad():
+        expected = torch.cat([net()(one[None].float()) for one in part])
+    expected[..., 16:] = 0  # 4 of 10 columns of the mask, each of which is 4 of the image
+    torch.testing.assert_close(torch.from_numpy(group["0"][:]), expected)
+
+
+def test_what_is_interrupted_goes_on_with_the_same_command(run, files, monkeypatch, tmp_path):
+    from demask.traverse.execution import stream_job
+
+    words = ("stream", "model.pt2", "image.npy", "result.npy", "--memory", BUDGET, "--stripe", "20")
+    calls, step = [], stream_job.RowProgress.step
+
+    def interrupt(self, *args):
+        calls.append(self.rows)
+        if self.rows > 70:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    monkeypatch.setattr(stream_job.RowProgress, "step", interrupt)
+    outcome = run(*words)
+    assert outcome.code == 130, outcome.err
+    assert outcome.err == "demask: interrupted; the same command continues from here\n"
+    assert not (tmp_path / "result.npy").exists()
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    other = run(*words, "--output", "uint8")
+    assert other.code == 2 and "unfinished stream of another plan" in other.err
+    assert "--no-resume" in other.err
+    outcome = run(*words)
+    assert outcome.code == 0, outcome.err
+    assert "120 rows (60 of them before)" in outcome.out
+    torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "result.npy")), files[1])
+
+
+def test_time_left_is_that_of_the_work_to_come(files, monkeypatch):
+    from demask.traverse.execution import stream_job
+
+    clock = iter(range(0, 10**6, 100))
+    monkeypatch.setattr(stream_job.time, "perf_counter", lambda: float(next(clock)))
+    texts = []
+    prepare(net(), "image.npy", "result.npy", memory=BUDGET).run(
+        lambda text, done=1: texts.append(text))  # fmt: skip
+    left = [text.partition("rows, ")[2] for text in texts]
+    assert all(text.endswith(" left") for text in left[:-1]) and left[-1] == ""

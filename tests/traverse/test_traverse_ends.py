@@ -16,14 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from demask.traverse.axes import empty, part
+from demask.traverse.storage import boxes, stored_ends
 from demask.traverse.storage import sources_and_sinks as ends
-from demask.traverse.storage.sources_and_sinks import (
-    array_sink,
-    array_source,
-    spill,
-    tensor_sink,
-    tensor_source,
-)
+from demask.traverse.storage.sources_and_sinks import spill, tensor_sink, tensor_source
+from demask.traverse.storage.stored_ends import StoredSink, StoredSource
+from demask.traverse.storage.stores.store import SliceStore, backing_file
+from stored_arrays import array_sink, array_source, whole_order
 
 SRC = Path(ends.__file__).parents[3]
 AXES = [  # of a value of sizes 1 3 4 5 or fewer: rows and columns
@@ -72,7 +70,7 @@ def read_by_parts(source, shape, axes, dtype, parts):
         into = part(made, axes, window)
         with Allocated() as counted:
             source.read(window, into)
-        assert counted.bytes == source.workspace(window)
+        assert max(counted.sizes, default=0) == source.workspace(window)
     return made
 
 
@@ -81,13 +79,15 @@ def written_by_parts(sink, value, axes, parts):
     for window in parts:
         with Allocated() as counted:
             sink.write(window, part(held, axes, window))
-        assert counted.bytes == sink.workspace(window)
+        assert sum(counted.sizes) == sink.workspace(window)
 
 
 class Allocated(TorchDispatchMode):
-    """Bytes of the tensors that were made with memory of their own."""
+    """Bytes of each tensor that got memory of its own."""
 
-    bytes = 0
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -95,7 +95,7 @@ class Allocated(TorchDispatchMode):
                  if isinstance(t, torch.Tensor)}  # fmt: skip
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known | {0}:
-                self.bytes += t.untyped_storage().nbytes()
+                self.sizes.append(t.untyped_storage().nbytes())
         return out
 
 
@@ -114,7 +114,9 @@ def in_bytes(y):
 @given(st.data())
 def test_what_is_read_by_parts_is_the_array(tmp_path, monkeypatch, data):
     """read(window) == array[window], from any order of the file, in any partition, of any dtype."""
-    monkeypatch.setattr(ends, "LIMIT", data.draw(st.sampled_from([64, 200, 1 << 20])))
+    limit = data.draw(st.sampled_from([64, 200, 1 << 20]))
+    monkeypatch.setattr(ends, "LIMIT", limit)
+    monkeypatch.setattr(stored_ends, "LIMIT", limit)
     shape, axes = data.draw(st.sampled_from(AXES))
     held = data.draw(st.sampled_from(sorted(NUMBERS)))
     array = drawn(shape, held)
@@ -123,16 +125,17 @@ def test_what_is_read_by_parts_is_the_array(tmp_path, monkeypatch, data):
     kept = torch.from_numpy(array).dtype
     wanted = data.draw(st.sampled_from([kept, torch.float32, torch.float64, torch.bfloat16]))
     expected = torch.from_numpy(array).to(wanted)
-    if held == "uint8" and wanted.is_floating_point:
-        expected = expected / 255
+    if held in ("uint8", "uint16") and wanted.is_floating_point:
+        expected = expected / (255 if held == "uint8" else 65535)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     for source in (array_source(tmp_path / "x.npy", axes), tensor_source(array, axes)):
         assert (source.shape, source.dtype) == (shape, kept)
         got = read_by_parts(source, shape, axes, wanted, windows(data, shape, axes))
         assert torch.equal(got, expected)
-    got = empty(shape, axes, wanted)
+    got, sliced = empty(shape, axes, wanted), SliceStore.of(mapped)
     for window in windows(data, shape, axes):
-        tensor_source(mapped, axes).read(window, part(got, axes, window))
+        source = StoredSource.of(sliced, whole_order(shape), axes)
+        source.read(window, part(got, axes, window))
     assert torch.equal(got, expected)
 
 
@@ -140,7 +143,9 @@ def test_what_is_read_by_parts_is_the_array(tmp_path, monkeypatch, data):
 @given(st.data())
 def test_what_is_written_by_parts_is_the_array(tmp_path, monkeypatch, data):
     """The file's array equals the value, converted; in any partition, in any order."""
-    monkeypatch.setattr(ends, "LIMIT", data.draw(st.sampled_from([64, 200, 1 << 20])))
+    limit = data.draw(st.sampled_from([64, 200, 1 << 20]))
+    monkeypatch.setattr(ends, "LIMIT", limit)
+    monkeypatch.setattr(stored_ends, "LIMIT", limit)
     shape, axes = data.draw(st.sampled_from(AXES))
     values = data.draw(st.sampled_from(["float16", "float32", "float64", "int64", "uint8"]))
     array = drawn(shape, values)
@@ -148,7 +153,7 @@ def test_what_is_written_by_parts_is_the_array(tmp_path, monkeypatch, data):
     eight = data.draw(st.booleans()) and value.is_floating_point()
     stored = torch.uint8 if eight else data.draw(st.sampled_from([value.dtype, torch.float64]))
     expected = in_bytes(array) if eight else value.to(stored).numpy()
-    with array_sink(tmp_path / "y.npy", shape, axes, value.dtype, stored).opened() as sink:
+    with array_sink(tmp_path / "y.npy", shape, axes, value.dtype, stored) as sink:
         assert sink.shape == shape
         written_by_parts(sink, value, axes, windows(data, shape, axes))
     found = np.load(tmp_path / "y.npy")
@@ -180,12 +185,12 @@ def test_pieces_cover_a_box_once_and_the_first_is_the_largest(data):
     dims = data.draw(st.permutations(range(len(box))))
     limit = data.draw(st.integers(1, 200))
     seen = np.zeros([9] * len(box), int)
-    found = list(ends.pieces(tuple(box), tuple(dims), limit))
+    found = list(boxes.pieces(tuple(box), tuple(dims), limit))
     for piece in found:
         seen[tuple(slice(a, b) for a, b in piece)] += 1
     inside = seen[tuple(slice(a, b) for a, b in box)]
     assert (inside == 1).all() and seen.sum() == inside.size
-    sizes = [ends.elements(piece) for piece in found]
+    sizes = [boxes.elements(piece) for piece in found]
     assert max(sizes, default=0) == next(iter(sizes), 0) <= limit
 
 
@@ -200,7 +205,7 @@ def test_images_of_a_batch_are_ends_of_their_own(tmp_path):
         one.read(part_, into)
         assert np.array_equal(into.numpy(), array[1:2, :, 1:3])
     out = torch.zeros(3, 2, 4, 5)
-    with array_sink(tmp_path / "y.npy", array.shape, axes, torch.float32).opened() as sink:
+    with array_sink(tmp_path / "y.npy", array.shape, axes, torch.float32) as sink:
         for k in range(3):
             for place in (sink.image(k), tensor_sink(out, axes, torch.float32).image(k)):
                 place.write(((0, 4), (0, 5)), torch.from_numpy(array[k : k + 1]))
@@ -250,20 +255,21 @@ def test_what_was_written_in_eight_bits_reads_back_as_itself():
 # -- mappings --------------------------------------------------------------------------------------
 
 
-def test_only_pages_that_lie_in_a_file_are_given_back(tmp_path):
+def test_only_pages_that_are_in_a_file_are_released(tmp_path):
     np.save(tmp_path / "x.npy", drawn((1, 2, 3, 4)))
     plain = np.frombuffer(mmap.mmap(-1, 96), np.float32).reshape(1, 2, 3, 4)
     for mode, shared in (("r", True), ("r+", True), ("c", False)):
         array = np.load(tmp_path / "x.npy", mmap_mode=mode)
-        found = [tensor_source(a, (2, 3)).mapping for a in (array, array[:, :1], np.asarray(array))]
-        assert [m is not None for m in found] == [shared] * 3
-    assert tensor_source(plain, (2, 3)).mapping is None
+        mappings = [backing_file(a) for a in (array, array[:, :1], np.asarray(array))]
+        assert [m is not None for m in mappings] == [shared] * 3
+    assert backing_file(plain) is None
 
 
 def test_a_mapped_destination_holds_what_was_written(tmp_path):
     value = torch.from_numpy(drawn((1, 2, 300, 400)))
     out = np.lib.format.open_memmap(tmp_path / "y.npy", "w+", np.uint8, (1, 2, 300, 400))
-    sink = tensor_sink(out, (2, 3), torch.float32)
+    order = whole_order(out.shape)
+    sink = StoredSink(SliceStore.of(out), order, (2, 3), None, torch.float32)
     sink.write(((0, 300), (0, 400)), value)
     del out, sink
     assert np.array_equal(np.load(tmp_path / "y.npy"), in_bytes(value.numpy()))

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from demask.cli.commands import halos, streams, strides
 from demask.cli.commands import pilot as pilots
-from demask.cli.commands import strides
 from demask.cli.failures import CHECK_FAILED, status_of, words_of
 from demask.cli.options import (
     Fix,
@@ -31,7 +31,6 @@ from demask.cli.options import (
 )
 from demask.cli.pruning import command as pruning
 from demask.errors import BadInput
-from demask.machine.byte_sizes import BUDGET
 from demask.progress import progress
 
 app = typer.Typer(
@@ -368,71 +367,9 @@ def bench(
 app.command("lower")(strides.lower)
 app.command("raise")(strides.raise_strides)
 app.command("prune")(pruning.prune)
+app.command("stream")(streams.stream)
+app.command("halo")(halos.halo)
 app.add_typer(pilots.app, name="pilot")
-
-
-@app.command()
-def stream(
-    model: Model,
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="IN.npy", help="Images (N, C, H, W), volumes or sequences (N, C, L)."
-        ),
-    ],
-    destination: Annotated[
-        Path, typer.Argument(metavar="OUT.npy", help="Appears, whole, when all is done.")
-    ],
-    memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="A budget: 512MiB, 1.5GB, or a number of bytes.")
-    ] = BUDGET,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="uint8 (round(clamp(y, 0, 1) * 255), NaN as 0), float16, float32 or float64. "
-            "Default: what the network returns.",
-        ),
-    ] = None,
-    spill: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Where intermediate maps go. Default: the folder of OUT.npy."
-        ),
-    ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Print the plan, and run nothing.")] = False,
-    as_json: Json = False,
-    imports: Imports = None,
-    fix: Fix = None,
-) -> None:
-    """Run MODEL on images of any size within a budget of memory, from a file to a file.
-
-    Images are read and results are written some rows at a time; between layers only the rows that
-    are still needed stay in memory. The result is that of MODEL on each image by itself. MODEL must
-    take images of this size: export it with dynamic sizes. A network of floating-point inputs
-    receives uint8 images as x / 255.
-
-    \b
-    Examples:
-      demask stream model.pt2 image.npy result.npy --memory 256MiB --plan
-      demask stream model.pt2 image.npy result.npy --memory 256MiB --output uint8
-    """
-    check_output(destination, suffixes=(".npy",))
-    with progress("loading") as step:
-        from demask.cli.read_network import fixed_network
-        from demask.traverse.stream import prepare
-
-        import_modules(imports)
-        network = fixed_network(model, fix) if fix else model
-        step("planning")
-        job = prepare(network, source, destination, memory=memory, output=output, spill=spill)
-    if plan:
-        show(job.plan, {"rows": job.rows, "plan": job.plan.to_dict()}, as_json)
-        return
-    with progress("streaming", job.steps) as step:
-        done = job.run(step)
-    data = done.to_dict() | {"output": str(destination), "plan": job.plan.to_dict()}
-    show(f"{done}\nwritten to {destination}", data, as_json)
 
 
 def _print_written(result: Any, output: Path, verification: Any, as_json: bool) -> None:

@@ -140,3 +140,8 @@ OF_TWO_TENSORS: Mapping[Any, Any] = {
 DECOMPOSED_WITH_NUMBERS = _ops("""addbmm.default addcdiv.default addcmul.default addmm.default
     addmv.default addr.default baddbmm.default celu.default elu.default hardtanh.default
     leaky_relu.default softplus.default""")
+
+# Norms whose statistics may be over the image, by their arguments.
+IMAGE_NORMS = frozenset(
+    {aten.group_norm.default, aten.instance_norm.default, aten.batch_norm.default}
+)

@@ -1,18 +1,22 @@
 """Depth-first execution of networks within a memory budget, with equal results."""
 
 from demask.traverse.batching.batch import batch, traffic
+from demask.traverse.calibrate import calibrate
 from demask.traverse.halos.halo import Halo, halo
+from demask.traverse.normalization.statistics import FrozenStatistics
 from demask.traverse.planning.plan import Segment
 from demask.traverse.planning.plan import TilePlan as Plan
 from demask.traverse.stream import Streamed, stream
 from demask.traverse.tile import plan, tile
 
 __all__ = [
+    "FrozenStatistics",
     "Halo",
     "Plan",
     "Segment",
     "Streamed",
     "batch",
+    "calibrate",
     "halo",
     "plan",
     "stream",

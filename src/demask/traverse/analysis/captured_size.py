@@ -92,7 +92,7 @@ def captured(network: SizedNetwork, shape: tuple[int, ...], dtype: torch.dtype) 
     """The program of a network for one image of this shape and dtype.
 
     If nothing declares the input's dtype: uint8 images stay uint8 if every call accepts them. Else
-    they are converted to the parameters' dtype, as are floating-point images.
+    they are converted to the parameters' dtype, as are images of 16 bits or floating point.
     """
     _check_sizes(network, shape)
     if network.dtype is not None:
@@ -103,6 +103,8 @@ def captured(network: SizedNetwork, shape: tuple[int, ...], dtype: torch.dtype) 
     )
     if dtype.is_floating_point:
         return _read(network, shape, parameter_dtype or dtype)
+    if dtype == torch.uint16 and parameter_dtype is not None:
+        return _read(network, shape, parameter_dtype)
     if dtype != torch.uint8 or parameter_dtype is None:
         return _read(network, shape, dtype)
     try:

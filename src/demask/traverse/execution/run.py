@@ -29,6 +29,7 @@ from demask.traverse.planning.stage_memory import LARGE
 from demask.traverse.storage.sources_and_sinks import Spill, in_place, spill, tensor_source
 
 OnStep = Callable[[PlacedSegment, Step], None]
+SpillName = Callable[[fx.Node], str]
 RunSegment = Callable[
     [PlacedSegment, SourcesAndSinks, Tensor, Counter, Callable[[Step], None] | None], None
 ]
@@ -53,13 +54,21 @@ def execute(
     *,
     folder: str = tempfile.gettempdir(),
     on_step: OnStep | None = None,
+    run_tasks: RunSegment | None = None,
+    spill_name: SpillName | None = None,
 ) -> tuple[dict[fx.Node, Any], Counter]:
     """Run all segments. Returns the values without rows, and multiply-adds and steps.
 
     folder: for maps on disk, which are deleted after the last read. on_step: called after each step
-    of each segment, by the thread that ran it.
+    of each segment, by the thread that ran it. run_tasks: runs segments that are cut into tasks.
+    spill_name: the file name of a value's map on disk; None for files without names.
     """
-    return _execute(flow, layout, call, _run_segment, folder, on_step)
+
+    def run_segment(place: PlacedSegment, *rest: Any) -> None:
+        run = run_tasks if run_tasks is not None and place.segment.stripe else _run_segment
+        run(place, *rest)
+
+    return _execute(flow, layout, call, run_segment, folder, on_step, spill_name)
 
 
 def rehearse(flow: Flow, layout: MemoryLayout, constants: Mapping[fx.Node, Any]) -> None:
@@ -90,6 +99,7 @@ def _execute(
     walk: RunSegment,
     folder: str,
     on_step: OnStep | None,
+    spill_name: SpillName | None = None,
 ) -> tuple[dict[fx.Node, Any], Counter]:
     counter, arena = Counter(), new_memory(layout.size)
     whole_values, spills = dict(call.whole_values), dict[fx.Node, Spill]()
@@ -99,7 +109,8 @@ def _execute(
         for v in place.stage.targets:
             if v.name in place.segment.spills:
                 value = v.meta["val"]
-                spills[v] = spill(tuple(value.shape), value.dtype, flow.axes[v], folder)
+                name = spill_name(v) if spill_name else ""
+                spills[v] = spill(tuple(value.shape), value.dtype, flow.axes[v], folder, name)
                 ends.sinks[v] = spills[v] if v not in call.sinks else Tee(spills[v], call.sinks[v])
         ends.sources.update({v: spills[v] for v in place.stage.enters if v in spills})
         work = arena[layout.work[k] : layout.work[k] + place.bytes]
@@ -205,7 +216,7 @@ def _delete_spills(layout: MemoryLayout, k: int, spills: dict[fx.Node, Spill]) -
     """Delete maps on disk that no later segment reads."""
     later = {v for place in layout.places[k + 1 :] for v in place.stage.enters}
     for v in [v for v in spills if v not in later]:
-        del spills[v]
+        spills.pop(v).delete()
 
 
 def new_memory(size: int) -> Tensor:

@@ -97,13 +97,15 @@ class SegmentExecutor:
     """One stage with its memory, sources and sinks.
 
     arena: uint8 [memory.size or more]. above, below: the borders to the neighboring workers; None
-    where there is none.
+    where there is none. finishes: whether statistics are complete after the last row.
     """
 
     def __init__(
         self, stage: Stage, memory: StageMemory, ends: SourcesAndSinks, arena: Tensor,
         counter: Counter, above: BandBorder | None = None, below: BandBorder | None = None,
+        *, finishes: bool = True,
     ):  # fmt: skip
+        self.finishes = finishes and above is None and below is None
         self.stage, self.flow, self.memory, self.ends = stage, stage.flow, memory, ends
         self.arena, self.counter, self.above, self.below = arena, counter, above, below
         self.views: dict[tuple[Any, ...], Tensor] = {}
@@ -201,7 +203,7 @@ class SegmentExecutor:
             reduction.update(state, rows, window)
         rows, columns = self.flow.rows(source), self.flow.columns(source)
         is_last = live.end >= rows and live.columns[1] >= columns
-        if is_last and self.above is None and self.below is None:
+        if is_last and self.finishes:
             self.ends.whole_values[unit.node] = reduction.finish(state)
 
     def _compute(self, k: int, unit: Unit, step: Step) -> None:

@@ -64,8 +64,8 @@ def record_calls(
     Raises:
         NotExportable, BadInput: as `capture`, if neither recording nor export supports the model.
     """
-    if isinstance(model, ExportedProgram):
-        return _exported(model, args, kwargs)
+    if isinstance(model, ExportedProgram):  # as a module, which is captured at the example's sizes
+        return _exported(model.module(check_guards=False), args, kwargs)
     try:
         recording = _run(to_exportable(structural_copy(model, share=True).eval()), args, kwargs)
     except Exception:  # export has a better message, or supports the model

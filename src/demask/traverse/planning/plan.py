@@ -40,6 +40,8 @@ class Segment:
         bytes: predicted memory of values inside the segment, in bytes; default 0.
         macs: multiply-adds for one image; default 0.
         traffic: bytes of stored values and inputs that are read and written; default 0.
+        stripe: rows of the tallest stored value that one task of `stream` computes by itself, with
+            the rows around them that it needs; 0 (default): the segment is not cut into tasks.
 
     Example:
         >>> import torch
@@ -62,6 +64,7 @@ class Segment:
     bytes: int = 0
     macs: int = 0
     traffic: int = 0
+    stripe: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,8 @@ def _row(k: int, segment: Segment) -> tuple[str, ...]:
     )
     if segment.workers > 1:
         tile[BANDS] += f" x {segment.workers} strips"
+    if segment.stripe:
+        tile[segment.mode] += f" in tasks of {segment.stripe}"
     return (str(k), segment.mode, tile.get(segment.mode, "whole"), str(segment.steps),
             _span(segment.nodes), stored, format_bytes(segment.bytes), f"{segment.macs:.3g}",
             format_bytes(segment.traffic))  # fmt: skip
@@ -186,6 +191,7 @@ def _segment(row: Any) -> Segment:
         key: _number(row[key])
         for key in ("rows", "columns", "steps", "workers", "bytes", "macs", "traffic")
     }
+    numbers["stripe"] = _number(row.get("stripe", 0))
     over = {_word(a): _word(b) for a, b in row["over"].items()}
     fields: dict[str, Any] = {**names, **numbers}
     return Segment(mode, over=over, **fields)

@@ -25,6 +25,7 @@ from demask.traverse.planning.schedule import (
     Strip,
     cut_strips,
     target_rows,
+    tile_bands,
     tile_step,
     walk_bands,
     whole_step,
@@ -129,6 +130,9 @@ def steps_of(stage: Stage, segment: Segment) -> Iterator[Step]:
     """The steps in which a segment runs."""
     if not target_rows(stage):
         yield whole_step(stage)
+    elif segment.stripe:
+        for rows in stripes_of(stage, segment):
+            yield from steps_of_stripe(stage, segment, rows)
     elif segment.mode == BANDS and segment.workers > 1:
         for strip in cut_strips(stage, segment.workers):
             yield from walk_bands(stage, segment.rows, strip)
@@ -138,6 +142,31 @@ def steps_of(stage: Stage, segment: Segment) -> Iterator[Step]:
         yield from tiles(stage, segment.rows, segment.columns)
     else:
         yield whole_step(stage)
+
+
+def stripes_of(stage: Stage, segment: Segment) -> list[Interval]:
+    """The rows of each task of a segment, of its tallest target."""
+    height = max(target_rows(stage).values())
+    size = segment.stripe or height
+    return [(top, min(top + size, height)) for top in range(0, height, size)]
+
+
+def steps_of_stripe(
+    stage: Stage, segment: Segment, rows: Interval, columns: Interval | None = None
+) -> Iterator[Step]:
+    """The steps that compute some rows of the tallest target, and nothing else of the targets.
+
+    columns: of the widest target; None for all. The rows around them are computed again.
+    """
+    width = max(stage.flow.columns(v) for v in target_rows(stage))
+    left, right = columns or (0, width)
+    if segment.mode == BANDS:
+        yield from tile_bands(stage, tile_at(stage, rows, (left, right)), segment.rows)
+        return
+    for top in range(*rows, segment.rows):
+        for first in range(left, right, segment.columns):
+            tile = (top, min(top + segment.rows, rows[1]))
+            yield tile_at(stage, tile, (first, min(first + segment.columns, right)))
 
 
 def tiles(stage: Stage, rows: int, columns: int) -> Iterator[Step]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -81,7 +81,8 @@ class Strip:
     """The rows of each value of one worker: from `first` to `last`.
 
     It computes those up to `own` and reads those up to `seen`; each worker reads the stage's
-    entering values for itself. due: end of the rows that the worker above waits for.
+    entering values for itself. due: end of the rows that the worker above waits for. counted: of
+    reductions, the rows that they count here; empty: from `first` to `last`.
     """
 
     first: Mapping[fx.Node, int]
@@ -89,6 +90,7 @@ class Strip:
     own: Mapping[fx.Node, int]
     seen: Mapping[fx.Node, int]
     due: Mapping[fx.Node, int]
+    counted: Mapping[fx.Node, Interval] = field(default_factory=dict)
 
     @property
     def borders(self) -> dict[fx.Node, int]:
@@ -184,14 +186,16 @@ def walk_bands(
         }
         for unit in stage.sinks:  # each row is counted by one worker
             v = unit.edges[0].source
-            low, high = (min(n, strip.last[v]) for n in (done[v], end[v]))
+            begin, until = strip.counted.get(unit.node, (0, strip.last[v]))
+            low, high = (max(min(n, until), begin) for n in (done[v], end[v]))
             step[unit.node] = LiveRows(low, low, high, high, columns[v])
         yield step
         done, first_live = end, keep
 
 
 def tile_step(stage: Stage, window: Mapping[fx.Node, Window]) -> Step:
-    """The step that computes a window of each target without rows of other steps."""
+    """The step that computes a window of each target without rows of other steps. A reduction
+    counts the window of its operand, without the rows around it."""
     need = {v: w for v, w in window.items() if not _is_empty(w)}
     for unit in reversed(stage.units):
         if unit.node in stage.flow.gathers or unit.value not in need:
@@ -215,7 +219,8 @@ def tile_bands(stage: Stage, frustum: Step, band: int) -> Iterator[Step]:
     first = {v: frustum[v].first for v in values}
     last = {v: frustum[v].end for v in values}
     columns = {v: frustum[v].columns for v in values}
-    return walk_bands(stage, band, Strip(first, last, last, last, {}), columns)
+    counted = {u.node: (frustum[u.node].done, frustum[u.node].end) for u in stage.sinks}
+    return walk_bands(stage, band, Strip(first, last, last, last, {}, counted), columns)
 
 
 def _single_step(window: Window) -> LiveRows:

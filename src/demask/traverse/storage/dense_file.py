@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.ops.regions import Interval
+from demask.traverse.storage.boxes import Box
 
-Box = tuple[Interval, ...]  # one interval for each dimension
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
@@ -156,6 +155,15 @@ def temporary(folder: str | os.PathLike[str]) -> Descriptor:
             return Descriptor(os.dup(file.fileno()), os.path.join(folder, "(temporary file)"))
     except OSError as error:
         raise BadInput(f"cannot write in {folder}: {error.strerror or error}") from error
+
+
+def named(path: Path) -> Descriptor:
+    """A file that several processes read and write."""
+    try:
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
+        return Descriptor(os.open(path, flags, 0o600), str(path))
+    except OSError as error:
+        raise BadInput(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def reserve(file: Descriptor, size: int, folder: Path) -> None:

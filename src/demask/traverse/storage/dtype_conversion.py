@@ -1,8 +1,9 @@
 """Conversion of dtypes between the parts of a value and its source or sink.
 
-8-bit images: y is written as round(clamp(y, 0, 1) * 255), halves to even, computed in y's dtype
-(float16 and bfloat16 in float32), and NaN as 0. uint8 x is read as x / 255 by networks that take
-floating-point inputs. Other conversions keep the value, like `Tensor.copy_`.
+Images of 8 bits: y is written as round(clamp(y, 0, 1) * 255), halves to even, computed in y's
+dtype (float16 and bfloat16 in float32), and NaN as 0. uint8 x is read as x / 255 by networks that
+take floating-point inputs. Images of 16 bits: the same with uint16 and 65535. Other conversions
+keep the value, like `Tensor.copy_`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.traverse.axes import Axes, strides
 
+LARGEST = {torch.uint8: 255, torch.uint16: 65535}  # stored for 1.0
+
 
 def is_quantized(values: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether floating-point values are stored as uint8."""
-    return stored == torch.uint8 and values.is_floating_point
+    """Whether floating-point values are stored as uint8 or uint16."""
+    return stored in LARGEST and values.is_floating_point
 
 
 def scratch_size(values: torch.dtype, stored: torch.dtype) -> int:
@@ -57,7 +60,7 @@ def assign(into: Tensor, values: Tensor) -> None:
     """Copy a source's values into a part; uint8 becomes x / 255 in floating-point parts."""
     into.copy_(values)
     if is_quantized(into.dtype, values.dtype):
-        into.div_(255)
+        into.div_(LARGEST[values.dtype])
 
 
 def convert(values: Tensor, into: Tensor, axes: Axes, scratch: Tensor) -> None:
@@ -71,7 +74,7 @@ def convert(values: Tensor, into: Tensor, axes: Axes, scratch: Tensor) -> None:
         torch.clamp(values, 0, 1, out=work)
     else:
         work.copy_(values).clamp_(0, 1)
-    into.copy_(work.nan_to_num_(0.0).mul_(255).round_())
+    into.copy_(work.nan_to_num_(0.0).mul_(LARGEST[into.dtype]).round_())
 
 
 def name_of(dtype: torch.dtype) -> str:

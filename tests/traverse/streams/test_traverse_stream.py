@@ -17,8 +17,9 @@ from torch import nn
 
 import demask
 from demask.errors import BadInput
+from demask.traverse.execution.stream_job import Counted, RowProgress
 from demask.traverse.storage import sources_and_sinks as ends
-from demask.traverse.stream import Counted, _RowProgress, prepare, stream
+from demask.traverse.stream import prepare, stream
 
 SRC = Path(ends.__file__).parents[3]
 AUTO = torch.export.Dim.AUTO
@@ -233,22 +234,22 @@ def test_a_plan_writes_nothing(files, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"client": object()}, "not built yet"),
+        ({"client": object()}, "expected a dask"),
         ({"output": "int8"}, "expected output=None or one of"),
         ({"memory": "5 apples"}, "amount of memory"),
         ({"memory": "1MiB"}, "least budget"),
         ({"spill": "nowhere"}, "a folder that exists"),
         ({"source": "missing.npy"}, "missing.npy: no such file"),
         ({"source": "text.npy"}, "text.npy: expected an array"),
-        ({"source": 3}, "source: expected the path"),
+        ({"source": 3}, "the source: expected an array"),
         ({"source": torch.zeros(3, 60)}, r"expected images \(N, C, H, W\)"),
         ({"source": torch.zeros(0, 3, 6, 6)}, "of at least one position"),
         ({"source": torch.zeros(1, 3, 6, 6, dtype=torch.complex64)}, "complex64"),
         ({"source": torch.zeros(1, 4, 60, 50)}, "expected 3 channels on axis 1, got 4"),
         ({"source": torch.zeros(1, 3, 60)}, "takes inputs of 4 axes"),
-        ({"destination": "result.png"}, r"ends in \.npy"),
+        ({"destination": "result.png"}, r"ends in one of \.npy"),
         ({"destination": "no/result.npy"}, "does not exist"),
-        ({"destination": 3}, "destination: expected the path"),
+        ({"destination": 3}, "destination: expected a path"),
         ({"destination": torch.zeros(2, 3, 60, 51)}, r"60, 51\), the result \(2, 3, 60, 50\)"),
         ({"destination": torch.zeros(2, 3, 60, 50, dtype=torch.int32)}, "be stored as int32"),
         ({"destination": torch.zeros(2, 3, 60, 50), "output": "uint8"}, "leave `output` out"),
@@ -349,7 +350,7 @@ def test_positions_left_out_never_make_a_file():
         def write(self, window, part):
             pass
 
-    sink = Counted(Nowhere(), ((0, 4), (0, 5)), _RowProgress(4, None))
+    sink = Counted(Nowhere(), ((0, 4), (0, 5)), RowProgress(4, None))
     sink.write(((0, 3), (0, 5)), None)
     with pytest.raises(RuntimeError, match="15 positions"):
         sink.check()

@@ -1,0 +1,296 @@
+"""The TAEF2 decoder streamed into OME-Zarr and COG, with Dask workers, and after a kill:
+`python -m benchmarks run stores`.
+
+A picture of 16,384² pixels from a random latent, into each format, in a process of its own under
+1 GB; one of 4,096² by 1, 2 and 4 worker processes of one thread each, and again after its process
+was killed. Writes benchmarks/results/stores.md and .json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
+from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
+from benchmarks.traverse.traverse_memory import Failed, caught, fresh, mebibytes, peaked, resident
+from demask.traverse import stream
+from demask.traverse.stream import prepare
+from traverse_networks import NETWORKS, named
+
+BENCHMARK = Benchmark(
+    "TAEF2's decoder streamed into OME-Zarr and COG, by Dask workers, and after a kill", "hours",
+    ("stores.md", "stores.json"), needs=(DEV, SHARED_DATA, "the extra `stream`"),
+    quick="--large 1024 --size 1024 --memory 128MiB --budget 128MiB --workers 1 2",
+)  # fmt: skip
+
+NETWORK, FORMATS = "TAEF2", ("picture.ome.zarr", "picture.cog.tif")
+SMALL = 256  # pixels a side of the picture that comes first, for the libraries' code
+SHARED_READ = 1.0e9  # bytes per second that all workers share, for the projection
+PROJECTED = (8, 16, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One run. peak: bytes beyond those before it, of the largest process; predicted: by the plan.
+    digest: of the bytes of the values written."""
+
+    name: str
+    size: int
+    workers: int
+    seconds: float
+    peak: int
+    predicted: int
+    digest: str
+    note: str = ""
+
+
+def write_random(path: Path, side: int) -> Path:
+    """A latent of random numbers, written channel by channel."""
+    shape = (1, _channels(), side, side)
+    file = np.lib.format.open_memmap(path, "w+", np.float32, shape)
+    generator = np.random.default_rng(0)
+    for k in range(shape[1]):
+        file[0, k] = generator.standard_normal((side, side), np.float32)
+    file.flush()
+    return path
+
+
+def _channels() -> int:
+    return int(named([NETWORK])[NETWORK].inputs(SMALL)[0].shape[1])
+
+
+def digest_of(path: Path) -> str:
+    """A digest of the values of a result, rows by rows."""
+    digest = hashlib.blake2b(digest_size=8)
+    if path.suffix == ".zarr":
+        import zarr
+
+        array: Any = zarr.open(path, mode="r")["0"]
+        for top in range(0, array.shape[1], 512):
+            digest.update(np.ascontiguousarray(array[:, top : top + 512]).tobytes())
+        return digest.hexdigest()
+    import rasterio
+
+    with rasterio.open(path) as data:
+        for top in range(0, data.height, 512):
+            rows = min(512, data.height - top)
+            part = data.read(window=rasterio.windows.Window(0, top, data.width, rows))
+            digest.update(np.ascontiguousarray(part).tobytes())
+    return digest.hexdigest()
+
+
+# --- what the processes do ----------------------------------------------------------------------
+
+
+def streamed(source: Path, target: Path, budget: str, threads: int) -> tuple[float, int, int]:
+    """Seconds, peak and prediction of a stream in this process, after a small one."""
+    torch.set_num_threads(threads)
+    model = named([NETWORK])[NETWORK].make()
+    small = write_random(source.with_name("small.npy"), SMALL // NETWORKS[NETWORK].grows)
+    stream(model, small, target.with_name(f"small-{target.name}"), memory=budget, output="uint8")
+    done, peak, seconds = peaked(
+        lambda: stream(model, source, target, memory=budget, output="uint8")
+    )
+    return seconds, peak, done.peak
+
+
+def begin_worker() -> int:
+    """One thread; the memory of this worker now, from which its peak counts."""
+    torch.set_num_threads(1)
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident()
+
+
+def distributed(
+    source: Path, target: Path, budget: str, workers: int
+) -> tuple[float, list[int], int]:
+    """Seconds, the peak of each worker, and the prediction."""
+    from distributed import Client, LocalCluster
+
+    torch.set_num_threads(1)
+    model = named([NETWORK])[NETWORK].make()
+    small = write_random(source.with_name("small.npy"), SMALL // NETWORKS[NETWORK].grows)
+    options: dict[str, Any] = {"memory": budget, "output": "uint8"}
+    with (
+        LocalCluster(
+            workers,
+            threads_per_worker=1,
+            processes=True,
+            dashboard_address=None,
+            memory_limit=0,
+            silence_logs=50,
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        client.run(torch.set_num_threads, 1)
+        stream(model, small, target.with_name("small.zarr"), client=client, **options)
+        before = client.run(begin_worker)
+        start = time.perf_counter()
+        done = stream(model, source, target, client=client, **options)
+        seconds = time.perf_counter() - start
+        peaks = client.run(resident, "VmHWM")
+    return seconds, [peaks[k] - before[k] for k in before], done.peak
+
+
+def killed(source: Path, target: Path, budget: str, after: float) -> tuple[float, int, int]:
+    """Seconds, rows done before and the prediction of a stream whose process was killed."""
+    task = multiprocessing.get_context("spawn").Process(
+        target=streamed_once, args=(source, target, budget)
+    )
+    task.start()
+    journal = target.with_name(f".{target.name}.partial") / "journal.jsonl"
+    task.join(after)
+    while task.is_alive() and not (journal.exists() and journal.read_bytes().count(b"\n") > 2):
+        time.sleep(0.2)
+    task.kill()
+    task.join()
+    start = time.perf_counter()
+    done = streamed_once(source, target, budget)
+    return time.perf_counter() - start, done.resumed, done.peak
+
+
+def streamed_once(source: Path, target: Path, budget: str) -> Any:
+    """A stream with one thread."""
+    torch.set_num_threads(1)
+    model = named([NETWORK])[NETWORK].make()
+    return stream(model, source, target, memory=budget, output="uint8")
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+def large(options: argparse.Namespace, folder: Path, console: Console) -> list[Row | Failed]:
+    side = options.large // NETWORKS[NETWORK].grows
+    source, rows = write_random(folder / "large.npy", side), []
+    for name in FORMATS:
+        answer = fresh(streamed, source, folder / name, options.memory, options.threads)
+        row = answer
+        if not isinstance(answer, Failed):
+            row = Row(name, options.large, 0, *answer, digest_of(folder / name))
+        console.print(row)
+        rows.append(row)
+    return rows
+
+
+def several(options: argparse.Namespace, folder: Path, console: Console) -> list[Row | Failed]:
+    side = options.size // NETWORKS[NETWORK].grows
+    source, rows = write_random(folder / "source.npy", side), []
+    for count in options.workers:
+        target = folder / f"workers-{count}.zarr"
+        answer = caught(distributed, source, target, options.budget, count)
+        row = answer
+        if not isinstance(answer, Failed):
+            seconds, peaks, predicted = answer
+            note = "peaks " + ", ".join(mebibytes(peak) for peak in peaks) + " MiB"
+            row = Row("workers", options.size, count, seconds, max(peaks), predicted,
+                      digest_of(target), note)  # fmt: skip
+        console.print(row)
+        rows.append(row)
+    target = folder / "killed.zarr"
+    answer = caught(killed, source, target, options.budget, options.kill)
+    row = answer
+    if not isinstance(answer, Failed):
+        seconds, resumed, predicted = answer
+        row = Row("killed, then resumed", options.size, 1, seconds, 0, predicted,
+                  digest_of(target), f"{resumed:,} rows before the kill")  # fmt: skip
+    console.print(row)
+    return [*rows, row]
+
+
+def projection(options: argparse.Namespace, folder: Path, rows: Sequence[Row | Failed]) -> str:
+    """Seconds of more workers: work divides among them, and the plan's traffic passes a store that
+    all share."""
+    one = next((r for r in rows if isinstance(r, Row) and r.workers == 1), None)
+    if one is None:
+        return "No projection: the run of one worker failed."
+    model = named([NETWORK])[NETWORK].make()
+    job = prepare(model, folder / "source.npy", folder / "projected.zarr", memory=options.budget,
+                  output="uint8")  # fmt: skip
+    shared = job.plan.traffic / SHARED_READ
+    table = [
+        [
+            str(n),
+            f"{max(one.seconds / n, shared):.1f}",
+            f"{one.seconds / max(one.seconds / n, shared):.1f}",
+        ]
+        for n in PROJECTED
+    ]
+    return ("Projected, not measured: the time of one worker divided by their number, at least the "
+            f"plan's traffic of {job.plan.traffic / 1e9:.2f} GB at {SHARED_READ / 1e9:.0f} GB/s."
+            "\n\n"
+            + markdown(["workers", "seconds", "times faster"], table))  # fmt: skip
+
+
+HEAD = ["what", "pixels", "workers", "seconds", "peak, MiB", "predicted", "values", "note"]
+
+
+def cells(row: Row | Failed) -> list[str]:
+    if isinstance(row, Failed):
+        return [row.reason, *[""] * (len(HEAD) - 1)]
+    peak = mebibytes(row.peak) if row.peak else ""
+    return [row.name, f"{row.size}²", str(row.workers or "none"), f"{row.seconds:.1f}", peak,
+            mebibytes(row.predicted), row.digest[:8], row.note]  # fmt: skip
+
+
+def page(rows: Sequence[Row | Failed], projected: str, words: str) -> str:
+    return f"""# Streams into stores
+
+{words}
+
+The TAEF2 decoder with its trained weights, from a random latent in a .npy file to pictures of 8-bit
+values, by `demask.traverse.stream`. *Peak*: `VmHWM` less what was resident before the call, of the
+process, or of the worker that took most. *Values*: a digest of the result; it is the same however
+many workers wrote it, and after a kill.
+
+{markdown(HEAD, [cells(row) for row in rows])}
+
+{projected}
+"""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--large", type=int, default=16384, metavar="SIDE")
+    add("--memory", default="1GB", help="budget of the large pictures")
+    add("--size", type=int, default=4096, metavar="SIDE", help="of the picture of the workers")
+    add("--budget", default="512MiB", help="of each worker")
+    add("--workers", type=int, nargs="+", default=[1, 2, 4])
+    add("--kill", type=float, default=20.0, metavar="SECONDS", help="at least, before the kill")
+    add("--threads", type=int, default=2)
+    add("--folder", type=Path, help="for the files, up to 3 GB; the system's by default")
+    add("--output", type=Path, default=RESULTS / "stores.md")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options, console, before = arguments(), Console(markup=False), load_average()
+    named([NETWORK])
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    with TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        rows = [*large(options, folder, console), *several(options, folder, console)]
+        projected = projection(options, folder, rows)
+    words = provenance("stores", f"{options.threads} threads, workers 1", before=before)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(page(rows, projected, words))
+    stored = {"words": words, "rows": [asdict(row) for row in rows]}
+    options.output.with_suffix(".json").write_text(json.dumps(stored, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

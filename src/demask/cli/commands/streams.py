@@ -1,0 +1,215 @@
+"""`demask stream`: run a network on images larger than memory, from a file to a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from demask.cli.failures import INTERRUPTED
+from demask.cli.options import Fix, Imports, Json, Model, import_modules, show
+from demask.errors import BadInput
+from demask.machine.byte_sizes import BUDGET
+from demask.progress import progress
+
+READ = ".npy .zarr .tif .ome.tif .svs .ndpi .mrxs"
+WRITTEN = ".npy, .ome.zarr (OME-NGFF), .ome.tif, .tif (with coordinates: GeoTIFF) or .cog.tif"
+CONNECT = 30.0  # seconds to wait for a scheduler
+
+
+def stream(
+    model: Model,
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help=f"Images: {READ} and others of OpenSlide.")
+    ],
+    destination: Annotated[
+        Path, typer.Argument(metavar="OUT", help=f"{WRITTEN}. Appears, whole, when all is done.")
+    ],
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="A budget: 512MiB, 1.5GB, or a number of bytes.")
+    ] = BUDGET,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="uint8 or uint16 (round(clamp(y, 0, 1) * largest), NaN as 0), float16, float32 or "
+            "float64; argmax: the class of each position. Default: what the network returns.",
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXES",
+            help="A letter per axis of IN: N C D H W, or T Z Y X S: --layout HWC. Default: what "
+            "the file says, else NCHW.",
+        ),
+    ] = None,
+    region: Annotated[
+        str | None,
+        typer.Option(metavar="Y,X,H,W", help="Only this part: first row, column, rows, columns."),
+    ] = None,
+    mask: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.npy",
+            help="Bools (rows, columns) of any size over the image: only where they are True is "
+            "anything computed; elsewhere 0.",
+        ),
+    ] = None,
+    normalize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="image|MEANS/DEVIATIONS",
+            help="image: each channel to mean 0 and deviation 1 over the whole image; or numbers "
+            "per channel: --normalize 0.5,0.4,0.4/0.2,0.2,0.2.",
+        ),
+    ] = None,
+    statistics: Annotated[
+        str,
+        typer.Option(
+            metavar="image|tile:N|FILE.json",
+            help="What norms over the image normalize by: the image, as MODEL does; windows of N "
+            "rows and columns; or constants of demask.traverse.calibrate(...).to_dict().",
+        ),
+    ] = "image",
+    chunk: Annotated[
+        int | None, typer.Option(min=1, help="Rows and columns of a chunk of .zarr. Default: 512.")
+    ] = None,
+    stripe: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows per task, the unit that is resumed. Default: chosen."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on with an unfinished OUT, or not.")
+    ] = True,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Tasks run on the workers of this Dask scheduler, such as tcp://10.0.0.5:8786. "
+            "All must see the same files.",
+        ),
+    ] = None,
+    spill: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where intermediate maps go. Default: the folder of OUT."),
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the plan, and run nothing.")] = False,
+    as_json: Json = False,
+    imports: Imports = None,
+    fix: Fix = None,
+) -> None:
+    """Run MODEL on images of any size within a budget of memory, from a file to a file.
+
+    Images are read and results are written some rows at a time; between layers only the rows that
+    are still needed stay in memory. The result is that of MODEL on each image by itself. MODEL must
+    take images of this size: export it with dynamic sizes. A network of floating-point inputs
+    receives uint8 images as x / 255. What is interrupted is continued by the same command. Formats
+    other than .npy need pip install 'demask[stream]'.
+
+    \b
+    Examples:
+      demask stream model.pt2 image.npy result.npy --memory 256MiB --plan
+      demask stream model.pt2 image.npy result.npy --memory 256MiB --output uint8
+    """
+    options = {
+        "memory": memory, "output": output, "layout": layout, "region": _region(region),
+        "mask": _mask(mask), "normalize": _normalization(normalize),
+        "statistics": _statistics(statistics), "chunk": chunk, "stripe": stripe, "spill": spill,
+    }  # fmt: skip
+    with progress("loading") as step:
+        from demask.cli.read_network import fixed_network
+        from demask.traverse.storage.open_ends import check_target
+        from demask.traverse.stream import prepare
+
+        check_target(destination)
+        import_modules(imports)
+        network = fixed_network(model, fix) if fix else model
+        step("planning")
+    with _client(scheduler) as client:
+        job = prepare(network, source, destination, client=client, **options)
+        if plan:
+            show(job.plan, {"rows": job.rows, "plan": job.plan.to_dict()}, as_json)
+            return
+        done = _run(job, resume)
+    data = done.to_dict() | {"output": str(destination), "plan": job.plan.to_dict()}
+    show(f"{done}\nwritten to {destination}", data, as_json)
+
+
+def _run(job: Any, resume: bool) -> Any:
+    """The result of a job. What Ctrl-C interrupts can go on, and the message says so."""
+    try:
+        with progress("streaming", job.steps) as step:
+            return job.run(step, resume=resume)
+    except KeyboardInterrupt:
+        typer.echo("demask: interrupted; the same command continues from here", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def _client(address: str | None) -> Iterator[Any]:
+    """A client of a Dask scheduler, or None."""
+    if address is None:
+        yield None
+        return
+    try:
+        from distributed import Client
+    except ModuleNotFoundError as error:
+        raise BadInput("--scheduler needs dask.distributed, which is not installed: "
+                       "pip install 'demask[stream]'") from error  # fmt: skip
+    try:
+        client = Client(address, timeout=CONNECT)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--scheduler {address}: no scheduler answers there ({error})") from error
+    with client:
+        yield client
+
+
+def _region(text: str | None) -> tuple[int, int, int, int] | None:
+    if text is None:
+        return None
+    numbers = text.split(",")
+    if len(numbers) != 4 or not all(n.strip().isdecimal() for n in numbers):
+        raise BadInput(f"expected --region Y,X,H,W, such as 0,512,1024,1024, got {text!r}")
+    top, left, rows, columns = map(int, numbers)
+    return top, left, rows, columns
+
+
+def _normalization(text: str | None) -> Any:
+    """ "image", or (means, deviations)."""
+    if text is None or text == "image":
+        return text
+    try:
+        means, deviations = ([float(n) for n in row.split(",")] for row in text.split("/"))
+    except ValueError:
+        raise BadInput("expected --normalize image or MEANS/DEVIATIONS, such as "
+                       f"0.5,0.4,0.4/0.2,0.2,0.2, got {text!r}") from None  # fmt: skip
+    return means, deviations
+
+
+def _statistics(text: str) -> Any:
+    """The text, or the frozen statistics in a file."""
+    if not text.endswith(".json"):
+        return text
+    from demask.traverse import FrozenStatistics
+
+    try:
+        return FrozenStatistics.from_dict(json.loads(Path(text).read_text()))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--statistics {text}: {error}") from error
+
+
+def _mask(path: Path | None) -> Any:
+    """The array of a mask's file."""
+    if path is None:
+        return None
+    import numpy as np
+
+    try:
+        return np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--mask {path}: expected a .npy file of bools: {error}") from error

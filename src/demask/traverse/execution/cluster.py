@@ -1,0 +1,144 @@
+"""Tasks on the workers of a `dask.distributed` client.
+
+A task is a pure function of the call of `stream`, the segment, the rows and the values without
+rows: it may run on any worker, twice, or again after its worker died.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from demask.errors import BadInput
+from demask.files import atomic_write
+from demask.ops.regions import Interval
+from demask.traverse.execution.journal import TaskRecord
+from demask.traverse.execution.run import new_memory
+from demask.traverse.execution.segment_executor import SourcesAndSinks
+from demask.traverse.execution.stream_inputs import digest_of
+from demask.traverse.execution.stream_job import Streaming
+from demask.traverse.execution.tasks import compute_record
+from demask.traverse.storage.sources_and_sinks import spill
+
+Prepare = Callable[..., Streaming]
+CALL = "call.pickle"
+DEATHS = 100  # workers that may die while they compute the same task
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A client, and the call of `stream`, pickled. prepare: a function of a module that makes the
+    job of such a call again.
+
+    Workers read it, and the values without rows, from files next to the unfinished result: what a
+    scheduler keeps on workers is lost with them.
+    """
+
+    client: Any
+    job: Streaming
+    prepare: Prepare
+    call: bytes
+
+    @classmethod
+    def of(cls, client: Any, job: Streaming, prepare: Prepare, *call: Any) -> Cluster:
+        """The cluster of a client. Raises BadInput where the call cannot be sent to workers."""
+        import cloudpickle  # with dask.distributed
+
+        try:
+            return cls(client, job, prepare, cloudpickle.dumps(call))
+        except Exception as error:  # of any type: users' classes have their own
+            raise BadInput(f"client: the network or the source cannot be sent to workers "
+                           f"({error}); give paths of files instead") from error  # fmt: skip
+
+    def tasks_of(self, image: int) -> Callable[..., Iterator[tuple[Interval, TaskRecord]]]:
+        """A function that runs tasks of one image, and yields each as it is finished."""
+        return functools.partial(self._run, image)
+
+    def _run(
+        self, image: int, segment: int, stripes: Sequence[Interval], values: Mapping[Any, Any]
+    ) -> Iterator[tuple[Interval, TaskRecord]]:
+        from distributed import KilledWorker, as_completed
+
+        assert self.job.target is not None
+        folder = self.job.target.folder
+        _write(folder / CALL, self.call)
+        tensors = {node.name: value.contiguous() for node, value in values.items()
+                   if isinstance(value, torch.Tensor) and node.op == "call_function"}  # fmt: skip
+        _write(folder / _values_name(image, segment), safetensors.torch.save(tensors))
+        digest = digest_of(*self.job.identity.values())
+
+        def submit(rows: Interval) -> Any:
+            return self.client.submit(run_remote_task, self.prepare, str(folder), digest, image,
+                                      segment, rows, pure=False, retries=2)  # fmt: skip
+
+        futures = {submit(rows): rows for rows in stripes}
+        deaths, completed = 0, as_completed(list(futures))
+        for future in completed:
+            rows = futures.pop(future)
+            try:
+                yield rows, TaskRecord.from_dict(future.result())
+            except KilledWorker:
+                deaths += 1
+                if deaths > DEATHS:
+                    raise
+                again = submit(rows)
+                futures[again] = rows
+                completed.add(again)
+
+
+def _values_name(image: int, segment: int) -> str:
+    """The file with the values without rows that a segment reads."""
+    return f"values-{image}-{segment}.safetensors"
+
+
+def _write(path: Path, data: bytes) -> None:
+    with atomic_write.write(path) as file:
+        file.write(data)
+
+
+@functools.lru_cache(maxsize=2)
+def _prepare(prepare: Prepare, folder: str, digest: str) -> tuple[Streaming, Any]:
+    """The job of a call, prepared again in this process, and memory for its segments."""
+    job = prepare(*pickle.loads(Path(folder, CALL).read_bytes()))
+    if digest_of(*job.identity.values()) != digest:
+        raise BadInput("this worker reads another input or makes another plan than the client: do "
+                       "both have the same files, and the same versions of demask and torch?"
+                       )  # fmt: skip
+    return job, new_memory(job.layout.size)
+
+
+def run_remote_task(
+    prepare: Prepare, folder: str, digest: str, image: int, segment: int, rows: Interval
+) -> dict[str, Any]:
+    """Compute one task in a worker. Returns its record as JSON types."""
+    job, arena = _prepare(prepare, folder, digest)
+    values = safetensors.torch.load_file(Path(folder, _values_name(image, segment)))
+    place = job.layout.places[segment]
+    whole = dict(job.flow.constants)
+    nodes = {node.name: node for node in job.flow.program.graph.nodes}
+    whole.update({nodes[name]: value for name, value in values.items()})
+    sink, store = job.open_part()
+    ends = SourcesAndSinks({}, {job.flow.inputs[0]: job.source.image(image)},
+                           {job.output: sink.image(image)}, whole)  # fmt: skip
+    assert job.target is not None
+    stored = {name for p in job.layout.places for name in p.segment.spills}
+    for value in {*place.stage.enters, *place.stage.targets}:
+        if value.name in stored:
+            fake = value.meta["val"]
+            file = spill(tuple(fake.shape), fake.dtype, job.flow.axes[value],
+                         str(job.target.folder), job.spill_name(image, value))  # fmt: skip
+            (ends.sinks if value in place.stage.targets else ends.sources)[value] = file
+    if job.output not in place.stage.targets:
+        ends.sinks.pop(job.output)
+    work = arena[job.layout.work[segment] : job.layout.work[segment] + place.bytes]
+    with torch.no_grad():
+        record = compute_record(place, ends, work, tuple(rows), store, job.mask)
+    store.close()
+    return record.to_dict()

@@ -1,0 +1,451 @@
+"""The job of `stream`: a network, its plan, a source and a result, ready to run."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from demask.errors import BadInput
+from demask.machine.byte_sizes import BUDGET, parse_memory
+from demask.ops import Table
+from demask.ops.regions import Interval
+from demask.traverse.analysis.flow import Flow
+from demask.traverse.axes import NONE, Axes, Window
+from demask.traverse.execution.journal import Journal, TaskKey, TaskRecord
+from demask.traverse.execution.run import ImageRun, execute
+from demask.traverse.execution.stream_inputs import (
+    batched,
+    capture_flow,
+    check_separate,
+    digest_of,
+    fillable_sink,
+    folder_of,
+    mask_of,
+    network_digest,
+    planned_sink,
+    result_of,
+)
+from demask.traverse.execution.tasks import RecordingStore, TaskMask, TaskRunner, is_intact
+from demask.traverse.normalization.statistics import IMAGE, Statistics
+from demask.traverse.planning.plan import TilePlan
+from demask.traverse.planning.plan_memory import MemoryLayout, PlacedSegment
+from demask.traverse.planning.planner import packed_plan, plan_tiles
+from demask.traverse.planning.schedule import target_rows
+from demask.traverse.planning.tasks import cut_into_tasks
+from demask.traverse.storage.adjusted_ends import (
+    ArgmaxSink,
+    FilledSource,
+    MaskSink,
+    NodataSink,
+    nodata_of,
+)
+from demask.traverse.storage.dtype_conversion import check_conversion, name_of
+from demask.traverse.storage.open_ends import (
+    FileTarget,
+    Region,
+    identity_of,
+    open_source,
+    scaled_metadata,
+    target_of,
+)
+from demask.traverse.storage.sources_and_sinks import TensorSink
+from demask.traverse.storage.stored_ends import StoredSink, StoredSource
+
+SETTLED = 2.0  # seconds after which the speed so far says how much time is left
+OUTPUTS = ("uint8", "uint16", "float16", "float32", "float64", "argmax")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """The keywords of `stream` that decide what is computed and how it is stored.
+
+    Any process makes the same plan from them. shared: whether tasks run in several processes.
+    """
+
+    memory: str | int = BUDGET
+    output: str | None = None
+    layout: str | None = None
+    region: Region | None = None
+    mask: Any = None
+    normalize: Any = None
+    statistics: Statistics = IMAGE
+    chunk: int | None = None
+    stripe: int | None = None
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StreamResult:
+    """What a job did: shape and dtype of the result, rows written, rows taken from an unfinished
+    stream, seconds, multiply-adds."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    rows: int
+    resumed: int
+    seconds: float
+    macs: int
+
+
+class Counted:
+    """A sink that counts written positions, to check that none is missing."""
+
+    def __init__(self, sink: Any, window: Window, tell: RowProgress):
+        self.sink, self.tell, self.done = sink, tell, 0
+        self.height, self.width = _extents(window)
+
+    def write(self, window: Window, part: Tensor) -> None:
+        self.sink.write(window, part)
+        self.count(window)
+
+    def count(self, window: Window) -> None:
+        """Count positions that are written, or were before."""
+        rows, columns = _extents(window)
+        self.done += rows * columns
+        self.tell.rows += rows * columns / self.width
+
+    def check(self) -> None:
+        """Raise RuntimeError where positions were missed or written twice."""
+        if self.done != self.height * self.width:
+            raise RuntimeError(f"the plan wrote {self.done} positions of an image of "
+                               f"{self.height} x {self.width}; please report this")  # fmt: skip
+
+
+class RowProgress:
+    """Reports the number of rows written so far, and the time left.
+
+    work: multiply-adds of the whole job. Time left is of those to come, at the speed so far;
+    what an earlier run did counts as done, and not as time.
+    """
+
+    def __init__(self, total: int, progress: Callable[..., object] | None, work: int = 0):
+        self.total, self.work, self.progress = total, work, progress
+        self.rows = self.resumed = 0.0
+        self.begun, self.computed, self.skipped = time.perf_counter(), 0.0, 0.0
+
+    def step(self, place: PlacedSegment, *_: object) -> None:
+        """Report one step of a segment."""
+        self.computed += place.segment.macs / place.segment.steps
+        self._tell(1)
+
+    def task(self, place: PlacedSegment, rows: Interval, *, resumed: bool) -> None:
+        """Report a whole task: one that an earlier run did, or another process."""
+        height = max(target_rows(place.stage).values())
+        share = (rows[1] - rows[0]) / height
+        if resumed:
+            self.skipped += share * place.segment.macs
+        else:
+            self.computed += share * place.segment.macs
+        self._tell(max(1, round(share * place.segment.steps)))
+
+    def image(self, places: Sequence[PlacedSegment], rows: int) -> None:
+        """Report a whole image that an earlier run did."""
+        self.rows, self.resumed = self.rows + rows, self.resumed + rows
+        self.skipped += sum(place.segment.macs for place in places)
+        self._tell(sum(place.segment.steps for place in places))
+
+    def _tell(self, done: int) -> None:
+        if self.progress is not None:
+            self.progress(f"{int(self.rows):,} of {self.total:,} rows{self._time_left()}",
+                          done=done)  # fmt: skip
+
+    def _time_left(self) -> str:
+        seconds, left = time.perf_counter() - self.begun, self.work - self.computed - self.skipped
+        if seconds < SETTLED or self.computed <= 0 or self.rows >= self.total:
+            return ""
+        minutes, rest = divmod(round(seconds * max(left, 0) / self.computed), 60)
+        hours, minutes = divmod(minutes, 60)
+        clock = f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+        return f", {clock} left"
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """A network with its plan, ready to run.
+
+    source: of all images. target: the file to write; sink: the array or tensor, if it is no file.
+    stored: dtype of the result. identity: what must be equal to go on with an unfinished file.
+    """
+
+    flow: Flow
+    plan: TilePlan
+    layout: MemoryLayout
+    source: Any
+    target: FileTarget | None
+    sink: TensorSink | StoredSink | None
+    stored: torch.dtype
+    shape: tuple[int, ...]
+    options: StreamOptions
+    mask: TaskMask | None
+    folder: str
+    identity: Mapping[str, str]
+
+    @property
+    def images(self) -> int:
+        """The number of images."""
+        return self.source.shape[0]
+
+    @property
+    def output(self) -> fx.Node:
+        """The value of the network that is written."""
+        return self.flow.outputs[0]
+
+    @property
+    def axes(self) -> Axes:
+        """The axes of rows and columns of the output."""
+        return self.flow.axes.get(self.output, NONE)
+
+    @property
+    def window(self) -> Window:
+        """The window of one whole image of the result."""
+        value = self.output.meta["val"]
+        rows, columns = ((0, 1 if axis is None else value.shape[axis]) for axis in self.axes)
+        return rows, columns
+
+    @property
+    def rows(self) -> int:
+        """The number of rows to write, of all images."""
+        return self.images * _extents(self.window)[0]
+
+    @property
+    def steps(self) -> int:
+        """The number of times that `run` calls `progress`, if nothing was done before."""
+        return self.images * sum(segment.steps for segment in self.plan.segments)
+
+    def run(
+        self, progress: Callable[..., object] | None = None, *, resume: bool = True,
+        cluster: Any = None,
+    ) -> StreamResult:  # fmt: skip
+        """Execute the plan, image after image.
+
+        resume: whether to go on with an unfinished file. cluster: runs the tasks elsewhere.
+        """
+        begun, macs = time.perf_counter(), 0
+        tell = RowProgress(self.rows, progress, self.images * self.plan.macs)
+        with self._opened(resume) as (sink, journal, store), torch.no_grad():
+            for k in range(self.images):
+                if self._is_image_done(k, journal, store):
+                    tell.image(self.layout.places, _extents(self.window)[0])
+                    continue
+                counted = Counted(self._adjusted(sink).image(k), self.window, tell)
+                macs += self._run_image(k, counted, journal, store, tell, cluster)
+                counted.check()
+                self._add_image(k, journal, store)
+        seconds = time.perf_counter() - begun
+        return StreamResult(self.shape, name_of(self.stored), self.rows, int(tell.resumed),
+                            seconds, macs)  # fmt: skip
+
+    def _run_image(
+        self, k: int, sink: Counted, journal: Journal | None, store: RecordingStore | None,
+        tell: RowProgress, cluster: Any,
+    ) -> int:  # fmt: skip
+        """Run one image. Returns its multiply-adds."""
+        flow, has_rows = self.flow, self.output in self.flow.axes
+
+        def count(place: PlacedSegment, rows: Interval, *, resumed: bool) -> None:
+            if self.output in target_rows(place.stage):
+                window = self.written_window(place, rows)
+                sink.count(window)
+                tell.resumed += resumed * (window[0][1] - window[0][0])
+            tell.task(place, rows, resumed=resumed)
+
+        remote = None if cluster is None else cluster.tasks_of(k)
+        runner = TaskRunner(self.layout, k, journal, store, count, self.mask, remote)
+        call = ImageRun({flow.inputs[0]: self.source.image(k)},
+                        {self.output: sink} if has_rows else {}, flow.constants)  # fmt: skip
+        names = None if journal is None else (lambda node: self.spill_name(k, node))
+        values, counter = execute(
+            flow, self.layout, call, folder=self.spill_folder(journal), on_step=tell.step,
+            run_tasks=runner.run, spill_name=names,
+        )  # fmt: skip
+        if not has_rows:
+            sink.write(self.window, values[self.output])
+        return counter.macs
+
+    def _image_key(self, image: int) -> TaskKey | None:
+        """The key in the journal of an image whose output is written without tasks; None where
+        tasks have keys of their own."""
+        writers = [k for k, place in enumerate(self.layout.places)
+                   if self.output in place.stage.targets]  # fmt: skip
+        if not writers or self.layout.places[writers[0]].segment.stripe:
+            return None
+        return (image, writers[0], 0, _extents(self.window)[0])
+
+    def _is_image_done(
+        self, image: int, journal: Journal | None, store: RecordingStore | None
+    ) -> bool:
+        """Whether an earlier run wrote a whole image, and the file still has it."""
+        key = self._image_key(image)
+        if journal is None or store is None or key not in journal.done:
+            return False
+        return is_intact(store, journal.done[key])
+
+    def _add_image(
+        self, image: int, journal: Journal | None, store: RecordingStore | None
+    ) -> None:  # fmt: skip
+        """Note a whole image as done."""
+        key = self._image_key(image)
+        if journal is not None and store is not None and key is not None:
+            journal.add(key, TaskRecord(0, store.take(), {}))
+
+    def written_window(self, place: PlacedSegment, rows: tuple[int, int]) -> Window:
+        """The positions of the output that a task writes."""
+        heights = target_rows(place.stage)
+        factor = max(heights.values()) // heights[self.output]
+        return (rows[0] // factor, rows[1] // factor), self.window[1]
+
+    def spill_name(self, image: int, node: fx.Node) -> str:
+        """The name of the file of a map."""
+        return f"map-{image}-{node.name}.bin"
+
+    def spill_folder(self, journal: Journal | None) -> str:
+        """The folder of maps on disk."""
+        return self.folder if journal is None else str(journal.folder)
+
+    @contextmanager
+    def _opened(
+        self, resume: bool
+    ) -> Iterator[tuple[Any, Journal | None, RecordingStore | None]]:  # fmt: skip
+        """The sink, and for a file its journal and its store. The file gets its name at the end."""
+        if self.target is None:
+            yield self.sink, None, None
+            return
+        journal = Journal.open(self.target.folder, self.identity, resume=resume)
+        try:
+            if not self.target.part.exists():
+                self.target.create()
+            sink = self.target.open(self.axes, self._written_dtype())
+            store = RecordingStore(sink.store)
+            try:
+                yield replace(sink, store=store), journal, store
+            finally:
+                store.close()
+            self.target.finish()
+            journal.delete()
+        finally:
+            journal.close()
+
+    def open_part(self) -> tuple[Any, RecordingStore]:
+        """The unfinished file, in another process: its sink and its store."""
+        assert self.target is not None
+        sink = self.target.open(self.axes, self._written_dtype())
+        store = RecordingStore(sink.store)
+        return self._adjusted(replace(sink, store=store)), store
+
+    def _written_dtype(self) -> torch.dtype:
+        """The dtype of the parts that reach the file."""
+        value = self.output.meta["val"].dtype
+        return torch.int64 if self.options.output == "argmax" else value
+
+    def _adjusted(self, sink: Any) -> Any:
+        """The sink, after what changes values on the way to it."""
+        metadata = {} if self.target is None else self.target.info.metadata
+        value, missing = nodata_of(metadata), None
+        if isinstance(self.source, FilledSource):
+            missing = self.source.missing
+        if self.options.output == "argmax":
+            sink = ArgmaxSink(sink, self.axes)
+        same_size = self.source.shape[-2:] == self.shape[-2:] and len(self.shape) == 4
+        is_raster = same_size and None not in self.axes and self.options.output != "argmax"
+        if missing is not None and value is not None and is_raster:
+            sink = NodataSink(sink, self.axes, self.source.source, missing, value)
+        if self.mask is not None:
+            sink = MaskSink(sink, self.axes, self.mask.wanted, self.mask.fill)
+        return sink
+
+
+def prepare_stream(
+    model: Any,
+    source: Any,
+    destination: Any,
+    options: StreamOptions,
+    *,
+    spill: str | os.PathLike[str] | None = None,
+    table: Table,
+) -> Streaming:
+    """The job with its plan, before anything runs or is written."""
+    if options.output is not None and options.output not in OUTPUTS:
+        raise BadInput(f"expected output=None or one of {OUTPUTS}, got {options.output!r}")
+    budget = parse_memory(options.memory)
+    reader = open_source(source, options.layout, options.region)
+    missing = nodata_of(reader.store.metadata) if isinstance(reader, StoredSource) else None
+    images: Any = reader if missing is None else FilledSource(reader, missing)
+    flow, node = capture_flow(model, reader, options.normalize, options.statistics, table)
+    images = images.placed(flow.axes[node])
+    target, sink = _result_end(flow, reader, source, destination, options)
+    axes = flow.axes.get(flow.outputs[0], NONE)
+    values = flow.outputs[0].meta["val"].dtype
+    end = planned_sink(target, axes, values) if target is not None else sink.image(0)
+    folder = str(spill or folder_of(destination))
+    if not os.path.isdir(folder):
+        raise BadInput(f"spill: expected a folder that exists, got {folder}")
+    plan, layout = _planned(flow, budget, images.image(0), end)
+    if target is not None:
+        layout = cut_into_tasks(flow, layout, target.rows, options.stripe, shared=options.shared)
+        plan = packed_plan(flow, layout, budget, _reserved(images.image(0), end))
+    elif options.shared:
+        raise BadInput("client: the destination must be a file, which all workers can open")
+    shape = target.images.shape if target is not None else sink.shape
+    stored = sink.tensor.dtype if isinstance(sink, TensorSink) else None
+    stored = stored or (sink.dtype if sink is not None else target.info.dtype)
+    mask = mask_of(options.mask, shape, axes)
+    identity = {} if target is None else {
+        "network": network_digest(flow),
+        "input": identity_of(source, reader),
+        "plan": digest_of(str(replace(plan, budget=0).to_dict()), str(options), str(target.info)),
+    }  # fmt: skip
+    return Streaming(flow, plan, layout, images, target, sink, stored, shape, options, mask,
+                     folder, identity)  # fmt: skip
+
+
+def _result_end(
+    flow: Flow, reader: Any, source: Any, destination: Any, options: StreamOptions
+) -> tuple[FileTarget | None, Any]:
+    """The file to write, or the array or tensor to fill."""
+    output = flow.outputs[0]
+    value, axes, wanted = output.meta["val"], flow.axes.get(output, NONE), options.output
+    shape, stored = result_of(batched(tuple(value.shape), reader.shape[0]), value.dtype, wanted)
+    if isinstance(destination, str | os.PathLike):
+        if wanted != "argmax":
+            check_conversion(value.dtype, stored)
+        metadata = scaled_metadata(reader, shape, stored, labels=wanted == "argmax")
+        return target_of(destination, shape, stored, metadata, options.chunk), None
+    if options.chunk is not None:
+        raise BadInput("chunk: an array has chunks of its own; leave `chunk` out")
+    values = torch.int64 if wanted == "argmax" else value.dtype
+    sink = fillable_sink(destination, shape, values, wanted, options.layout).placed(axes)
+    check_separate(source, destination, reader, sink)
+    return None, sink
+
+
+def _planned(flow: Flow, budget: int, source: Any, sink: Any) -> tuple[TilePlan, MemoryLayout]:
+    """The plan of one image."""
+    reserved = _reserved(source, sink)
+    plan, layout = plan_tiles(flow, budget, reserved=reserved)
+    compiler = layout.compile_kernels()
+    return plan_tiles(flow, budget, reserved=reserved + compiler) if compiler else (plan, layout)
+
+
+def _reserved(source: Any, sink: Any) -> int:
+    """Bytes of the budget for buffers: those of chunks live at the same time, others one after
+    another; they are largest for a whole value."""
+    sizes = [end.workspace(_whole_window(end)) for end in (source, sink)]
+    has_chunks = any(getattr(getattr(end, "store", None), "chunks", None) for end in (source, sink))
+    return sum(sizes) if has_chunks else max(sizes)
+
+
+def _whole_window(end: Any) -> Window:
+    rows, columns = ((0, 1 if axis is None else end.shape[axis]) for axis in end.axes)
+    return rows, columns
+
+
+def _extents(window: Window) -> tuple[int, int]:
+    (top, bottom), (left, right) = window
+    return bottom - top, right - left

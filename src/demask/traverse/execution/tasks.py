@@ -1,0 +1,255 @@
+"""Run the tasks of a segment, skip those that a journal has, and merge their reductions.
+
+Reductions are merged as a binary tree over the tasks in order, so that the result does not depend
+on which process computed which task, or when.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from demask.ops.regions import Interval
+from demask.traverse.axes import Window, cut_shape
+from demask.traverse.execution.journal import Journal, TaskKey, TaskRecord
+from demask.traverse.execution.segment_executor import Counter, SegmentExecutor, SourcesAndSinks
+from demask.traverse.planning.plan_memory import MemoryLayout, PlacedSegment, steps_of_stripe
+from demask.traverse.planning.plan_memory import stripes_of as stripes_of_stage
+from demask.traverse.planning.schedule import Step, target_rows
+from demask.traverse.storage.boxes import Box
+from demask.traverse.storage.stored_ends import StoredSink
+
+States = dict[str, tuple[Tensor, ...]]  # of reductions, by the name of the call
+OnStep = Callable[[Step], None] | None
+PIECE = 512  # columns of a piece of fill
+
+
+@dataclass(slots=True)
+class RecordingStore:
+    """A store that notes what is written: boxes and checksums."""
+
+    store: Any
+    written: list[tuple[Box, str]] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def write(self, box: Box, values: Tensor) -> None:
+        self.store.write(box, values)
+        self.written.append((box, checksum(values)))
+
+    def close(self) -> None:
+        """Write what the store's library still holds."""
+        getattr(self.store, "close", lambda: None)()
+
+    def take(self) -> tuple[tuple[Box, str], ...]:
+        """What was written since the last call."""
+        taken = tuple(self.written)
+        self.written.clear()
+        return taken
+
+
+def checksum(values: Tensor) -> str:
+    """A checksum of values (BLAKE2b of 128 bits)."""
+    data = values.contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def is_intact(store: Any, record: TaskRecord) -> bool:
+    """Whether a store still has what a task wrote."""
+    return all(checksum(store.read(box)) == check for box, check in record.written)
+
+
+def stripes_of(place: PlacedSegment) -> list[Interval]:
+    """The rows of the tasks of a segment."""
+    return stripes_of_stage(place.stage, place.segment)
+
+
+def keeps_nothing_in_memory(place: PlacedSegment, sinks: Mapping[fx.Node, Any]) -> bool:
+    """Whether everything that a segment computes is in files or in states of reductions."""
+    stored = set(place.segment.spills)
+    return all(v.name in stored or v in sinks for v in place.stage.targets) and not (
+        place.maps & set(place.stage.targets)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TaskMask:
+    """Which positions of the output are wanted. rows: bool [height, width] of the output.
+
+    fill: of other positions.
+    """
+
+    wanted: Tensor
+    fill: float = 0.0
+
+    def columns(self, rows: Interval, chunk: int) -> list[Interval]:
+        """The columns that some rows need, in whole chunks."""
+        width = self.wanted.shape[1]
+        any_row = self.wanted[rows[0] : rows[1]].any(0)
+        starts = range(0, width, chunk)
+        needed = [bool(any_row[k : k + chunk].any()) for k in starts]
+        result: list[Interval] = []
+        for k, is_needed in zip(starts, needed, strict=True):
+            end = min(k + chunk, width)
+            if is_needed and result and result[-1][1] == k:
+                result[-1] = result[-1][0], end
+            elif is_needed:
+                result.append((k, end))
+        return result
+
+
+def run_task(
+    place: PlacedSegment,
+    ends: SourcesAndSinks,
+    work: Tensor,
+    rows: Interval,
+    on_step: OnStep = None,
+    columns: Sequence[Interval] | None = None,
+) -> tuple[int, States]:
+    """Compute one stripe. Returns its multiply-adds and the states of its reductions.
+
+    columns: of the widest target, to compute; None for all.
+    """
+    counter, states = Counter(), {}
+    for part in (None,) if columns is None else columns:
+        executor = SegmentExecutor(place.stage, place.memory, ends, work, counter, finishes=False)
+        executor.run(steps_of_stripe(place.stage, place.segment, rows, part), on_step)
+        states = {node.name: state for node, (_, state) in executor.states.items()}
+    return counter.macs, states
+
+
+def merge_states(place: PlacedSegment, parts: Sequence[States]) -> dict[fx.Node, Any]:
+    """The results of reductions from the states of all tasks, merged as a binary tree."""
+    results = {}
+    for unit in place.stage.sinks:
+        reduction = place.stage.flow.gathers[unit.node]
+        level = [tuple(t.clone() for t in part[unit.node.name]) for part in parts]
+        while len(level) > 1:
+            for k in range(0, len(level) - 1, 2):
+                reduction.merge(level[k], level[k + 1])
+            level = level[::2]
+        results[unit.node] = reduction.finish(level[0])
+    return results
+
+
+@dataclass(slots=True)
+class TaskRunner:
+    """Runs the segments of one image in this process, task by task.
+
+    count: called for each whole task, (segment, rows, resumed=whether an earlier run did it).
+    remote: computes tasks elsewhere: (segment, rows of the tasks, values without rows) to records,
+    as they are finished. mask: of the output.
+    """
+
+    layout: MemoryLayout
+    image: int
+    journal: Journal | None
+    store: RecordingStore | None
+    count: Callable[..., None]
+    mask: TaskMask | None = None
+    remote: Callable[..., Iterator[tuple[Interval, TaskRecord]]] | None = None
+
+    def run(self, place: PlacedSegment, ends: SourcesAndSinks, work: Tensor, counter: Counter,
+            on_step: OnStep) -> None:  # fmt: skip
+        """Run the tasks of a segment that are not done."""
+        number = self.layout.places.index(place)
+        records: dict[Interval, TaskRecord] = {}
+        sinks = {v: s for v, s in ends.sinks.items() if v.name not in place.segment.spills}
+        is_durable = self.journal is not None and keeps_nothing_in_memory(place, sinks)
+        missing = []
+        for rows in stripes_of(place):
+            done = self.journal.done.get(self._key(number, rows)) if self.journal else None
+            if done is not None and is_durable and self._is_intact(done):
+                records[rows] = done
+                self.count(place, rows, resumed=True)
+            else:
+                missing.append(rows)
+        for rows, record in self._compute(place, ends, work, missing, on_step):
+            records[rows] = record
+            if self.journal is not None and is_durable:
+                self.journal.add(self._key(number, rows), record)
+        counter.macs += sum(record.macs for record in records.values())
+        counter.steps += len(records)
+        states = [dict(records[rows].states) for rows in stripes_of(place)]
+        ends.whole_values.update(merge_states(place, states))
+
+    def _compute(
+        self, place: PlacedSegment, ends: SourcesAndSinks, work: Tensor,
+        missing: Sequence[Interval], on_step: OnStep,
+    ) -> Iterator[tuple[Interval, TaskRecord]]:  # fmt: skip
+        if self.remote is not None and missing:
+            number = self.layout.places.index(place)
+            for rows, record in self.remote(number, missing, ends.whole_values):
+                self.count(place, rows, resumed=False)
+                yield rows, record
+            return
+        for rows in missing:
+            yield rows, compute_record(place, ends, work, rows, self.store, self.mask, on_step)
+
+    def _is_intact(self, record: TaskRecord) -> bool:
+        return self.store is None or is_intact(self.store, record)
+
+    def _key(self, number: int, rows: Interval) -> TaskKey:
+        return (self.image, number, *rows)
+
+
+def compute_record(
+    place: PlacedSegment,
+    ends: SourcesAndSinks,
+    work: Tensor,
+    rows: Interval,
+    store: RecordingStore | None,
+    mask: TaskMask | None = None,
+    on_step: OnStep = None,
+) -> TaskRecord:
+    """Compute one task. Returns its record."""
+    output = next((v for v, sink in ends.sinks.items() if v in target_rows(place.stage)
+                   and v in place.stage.flow.outputs), None)  # fmt: skip
+    columns = None
+    if mask is not None and output is not None:
+        columns = _masked_columns(place, output, rows, mask)
+        _write_fill(place, output, ends.sinks[output], rows, columns, mask)
+    macs, states = run_task(place, ends, work, rows, on_step, columns)
+    return TaskRecord(macs, store.take() if store is not None else (), states)
+
+
+def _masked_columns(
+    place: PlacedSegment, output: fx.Node, rows: Interval, mask: TaskMask
+) -> list[Interval]:
+    """The columns to compute of the widest target."""
+    flow, heights = place.stage.flow, target_rows(place.stage)
+    factor = max(heights.values()) // heights[output]
+    wide = max(flow.columns(v) for v in heights) // flow.columns(output)
+    parts = mask.columns((rows[0] // factor, -(-rows[1] // factor)), PIECE)
+    return [(a * wide, b * wide) for a, b in parts]
+
+
+def _write_fill(
+    place: PlacedSegment, output: fx.Node, sink: Any, rows: Interval, computed: list[Interval],
+    mask: TaskMask,
+) -> None:  # fmt: skip
+    """Write the fill value to the columns that are not computed."""
+    flow, heights = place.stage.flow, target_rows(place.stage)
+    factor = max(heights.values()) // heights[output]
+    width = flow.columns(output)
+    wide = max(flow.columns(v) for v in heights) // width
+    value, axes = output.meta["val"], flow.axes[output]
+    own = rows[0] // factor, rows[1] // factor
+    for left in range(0, width, PIECE):
+        right = min(left + PIECE, width)
+        if any(a < right * wide and left * wide < b for a, b in computed):
+            continue
+        window: Window = own, (left, right)
+        shape = cut_shape(value.shape, axes, window)
+        sink.write(window, torch.full(shape, mask.fill, dtype=value.dtype))
+
+
+def with_image(sink: StoredSink, store: RecordingStore | None) -> StoredSink:
+    """The sink that writes through a recording store."""
+    return sink if store is None else replace(sink, store=store)

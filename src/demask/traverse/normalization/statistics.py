@@ -1,0 +1,308 @@
+"""Where norms over the image take their statistics from: the image, windows of it, or constants.
+
+A group or instance norm that was trained on small tiles sees other statistics on a whole image.
+
+    image    mean and variance of the whole image, what the network computes on it
+    tile:N   those of the window that a position is in; windows have about N rows and columns of
+             the input, and divide the image evenly
+    frozen   constants, measured by `calibrate`
+
+Calls are replaced in the graph, so that plans, tasks and files know nothing of it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from demask.errors import BadInput
+from demask.graph.editor import GraphEditor
+from demask.graph.program import Program
+from demask.ops import schema, traits
+
+aten = torch.ops.aten
+IMAGE, TILE = "image", re.compile(r"tile:(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class NormMoments:
+    """The statistics of one norm.
+
+    Attributes:
+        name: name of the call in the captured graph.
+        mean: tuple of floats, one per group of channels.
+        variance: tuple of floats, one per group of channels, population variance.
+    """
+
+    name: str
+    mean: tuple[float, ...]
+    variance: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenStatistics:
+    """The result of `calibrate`: constants in place of statistics over the image.
+
+    Attributes:
+        norms: tuple of `NormMoments`, one per norm over the image, in order of execution.
+        tiles: number of tiles that were measured.
+
+    Example:
+        >>> import torch
+        >>> from demask.traverse import FrozenStatistics, calibrate
+        >>> frozen = calibrate(torch.nn.InstanceNorm2d(2), torch.ones(3, 2, 8, 8))
+        >>> frozen.norms[0].mean, frozen.norms[0].variance
+        ((1.0, 1.0), (0.0, 0.0))
+        >>> FrozenStatistics.from_dict(frozen.to_dict()) == frozen
+        True
+    """
+
+    norms: tuple[NormMoments, ...]
+    tiles: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes as a dictionary of JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> FrozenStatistics:
+        """The inverse of `to_dict`."""
+        try:
+            norms = tuple(NormMoments(str(row["name"]), tuple(map(float, row["mean"])),
+                                      tuple(map(float, row["variance"])))
+                          for row in data["norms"])  # fmt: skip
+            return cls(norms, int(data["tiles"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadInput(
+                "statistics: expected what `FrozenStatistics.to_dict` returns"
+            ) from error
+
+
+Statistics = str | FrozenStatistics
+
+
+def with_statistics(program: Program, statistics: Statistics) -> Program:
+    """The program whose norms over the image use these statistics.
+
+    statistics: "image", "tile:N", or frozen ones. A call may be of any size of image.
+
+    Raises:
+        BadInput: for other texts, statistics of another network, or windows in a network whose
+            norms read no images (N, C, H, W).
+    """
+    if isinstance(statistics, FrozenStatistics):
+        return _frozen(program, statistics)
+    match = TILE.fullmatch(statistics) if isinstance(statistics, str) else None
+    if match is None or not int(match[1]):
+        if statistics == IMAGE:
+            return program
+        raise BadInput(f'expected statistics="image", "tile:N" with N rows of the input, or what '
+                       f"calibrate() returns, got {statistics!r:.80}")  # fmt: skip
+    return _by_window(program, int(match[1]))
+
+
+def norms_of(graph: fx.Graph) -> list[fx.Node]:
+    """The norms whose statistics are over the image."""
+    return [
+        node for node in graph.nodes if node.target in traits.IMAGE_NORMS and _is_over_image(node)
+    ]
+
+
+def _is_over_image(node: fx.Node) -> bool:
+    if node.target not in traits.IMAGE_NORMS or node.meta["val"].ndim < 3:
+        return False
+    bound = schema.arguments(node)
+    return bool(bound.get("use_input_stats", bound.get("training", True)))
+
+
+def groups_of(node: fx.Node) -> int:
+    """The number of groups of channels that are normalized together."""
+    return int(schema.arguments(node).get("num_groups", node.meta["val"].shape[1]))
+
+
+# --- constants --------------------------------------------------------------------------------
+
+
+def _frozen(program: Program, statistics: FrozenStatistics) -> Program:
+    editor = GraphEditor(program)
+    norms = norms_of(editor.graph)
+    known = [(one.name, len(one.mean)) for one in statistics.norms]
+    own = [(node.name, groups_of(node)) for node in norms]
+    if known != own:
+        raise BadInput(f"statistics: they are of the norms {known}, this network has {own}; call "
+                       "calibrate() with this network")  # fmt: skip
+    for node, moments in zip(norms, statistics.norms, strict=True):
+        bound, value = schema.arguments(node), node.meta["val"]
+        repeats = value.shape[1] // len(moments.mean)
+        mean, variance = (torch.tensor(row, dtype=torch.float64).repeat_interleave(repeats)
+                          for row in (moments.mean, moments.variance))  # fmt: skip
+        scale = (variance + bound["eps"]).rsqrt()
+        shape = [1, value.shape[1], *[1] * (value.ndim - 2)]
+        scale, shift = (
+            editor.add_constant(name, row.reshape(shape), node)
+            for name, row in (("norm_scale", scale), ("norm_shift", -mean * scale))
+        )
+        with editor.graph.inserting_before(node):
+            replacement = _affine(editor, node, scale, shift)
+        editor.replace(node, replacement, inherit=True)
+    return editor.finish()
+
+
+def _affine(editor: GraphEditor, node: fx.Node, scale: fx.Node, shift: fx.Node) -> fx.Node:
+    """(x * scale + shift) * weight + bias as one call; the constants are computed once."""
+    bound, value = schema.arguments(node), node.meta["val"]
+    shape = [1, value.shape[1], *[1] * (value.ndim - 2)]
+    weight, bias = (None if bound[name] is None else
+                    editor.call(aten.reshape.default, bound[name], shape)
+                    for name in ("weight", "bias"))  # fmt: skip
+    if weight is not None:
+        scale, shift = (editor.call(aten.mul.Tensor, v, weight) for v in (scale, shift))
+    if bias is not None:
+        shift = editor.call(aten.add.Tensor, shift, bias)
+    work = _work_dtype(value)
+    x, scale, shift = (_cast(editor, v, work) for v in (bound["input"], scale, shift))
+    return _cast(editor, editor.call(aten.addcmul.default, shift, x, scale), value.dtype)
+
+
+def _work_dtype(value: Tensor) -> torch.dtype:
+    return torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
+
+
+def _cast(editor: GraphEditor, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    is_same = node.meta["val"].dtype == dtype
+    return node if is_same else editor.call(aten.to.dtype, node, dtype)
+
+
+# --- windows ----------------------------------------------------------------------------------
+
+
+def _by_window(program: Program, size: int) -> Program:
+    editor = GraphEditor(program)
+    image = next(n.meta["val"] for n in editor.graph.find_nodes(op="placeholder"))
+    for node in norms_of(editor.graph):
+        if node.meta["val"].ndim != 4 or image.ndim != 4:
+            raise BadInput(
+                f"statistics='tile:{size}': {node.name} reads "
+                f"{tuple(node.meta['val'].shape)}, expected images (N, C, H, W)"
+            )
+        windows = [max(1, round(n / size)) for n in image.shape[2:]]
+        extents = [-(-n // k) for n, k in zip(node.meta["val"].shape[2:], windows, strict=True)]
+        with editor.graph.inserting_before(node):
+            replacement = _normalize_windows(editor, node, extents)
+        editor.replace(node, replacement, inherit=True)
+    return editor.finish()
+
+
+def _normalize_windows(editor: GraphEditor, node: fx.Node, extents: Sequence[int]) -> fx.Node:
+    """The norm with the statistics of windows of these extents. Squared distances from the mean are
+    averaged, not squares: their difference would lose digits."""
+    bound, value = schema.arguments(node), node.meta["val"]
+    x = _cast(editor, bound["input"], _work_dtype(value))
+    mean = _window_means(editor, x, extents, groups_of(node))
+    centered = editor.call(aten.sub.Tensor, x, _spread(editor, mean, extents, value))
+    squares = editor.call(aten.mul.Tensor, centered, centered)
+    variance = _window_means(editor, squares, extents, groups_of(node))
+    scale = editor.call(aten.rsqrt.default, editor.call(aten.add.Scalar, variance, bound["eps"]))
+    shape = [1, value.shape[1], 1, 1]
+    if bound["weight"] is not None:
+        weight = editor.call(aten.reshape.default, bound["weight"], shape)
+        scale = editor.call(aten.mul.Tensor, scale, weight)
+    y = editor.call(aten.mul.Tensor, centered, _spread(editor, scale, extents, value))
+    if bound["bias"] is not None:
+        bias = editor.call(aten.reshape.default, bound["bias"], shape)
+        y = editor.call(aten.add.Tensor, y, bias)
+    return _cast(editor, y, value.dtype)
+
+
+def _window_means(
+    editor: GraphEditor, x: fx.Node, extents: Sequence[int], groups: int
+) -> fx.Node:  # fmt: skip
+    """Means of windows and groups of channels, (N, C, windows down, windows across)."""
+    size = list(extents)
+    means = editor.call(aten.avg_pool2d.default, x, size, size, [0, 0], True, False)
+    n, channels, down, across = means.meta["val"].shape
+    if groups == channels:
+        return means
+    grouped = editor.call(
+        aten.reshape.default, means, [n, groups, channels // groups, down, across]
+    )
+    grouped = editor.call(aten.mean.dim, grouped, [2], True)
+    wide = [n, groups, channels // groups, down, across]
+    wide_means = editor.call(aten.expand.default, grouped, wide)
+    return editor.call(aten.reshape.default, wide_means, [n, channels, down, across])
+
+
+def _spread(
+    editor: GraphEditor, windows: fx.Node, extents: Sequence[int], like: Tensor
+) -> fx.Node:  # fmt: skip
+    """The value of its window at each position."""
+    down, across = (n * k for n, k in zip(windows.meta["val"].shape[2:], extents, strict=True))
+    wide = editor.call(aten.upsample_nearest2d.vec, windows, [down, across], None)
+    for axis, size in ((2, like.shape[2]), (3, like.shape[3])):
+        if wide.meta["val"].shape[axis] != size:
+            wide = editor.call(aten.slice.Tensor, wide, axis, 0, size)
+    return wide
+
+
+# --- calibration ------------------------------------------------------------------------------
+
+
+class MomentRecorder(fx.Interpreter):
+    """Runs a program and adds up the moments of its norms over the image, per image."""
+
+    def __init__(self, program: Program):
+        module = torch.nn.Module()
+        for name, constant in program.constants.items():
+            _attach(module, name, constant.tensor)
+        super().__init__(module, graph=program.graph)
+        self.norms = dict.fromkeys(norms_of(program.graph), (0, 0.0, 0.0))
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n in self.norms:
+            x: Any = self.env[schema.arguments(n)["input"]]
+            grouped = x.detach().double().reshape(x.shape[0], groups_of(n), -1)
+            variance, mean = torch.var_mean(grouped, 2, correction=0)
+            count, means, variances = self.norms[n]
+            self.norms[n] = count + x.shape[0], means + mean.sum(0), variances + variance.sum(0)
+        return super().run_node(n)
+
+
+def _attach(module: torch.nn.Module, name: str, tensor: Tensor) -> None:
+    *parents, last = name.split(".")
+    for parent in parents:
+        if not hasattr(module, parent):
+            setattr(module, parent, torch.nn.Module())
+        module = getattr(module, parent)
+    setattr(
+        module, last, torch.nn.Parameter(tensor, False) if tensor.is_floating_point() else tensor
+    )
+
+
+def measure(programs: Iterable[tuple[Program, Tensor]]) -> FrozenStatistics:
+    """The mean over images of the means and variances that norms see, as batch norm averages them.
+
+    programs: the network captured for a tile, and the tile.
+    """
+    totals: list[tuple[str, int, Any, Any]] = []
+    for program, tile in programs:
+        recorder = MomentRecorder(program)
+        with torch.no_grad():
+            recorder.run(tile)
+        rows = [(node.name, *sums) for node, sums in recorder.norms.items()]
+        if totals and [row[0] for row in rows] != [row[0] for row in totals]:
+            raise BadInput("calibrate: the network has other norms for other sizes of tiles")
+        totals = rows if not totals else [
+            (name, a + b, m + n, v + w)
+            for (name, a, m, v), (_, b, n, w) in zip(totals, rows, strict=True)
+        ]  # fmt: skip
+    norms = tuple(NormMoments(name, tuple((means / count).tolist()), tuple((sums / count).tolist()))
+                  for name, count, means, sums in totals)  # fmt: skip
+    if any(not math.isfinite(x) for one in norms for x in (*one.mean, *one.variance)):
+        raise BadInput("calibrate: a norm sees values that are not finite in these tiles")
+    return FrozenStatistics(norms, totals[0][1] if totals else 0)

@@ -1,0 +1,261 @@
+"""Sources and sinks from what a user gives: paths, arrays, tensors, and their axes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from demask.errors import BadInput
+from demask.files.atomic_write import check_writable
+from demask.traverse.axes import NONE, Axes
+from demask.traverse.storage.axis_order import KINDS, AxisOrder, usual_order
+from demask.traverse.storage.dtype_conversion import check_conversion, name_of
+from demask.traverse.storage.sources_and_sinks import (
+    TensorSink,
+    TensorSource,
+    tensor_sink,
+    tensor_source,
+)
+from demask.traverse.storage.stored_ends import StoredSink, StoredSource
+from demask.traverse.storage.stores.formats import ArrayInfo, Format, format_of, open_path
+from demask.traverse.storage.stores.store import SliceStore, Store, backing_file
+
+End = Any  # a path, an array, a tensor, or an object that can be sliced
+Region = tuple[int, int, int, int]  # first row, first column, rows, columns
+
+
+def open_source(
+    source: End, layout: str | None = None, region: Region | None = None
+) -> StoredSource | TensorSource:
+    """The images of a source. layout: letters of its axes; None: those that it names, or torch's
+    order. Raises BadInput where it is no array of images."""
+    if _is_memory(source):
+        images = _order(tuple(source.shape), layout, "the source", region)
+        whole = tensor_source(source, NONE)
+        return replace(whole, tensor=_part(whole.tensor, images))
+    store: Store = open_path(source) if _is_path(source) else SliceStore.of(source, "the source")
+    images = _order(store.shape, layout or store.layout, store.name, region)
+    return StoredSource.of(store, images, NONE)
+
+
+def _is_path(end: End) -> bool:
+    return isinstance(end, str | os.PathLike)
+
+
+def _is_memory(end: End) -> bool:
+    """Whether values are in memory: a tensor, or an array that no file backs."""
+    if isinstance(end, Tensor):
+        return True
+    return isinstance(end, np.ndarray) and backing_file(end) is None
+
+
+def _order(
+    shape: tuple[int, ...], layout: str | None, name: str, region: Region | None
+) -> AxisOrder:
+    images = AxisOrder.of(layout, shape, name) if layout else usual_order(shape, name)
+    if 0 in images.shape:
+        raise BadInput(f"{name}: expected images of at least one position, got {shape}")
+    if region is None:
+        return images
+    top, left, rows, columns = region
+    height, width = images.shape[-2:]
+    inside = rows > 0 and columns > 0 and top >= 0 and left >= 0
+    if len(images.letters) == 3 or not inside or top + rows > height or left + columns > width:
+        raise BadInput(f"region={region}: expected (first row, first column, rows, columns) inside "
+                       f"of {height} x {width}")  # fmt: skip
+    return images.region((top, top + rows), (left, left + columns))
+
+
+def _part(tensor: Tensor, images: AxisOrder) -> Tensor:
+    """The images in a tensor of any order, as a view."""
+    whole = images.in_array(tuple((0, n) for n in images.shape))
+    for axis, (start, end) in enumerate(whole):
+        tensor = tensor.narrow(axis, start, end - start)
+    return images.view_images(tensor)
+
+
+# ------------------------------------------------------------------------------------ results
+
+
+@dataclass(frozen=True, slots=True)
+class FileTarget:
+    """A file to write: its format, final path, array and the order of its axes."""
+
+    format: Format
+    final: Path
+    info: ArrayInfo
+    images: AxisOrder
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the unfinished file, of stored maps and the journal."""
+        return self.final.with_name(f".{self.final.name}.partial")
+
+    @property
+    def part(self) -> Path:
+        """The unfinished file."""
+        return self.folder / self.final.name
+
+    @property
+    def rows(self) -> int:
+        """Rows that are written together."""
+        axis = self.images.axes[-2] if len(self.images.letters) > 3 else None
+        return 1 if axis is None or self.info.chunks is None else self.info.chunks[axis]
+
+    def create(self) -> None:
+        """Create the unfinished file."""
+        self.format.create(self.part, self.info)
+
+    def open(self, axes: Axes, values: torch.dtype) -> StoredSink:
+        """The unfinished file as a sink. Any process may open it."""
+        store = self.format.open_again(self.part, self.info)
+        return StoredSink(store, self.images, axes, None, values)
+
+    def finish(self) -> None:
+        """Give the complete file its name."""
+        self.format.finish(self.part, self.final, self.info)
+
+
+def check_target(
+    destination: End, metadata: Mapping[str, Any] | None = None
+) -> tuple[Format, Path]:  # fmt: skip
+    """The format and absolute path of a file to write. Raises BadInput where it could not be
+    written after the work, or would replace a folder that is no array."""
+    format_ = format_of(destination, metadata)
+    if not format_.is_written:
+        raise BadInput(f"{destination}: {format_.name} files are only read; write .ome.zarr")
+    final = Path(destination)
+    if not final.is_dir() or not format_.marks:
+        return format_, check_writable(final)
+    if any(final.iterdir()) and not any((final / mark).exists() for mark in format_.marks):
+        raise BadInput(f"{destination} is a folder that is no {format_.name} array, and would be "
+                       "replaced; give another name")  # fmt: skip
+    check_writable(final / "any")
+    return format_, final.resolve()
+
+
+def target_of(
+    destination: End, shape: tuple[int, ...], stored: torch.dtype, metadata: Mapping[str, Any],
+    chunk: int | None = None,
+) -> FileTarget:  # fmt: skip
+    """The file for a result of this shape (N, C, ...) and dtype. chunk: rows and columns of its
+    chunks; None: the format's. Raises BadInput where the format cannot hold it."""
+    format_, final = check_target(destination, metadata)
+    module = format_.load()
+    kinds = {len(kind): kind for kind in KINDS}
+    if format_.name != "NumPy" and len(shape) not in kinds:
+        raise BadInput(f"{destination}: the result has the shape {shape}, which is no image; write "
+                       "a .npy file")  # fmt: skip
+    kind = kinds.get(len(shape), "NC"[: len(shape)])
+    letters = module.letters(kind, shape, stored)
+    sizes = dict(zip(kind, shape, strict=True))
+    array_shape = tuple(sizes[letter] for letter in letters)
+    chunks = module.chunks(array_shape, letters)
+    if chunk is not None:
+        if not format_.marks or chunk < 1:
+            raise BadInput(f"chunk={chunk}: expected at least 1, for .zarr; {format_.name} files "
+                           "have no chunks, or tiles of 512 x 512")  # fmt: skip
+        chunks = tuple(min(n, chunk) if letter in "HW" else c for n, c, letter
+                       in zip(array_shape, chunks, letters, strict=True))  # fmt: skip
+    info = ArrayInfo(array_shape, stored, letters, chunks, metadata)
+    axes = tuple(letters.index(k) if k in letters else None for k in kind)
+    images = AxisOrder(kind, axes, shape, len(letters), (0,) * len(kind))
+    return FileTarget(format_, final, info, images)
+
+
+def open_sink(
+    destination: End, shape: tuple[int, ...], values: torch.dtype, layout: str | None = None
+) -> TensorSink | StoredSink:
+    """A tensor, array or object that can be sliced, to write a result of this shape to."""
+    if _is_memory(destination):
+        sink = tensor_sink(destination, NONE, values)
+        images = _order_of_result(tuple(destination.shape), shape, layout)
+        return replace(sink, tensor=_part(sink.tensor, images))
+    if isinstance(destination, np.ndarray) and not destination.flags.writeable:
+        raise BadInput("the destination is a read-only array; open it with mode='r+'")
+    if not hasattr(destination, "__setitem__"):
+        raise BadInput(f"destination: expected a path, an array, a tensor or an object to which "
+                       f"slices can be assigned, got {type(destination).__name__}")  # fmt: skip
+    store = SliceStore.of(destination, "the destination")
+    check_conversion(values, store.dtype)
+    images = _order_of_result(store.shape, shape, layout)
+    return StoredSink(store, images, NONE, None, values)
+
+
+def _order_of_result(
+    own: tuple[int, ...], shape: tuple[int, ...], layout: str | None
+) -> AxisOrder:  # fmt: skip
+    """The order of a destination of shape `own` for a result of shape `shape`: that of the source's
+    layout if it fits, else torch's."""
+    if layout is not None and len(layout) == len(own):
+        with suppress(BadInput):
+            images = AxisOrder.of(layout, own, "the destination")
+            if images.shape == shape:
+                return images
+    if own != shape:
+        raise BadInput(f"the destination has the shape {own}, the result {shape}")
+    kinds = {len(kind): kind for kind in KINDS}
+    kind = kinds.get(len(shape), "NC"[: len(shape)])
+    return AxisOrder(kind, tuple(range(len(shape))), shape, len(shape), (0,) * len(shape))
+
+
+def scaled_metadata(
+    source: StoredSource | TensorSource, shape: tuple[int, ...], stored: torch.dtype, *,
+    labels: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """What of a source's metadata is true of a result: sizes of pixels and coordinates, scaled."""
+    metadata: dict[str, Any] = {"labels": True} if labels else {}
+    if not isinstance(source, StoredSource) or len(shape) < 4:
+        return metadata
+    known, images = source.store.metadata, source.images
+    letters = images.letters
+    factors = {letters[k]: images.shape[k] / shape[k] for k in (-2, -1)}
+    if known.get("scale"):
+        metadata["scale"] = {letter: (size * factors.get(letter, 1.0), unit)
+                             for letter, (size, unit) in known["scale"].items()}  # fmt: skip
+    if known.get("transform") is not None:
+        transform = known["transform"]
+        top, left = images.origin[-2:]
+        moved = transform * type(transform).translation(left, top)
+        metadata["transform"] = moved * type(transform).scale(factors["W"], factors["H"])
+        metadata["crs"] = known.get("crs")
+    nodata = known.get("nodata")
+    if nodata is not None and (stored.is_floating_point or _fits(nodata, stored)):
+        metadata["nodata"] = nodata
+    return metadata
+
+
+def _fits(value: float, dtype: torch.dtype) -> bool:
+    limits = torch.iinfo(dtype)
+    return value == value and limits.min <= value <= limits.max and value == int(value)
+
+
+def identity_of(source: End, reader: StoredSource | TensorSource) -> str:
+    """A text that differs for other inputs: of a file its path, size and time of change, of an
+    array in memory its values."""
+    parts = [str(reader.shape), name_of(reader.dtype)]
+    path = source if _is_path(source) else getattr(source, "filename", None)
+    if path is None and isinstance(reader, TensorSource):
+        digest = hashlib.blake2b(digest_size=16)
+        for image in reader.tensor:
+            digest.update(image.contiguous().view(torch.uint8).numpy().tobytes())
+        parts.append(digest.hexdigest())
+    elif path is None:
+        parts.append(repr(getattr(source, "store_path", getattr(source, "name", source))))
+    else:
+        files = sorted(p for p in Path(path).rglob("*") if p.is_file())[:10000]
+        for file in files or [Path(path)]:
+            status = file.stat()
+            parts.append(f"{file}:{status.st_size}:{status.st_mtime_ns}")
+    if isinstance(reader, StoredSource):
+        parts.append(f"{reader.images.text} {reader.images.origin}")
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,145 @@
+"""GeoTIFF files and windows of cloud-optimized ones, through rasterio: coordinate system, transform
+and nodata value go from the source to the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import rasterio
+import rasterio.shutil
+import rasterio.windows
+import torch
+from torch import Tensor
+
+from demask.errors import BadInput
+from demask.traverse.storage.boxes import Box
+from demask.traverse.storage.dtype_conversion import name_of
+from demask.traverse.storage.stores.formats import ArrayInfo, replace_path
+from demask.traverse.storage.stores.store import first_line, to_tensor, torch_dtype
+
+EDGE = 512
+
+
+@dataclass(slots=True)
+class RasterStore:
+    """An open raster, (C, H, W). GDAL's datasets serve one thread at a time."""
+
+    data: Any
+    name: str
+    dtype: torch.dtype
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    layout: str | None = "CHW"
+    lock: Lock = field(default_factory=Lock)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.data.count, self.data.height, self.data.width)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        rows, columns = self.data.block_shapes[0]
+        return (self.data.count, rows, columns)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return (0, 1, 2)
+
+    def read(self, box: Box) -> Tensor:
+        """The values of a box."""
+        bands, window = _bands(box), _window(box)
+        try:
+            with self.lock:
+                values = self.data.read(bands, window=window)
+        except rasterio.errors.RasterioError as error:
+            raise BadInput(f"{self.name}: {window} cannot be read: {first_line(error)}") from error
+        return to_tensor(values, self.dtype, self.name)
+
+    def write(self, box: Box, values: Tensor) -> None:
+        """Write the values of a box."""
+        try:
+            with self.lock:
+                self.data.write(values.numpy(), _bands(box), window=_window(box))
+        except rasterio.errors.RasterioError as error:
+            raise BadInput(f"{self.name}: cannot be written: {first_line(error)}") from error
+
+    def close(self) -> None:
+        """Write what GDAL still holds."""
+        self.data.close()
+
+    __del__ = close
+
+
+def _bands(box: Box) -> list[int]:
+    return list(range(box[0][0] + 1, box[0][1] + 1))
+
+
+def _window(box: Box) -> Any:
+    (top, bottom), (left, right) = box[1:]
+    return rasterio.windows.Window.from_slices((top, bottom), (left, right))
+
+
+def open_store(path: Path) -> RasterStore:
+    """A raster to read."""
+    try:
+        data = rasterio.open(path)
+    except rasterio.errors.RasterioError as error:
+        raise BadInput(f"{path}: {first_line(error)}") from error
+    if len(set(data.dtypes)) > 1:
+        raise BadInput(f"{path} has bands of several dtypes {sorted(set(data.dtypes))}; convert "
+                       "them to one")  # fmt: skip
+    import numpy as np
+
+    dtype = torch_dtype(np.dtype(data.dtypes[0]), str(path))
+    metadata = {"crs": data.crs, "transform": data.transform, "nodata": data.nodata}
+    return RasterStore(data, str(path), dtype, metadata)
+
+
+def letters(images: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Bands, rows, columns of one image."""
+    size = dict(zip(images, shape, strict=True))
+    if size.get("N", 1) != 1 or size.get("D", 1) != 1:
+        raise BadInput(f"a GeoTIFF has one image, the result has the shape {shape}; write .zarr")
+    return "CHW"
+
+
+def chunks(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
+    """Tiles of 512 x 512, of all bands."""
+    return (shape[0], EDGE, EDGE)
+
+
+def create(path: Path, info: ArrayInfo) -> None:
+    """Create a tiled GeoTIFF, which grows as tiles are written."""
+    bands, height, width = info.shape
+    place = {k: info.metadata[k] for k in ("crs", "transform", "nodata")
+             if info.metadata.get(k) is not None}  # fmt: skip
+    try:
+        with rasterio.open(
+            path, "w", driver="GTiff", count=bands, height=height, width=width,
+            dtype=name_of(info.dtype), tiled=True, blockxsize=EDGE, blockysize=EDGE,
+            BIGTIFF="YES", SPARSE_OK="TRUE", **place,
+        ):  # fmt: skip
+            pass
+    except (rasterio.errors.RasterioError, ValueError) as error:
+        raise BadInput(f"{path}: {first_line(error)}") from error
+
+
+def open_again(path: Path, info: ArrayInfo) -> RasterStore:
+    """The file, open for writing."""
+    return RasterStore(rasterio.open(path, "r+"), str(path), info.dtype)
+
+
+def finish(part: Path, final: Path, info: ArrayInfo) -> None:
+    """Name the file; one that is to be cloud-optimized is rewritten with its overviews."""
+    if ".cog." not in final.name.lower():
+        replace_path(part, final)
+        return
+    optimized = part.with_name(f"{part.name}.cog")
+    resampling = "NEAREST" if info.metadata.get("labels") else "AVERAGE"
+    rasterio.shutil.copy(part, optimized, driver="COG", compress="DEFLATE", bigtiff="IF_SAFER",
+                         overview_resampling=resampling)  # fmt: skip
+    replace_path(optimized, final)
+    part.unlink()

@@ -1,0 +1,177 @@
+"""Stores: arrays that are read and written in boxes, in files or wherever slices come from."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from demask.errors import BadInput, DemaskError
+from demask.traverse.storage.boxes import Box, extents, slices
+
+
+class Store(Protocol):
+    """An array of numbers that is read and written in boxes.
+
+    name: for messages. shape, dtype: of the array, in this machine's byte order. chunks: the boxes
+    in which it is stored, None where any box is read at the same speed. order: axes from outermost
+    to innermost in memory. layout: letters of its axes, None where nothing names them. metadata:
+    what a result of the same place should keep (see `formats`).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[int, ...] | None
+    order: tuple[int, ...]
+    layout: str | None
+    metadata: Mapping[str, Any]
+
+    def read(self, box: Box) -> Tensor:
+        """The values of a box."""
+        ...
+
+    def write(self, box: Box, values: Tensor) -> None:
+        """Write the values of a box, of the store's dtype."""
+        ...
+
+
+@dataclass(slots=True)
+class SliceStore:
+    """Any object that can be sliced and has a shape and a dtype: arrays of zarr, h5py, numpy."""
+
+    array: Any
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[int, ...] | None
+    order: tuple[int, ...]
+    layout: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    mapping: mmap.mmap | None = None
+
+    @classmethod
+    def of(
+        cls,
+        array: Any,
+        name: str = "the array",
+        *,
+        layout: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> SliceStore:
+        """The store of an object. Raises BadInput unless it has a shape and numbers."""
+        try:
+            shape, dtype = tuple(int(n) for n in array.shape), np.dtype(array.dtype)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # closed: h5py
+            raise BadInput(f"{name}: expected an open array with a shape and a dtype that "
+                           f"can be sliced, got {type(array).__name__}") from error  # fmt: skip
+        chunks = getattr(array, "chunks", None)
+        known = isinstance(chunks, tuple) and all(isinstance(n, int) for n in chunks)
+        shards = getattr(array, "shards", None)  # of zarr: what is written as one file
+        return cls(array, name, shape, torch_dtype(dtype, name), (shards or chunks) if known else
+                   None, memory_order(array), layout, metadata or {}, backing_file(array)
+                   )  # fmt: skip
+
+    def read(self, box: Box) -> Tensor:
+        try:
+            values = to_tensor(self.array[slices(box)], self.dtype, self.name)
+        except DemaskError:
+            raise
+        except Exception as error:  # of any type: codecs and file formats have their own
+            raise BadInput(f"{self.name}: positions {_text(box)} cannot be read: "
+                           f"{first_line(error)}") from error  # fmt: skip
+        if tuple(values.shape) != extents(box):
+            raise BadInput(f"{self.name}: positions {_text(box)} came as {tuple(values.shape)}: "
+                           "was it changed, or does it end early?")  # fmt: skip
+        if self.mapping is None:
+            return values
+        copy = values.clone()
+        release_pages(self.mapping)
+        return copy
+
+    def write(self, box: Box, values: Tensor) -> None:
+        try:
+            self.array[slices(box)] = values.numpy()
+        except Exception as error:
+            raise BadInput(f"{self.name}: positions {_text(box)} cannot be written: "
+                           f"{first_line(error)}") from error  # fmt: skip
+        release_pages(self.mapping)
+
+
+def torch_dtype(dtype: np.dtype[Any], name: str) -> torch.dtype:
+    """torch's dtype for numbers of any byte order. Raises BadInput for others."""
+    try:
+        return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
+    except (TypeError, ValueError) as error:
+        raise BadInput(
+            f"{name} has elements of {dtype}; expected floating-point or whole numbers: convert "
+            "it, for example by array.astype('float32')"
+        ) from error
+
+
+def to_tensor(values: Any, dtype: torch.dtype, name: str) -> Tensor:
+    """The values of a slice as a tensor in this machine's byte order, of any strides."""
+    array = np.asarray(values)
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if any(step < 0 for step in array.strides):
+        array = array.copy()
+    if not array.flags.writeable:
+        array = array.copy() if array.size else np.empty(array.shape, array.dtype)
+    tensor = torch.from_numpy(array)
+    if tensor.dtype != dtype:
+        raise BadInput(f"{name}: a slice has the dtype {array.dtype}, the array another")
+    return tensor
+
+
+def memory_order(array: Any) -> tuple[int, ...]:
+    """The axes of an array from outermost to innermost in memory, as far as it says."""
+    strides = getattr(array, "strides", None)
+    dims = range(len(array.shape))
+    if not isinstance(strides, tuple) or len(strides) != len(array.shape):
+        return tuple(dims)
+    return tuple(sorted(dims, key=lambda k: (-abs(strides[k]), k)))
+
+
+def backing_file(array: Any) -> mmap.mmap | None:
+    """The mapping of an array, if its pages may be released because a file backs them; a private
+    copy (mode "c") is not backed."""
+    shared = False
+    while array is not None and not isinstance(array, mmap.mmap):
+        shared = shared or (isinstance(array, np.memmap) and array.mode in ("r", "r+", "w+"))
+        array = getattr(array, "base", None)
+    return array if shared else None
+
+
+def release_pages(mapping: mmap.mmap | None) -> None:
+    """Release the pages of a mapping: they would count as memory of the process."""
+    if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+        mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def chunk_bytes(store: Store) -> int:
+    """Bytes of a row of chunks along the last two axes: what a band needs at once."""
+    if store.chunks is None:
+        return 0
+    sizes = [min(n, size) for n, size in zip(store.chunks, store.shape, strict=True)]
+    return math.prod(sizes) * store.dtype.itemsize
+
+
+def usual_chunks(shape: Sequence[int], letters: str, edge: int = 512) -> tuple[int, ...]:
+    """Chunks for a new array: all channels, `edge` rows and columns, one image."""
+    return tuple(min(size, edge) if letter in "HWL" else size if letter == "C" else 1
+                 for size, letter in zip(shape, letters, strict=True))  # fmt: skip
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its type."""
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
+
+
+def _text(box: Box) -> str:
+    return ", ".join(f"{start}:{end}" for start, end in box)

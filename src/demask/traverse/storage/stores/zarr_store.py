@@ -1,0 +1,189 @@
+"""Zarr arrays, version 3, with the metadata of OME-NGFF 0.5 (https://ngff.openmicroscopy.org/0.5).
+
+A result is a group of levels, each half as large as the one before it. A chunk of a level is the
+mean of one chunk of the level before it, so that each is written once, by whoever writes the first
+level, and no two writers share a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import zarr
+from torch import Tensor
+
+from demask.errors import BadInput
+from demask.traverse.storage.boxes import Box
+from demask.traverse.storage.dtype_conversion import name_of
+from demask.traverse.storage.stores.formats import ArrayInfo
+from demask.traverse.storage.stores.store import SliceStore, first_line, usual_chunks
+
+SMALLEST, EDGE = 32, 512  # rows of a chunk of the last level, of the first
+TYPES = {"N": ("t", "time"), "C": ("c", "channel"), "D": ("z", "space"), "H": ("y", "space"),
+         "W": ("x", "space"), "L": ("x", "space")}  # fmt: skip
+
+
+def open_store(path: Path) -> SliceStore:
+    """The array at a path, or the largest level of an OME-NGFF group there."""
+    try:
+        node = zarr.open(str(path), mode="r")
+    except Exception as error:  # of many types, by what is missing or damaged
+        raise BadInput(f"{path}: expected a Zarr array or group: {first_line(error)}") from error
+    if isinstance(node, zarr.Array):
+        names = getattr(node.metadata, "dimension_names", None)
+        known = names and all(isinstance(n, str) and len(n) == 1 for n in names)
+        return SliceStore.of(node, str(path), layout="".join(names).upper() if known else None)
+    attributes = dict(node.attrs)
+    scales = (attributes.get("ome", attributes).get("multiscales") or [None])[0]
+    if not isinstance(scales, dict) or not scales.get("datasets"):
+        raise BadInput(f"{path}: this Zarr group has no images of OME-NGFF; name an array in it")
+    return _largest_level(node, scales, str(path))
+
+
+def _largest_level(group: zarr.Group, scales: dict[str, Any], name: str) -> SliceStore:
+    dataset = scales["datasets"][0]
+    try:
+        array: Any = group[dataset["path"]]
+        axes = [axis["name"] if isinstance(axis, dict) else axis for axis in scales["axes"]]
+        letters = "".join(axes).upper()
+    except (KeyError, TypeError) as error:
+        raise BadInput(f"{name}: its OME-NGFF metadata lacks {error}") from error
+    units = [axis.get("unit") if isinstance(axis, dict) else None for axis in scales["axes"]]
+    sizes = next((t["scale"] for t in dataset.get("coordinateTransformations", ())
+                  if t.get("type") == "scale"), [1.0] * len(letters))  # fmt: skip
+    to_ours = {other.upper(): ours for ours, (other, _) in TYPES.items() if ours != "L"}
+    scale = {to_ours[letter]: (float(size), unit) for letter, size, unit
+             in zip(letters, sizes, units, strict=True) if letter in to_ours}  # fmt: skip
+    return SliceStore.of(array, name, layout=letters, metadata={"scale": scale})
+
+
+@dataclass(slots=True)
+class PyramidStore:
+    """The levels of a result, written together."""
+
+    levels: tuple[SliceStore, ...]
+    letters: str
+    is_labels: bool
+    layout: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.levels[0].name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.levels[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.levels[0].dtype
+
+    @property
+    def chunks(self) -> tuple[int, ...] | None:
+        return self.levels[0].chunks
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return self.levels[0].order
+
+    def read(self, box: Box) -> Tensor:
+        """The values of a box of the first level."""
+        return self.levels[0].read(box)
+
+    def write(self, box: Box, values: Tensor) -> None:
+        """Write a box of whole chunks to all levels."""
+        self.levels[0].write(box, values)
+        for level in self.levels[1:]:
+            values = halve(values, self.letters, self.is_labels)
+            box = tuple((a // 2, a // 2 + n) if letter in "HW" else (a, b)
+                        for (a, b), n, letter in zip(box, values.shape, self.letters, strict=True)
+                        )  # fmt: skip
+            level.write(box, values)
+
+
+def halve(values: Tensor, letters: str, is_labels: bool = False) -> Tensor:
+    """Values at half the rows and columns: means of 2 x 2, or every second label. At an odd end the
+    mean is of the positions that are there."""
+    for axis, letter in enumerate(letters):
+        if letter not in "HW":
+            continue
+        even = values.index_select(axis, torch.arange(0, values.shape[axis], 2))
+        if is_labels:
+            values = even
+            continue
+        last = values.shape[axis] - 1
+        odd = torch.arange(1, values.shape[axis] + 1, 2).clamp(max=last)
+        wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+        mean = (even.to(wide) + values.index_select(axis, odd).to(wide)) / 2
+        values = mean if values.dtype.is_floating_point else mean.round()
+        values = values.to(even.dtype)
+    return values.contiguous()
+
+
+def letters(images: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """The axes in the order of OME-NGFF, t c z y x, without a single image's N."""
+    wanted = [k for k in images if k != "N" or shape[images.index("N")] > 1]
+    return "".join(wanted)
+
+
+def chunks(shape: tuple[int, ...], letters: str) -> tuple[int, ...]:
+    """All channels of 512 rows and columns of one image."""
+    return usual_chunks(shape, letters, EDGE)
+
+
+def _level_sizes(info: ArrayInfo) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shape and chunks of each level."""
+    assert info.chunks is not None
+    shape, chunk = info.shape, info.chunks
+    sizes = [(shape, chunk)]
+    spatial = [k for k, letter in enumerate(info.letters) if letter in "HW"]
+    while (all(chunk[k] >= 2 * SMALLEST and chunk[k] % 2 == 0 for k in spatial) and spatial
+           and max(shape[k] for k in spatial) > EDGE):  # fmt: skip
+        shape, chunk = (tuple(-(-n // 2) if k in spatial else n for k, n in enumerate(sizes_))
+                        for sizes_ in (shape, chunk))  # fmt: skip
+        sizes.append((shape, chunk))
+    return sizes
+
+
+def create(path: Path, info: ArrayInfo) -> None:
+    """Create a group with its levels and metadata."""
+    try:
+        group = zarr.open_group(str(path), mode="w-", zarr_format=3)
+        levels = _level_sizes(info)
+        names = [TYPES[letter][0] for letter in info.letters]
+        for number, (shape, chunk) in enumerate(levels):
+            group.create_array(str(number), shape=shape, chunks=chunk, dtype=name_of(info.dtype),
+                               dimension_names=names)  # fmt: skip
+        group.attrs["ome"] = {"version": "0.5", "multiscales": [_multiscales(info, len(levels))]}
+    except (OSError, ValueError, TypeError) as error:
+        raise BadInput(f"{path}: {first_line(error)}") from error
+
+
+def _multiscales(info: ArrayInfo, levels: int) -> dict[str, Any]:
+    scale: Mapping[str, tuple[float, str | None]] = info.metadata.get("scale", {})
+    axes = []
+    for letter in info.letters:
+        name, kind = TYPES[letter]
+        unit = scale.get(letter, (1.0, None))[1]
+        axes.append({"name": name, "type": kind} | ({"unit": unit} if unit else {}))
+    datasets = []
+    for level in range(levels):
+        sizes = [scale.get(letter, (1.0, None))[0] * (2**level if letter in "HW" else 1)
+                 for letter in info.letters]  # fmt: skip
+        transform = {"type": "scale", "scale": [float(size) for size in sizes]}
+        datasets.append({"path": str(level), "coordinateTransformations": [transform]})
+    kind = "nearest" if info.metadata.get("labels") else "mean"
+    return {"name": "result", "axes": axes, "datasets": datasets, "type": kind}
+
+
+def open_again(path: Path, info: ArrayInfo) -> PyramidStore:
+    """The levels, open for writing."""
+    group: Any = zarr.open_group(str(path), mode="r+")
+    count = len(_level_sizes(info))
+    levels = tuple(SliceStore.of(group[str(k)], f"{path}/{k}") for k in range(count))
+    return PyramidStore(levels, info.letters, bool(info.metadata.get("labels")))
