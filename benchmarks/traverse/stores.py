@@ -115,6 +115,11 @@ def begin_worker() -> int:
     return resident()
 
 
+def warm(small: Path, budget: str) -> None:
+    """A small stream in each worker, for the libraries' code."""
+    streamed_once(small, small.with_name(f"warm-{os.getpid()}.npy"), budget)
+
+
 def distributed(
     source: Path, target: Path, budget: str, workers: int
 ) -> tuple[float, list[int], int]:
@@ -127,7 +132,7 @@ def distributed(
     options: dict[str, Any] = {"memory": budget, "output": "uint8"}
     with (
         LocalCluster(
-            workers,
+            n_workers=workers,
             threads_per_worker=1,
             processes=True,
             dashboard_address=None,
@@ -136,7 +141,7 @@ def distributed(
         ) as cluster,
         Client(cluster) as client,
     ):
-        client.run(torch.set_num_threads, 1)
+        client.run(warm, small, budget)
         stream(model, small, target.with_name("small.zarr"), client=client, **options)
         before = client.run(begin_worker)
         start = time.perf_counter()
@@ -206,7 +211,7 @@ def several(options: argparse.Namespace, folder: Path, console: Console) -> list
     if not isinstance(answer, Failed):
         seconds, resumed, predicted = answer
         row = Row("killed, then resumed", options.size, 1, seconds, 0, predicted,
-                  digest_of(target), f"{resumed:,} rows before the kill")  # fmt: skip
+                  digest_of(target), f"{resumed:,} rows of the result before the kill")  # fmt: skip
     console.print(row)
     return [*rows, row]
 
@@ -253,8 +258,9 @@ def page(rows: Sequence[Row | Failed], projected: str, words: str) -> str:
 
 The TAEF2 decoder with its trained weights, from a random latent in a .npy file to pictures of 8-bit
 values, by `demask.traverse.stream`. *Peak*: `VmHWM` less what was resident before the call, of the
-process, or of the worker that took most. *Values*: a digest of the result; it is the same however
-many workers wrote it, and after a kill.
+process, or of the worker that took most. *Values*: a digest of the result, the same
+for any number of workers, and after a kill the same as without one; plans for workers store more maps
+than others, and may round single values to the next one.
 
 {markdown(HEAD, [cells(row) for row in rows])}
 
