@@ -158,8 +158,9 @@ FAULTS = (
     # kernels and sparse
     fault("certificate-without-rounding", "kernels/cpu/zero_proof.py",
           "b.fmul(e_max, FLOAT(1 + 4 * UNIT))", "b.fmul(e_max, FLOAT(0.5))", "pilot_certified"),
-    fault("mean-of-too-many", "sparse/plan/value_moves.py", "pixels(at)[3] / (height * width)",
-          "pixels(at)[3] / (height * width + 1)", "sparse_plan", "sparse_segments", "sparse_op"),
+    fault("mean-of-too-many", "sparse/plan/value_moves.py",
+          'np.int32), "pixels": height * width,', 'np.int32), "pixels": height * width + 1,',
+          "sparse_plan", "sparse_segments", "sparse_op"),
     fault("pool-counts", "sparse/plan/value_moves.py",
           "np.array(rows, np.int32), np.where(is_inside, 1 / np.maximum(counts, 1), 0)",
           "np.array(rows, np.int32), np.where(is_inside, 1 / counts.max(), 0)", "sparse_plan",

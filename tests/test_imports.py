@@ -201,7 +201,7 @@ def test_sparse_needs_torch_and_numpy_alone():
     assert errors == [
         f"demask.{name} needs {package}, which is not installed: pip install {package}"
         for name, package in (
-            ("optimize", "llvmlite"),
+            ("optimize", "safetensors"),
             ("save", "safetensors"),
             ("report", "rich"),
             ("pilot", "llvmlite"),

@@ -13,7 +13,7 @@ import pytest
 
 import cifar
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -405,8 +405,7 @@ class TapeBuilder:
 
         earlier: preceding layers of the same phase.
         """
-        step = self.step(value)
-        add = getattr(step, "add", None)
+        step, add = self.step(value), getattr(self.step(value), "add", None)
         fixed = {*self.moved.stored, *self.program.static, reads(step)[0]}
         owners = {owner_of(self.parts, part)[0] for part in self.parts}
         if add is None or add in fixed:
