@@ -139,6 +139,6 @@ def run_remote_task(
         ends.sinks.pop(job.output)
     work = arena[job.layout.work[segment] : job.layout.work[segment] + place.bytes]
     with torch.no_grad():
-        record = compute_record(place, ends, work, tuple(rows), store, job.mask)
+        record = compute_record(place, ends, work, (rows[0], rows[1]), store, job.mask)
     store.close()
     return record.to_dict()

@@ -393,8 +393,7 @@ def prepare_stream(
     elif options.shared:
         raise BadInput("client: the destination must be a file, which all workers can open")
     shape = target.images.shape if target is not None else sink.shape
-    stored = sink.tensor.dtype if isinstance(sink, TensorSink) else None
-    stored = stored or (sink.dtype if sink is not None else target.info.dtype)
+    stored = target.info.dtype if target is not None else sink.dtype
     mask = mask_of(options.mask, shape, axes)
     identity = {} if target is None else {
         "network": network_digest(flow),

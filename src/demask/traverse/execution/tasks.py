@@ -56,7 +56,7 @@ class RecordingStore:
 
 def checksum(values: Tensor) -> str:
     """A checksum of values (BLAKE2b of 128 bits)."""
-    data = values.contiguous().view(-1).view(torch.uint8).numpy()
+    data: Any = values.contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 

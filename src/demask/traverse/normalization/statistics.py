@@ -261,7 +261,9 @@ class MomentRecorder(fx.Interpreter):
         for name, constant in program.constants.items():
             _attach(module, name, constant.tensor)
         super().__init__(module, graph=program.graph)
-        self.norms = dict.fromkeys(norms_of(program.graph), (0, 0.0, 0.0))
+        self.norms: dict[fx.Node, tuple[int, Any, Any]] = dict.fromkeys(
+            norms_of(program.graph), (0, 0.0, 0.0)
+        )
 
     def run_node(self, n: fx.Node) -> Any:
         if n in self.norms:

@@ -116,6 +116,10 @@ class TensorSink(_TensorEnd):
 
     values: torch.dtype
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
     def write(self, window: Window, part: Tensor) -> None:
         each = scratch_size(self.values, self.tensor.dtype)
         scratch = torch.empty(self.workspace(window) // max(each, 1), dtype=work_dtype(self.values))

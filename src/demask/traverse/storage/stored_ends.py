@@ -107,7 +107,7 @@ class _StoredEnd:
     def _pieces(self, window: Window, each: int):
         """A window in boxes of LIMIT bytes at most, `each` bytes per element."""
         box = box_of(self.shape, self.axes, window)
-        ranks = {axis: k for k, axis in enumerate(self.store.order)}
+        ranks: dict[int | None, int] = {axis: k for k, axis in enumerate(self.store.order)}
         by_store = sorted(range(len(box)), key=lambda k: ranks.get(self.images.axes[k], -1))
         first = order(len(box), self.axes)[:1]
         dims = (*first, *(k for k in by_store if k not in first))

@@ -13,6 +13,7 @@ import rasterio
 import rasterio.shutil
 import rasterio.windows
 import torch
+from rasterio.errors import RasterioError
 from torch import Tensor
 
 from demask.errors import BadInput
@@ -54,7 +55,7 @@ class RasterStore:
         try:
             with self.lock:
                 values = self.data.read(bands, window=window)
-        except rasterio.errors.RasterioError as error:
+        except RasterioError as error:
             raise BadInput(f"{self.name}: {window} cannot be read: {first_line(error)}") from error
         return to_tensor(values, self.dtype, self.name)
 
@@ -63,7 +64,7 @@ class RasterStore:
         try:
             with self.lock:
                 self.data.write(values.numpy(), _bands(box), window=_window(box))
-        except rasterio.errors.RasterioError as error:
+        except RasterioError as error:
             raise BadInput(f"{self.name}: cannot be written: {first_line(error)}") from error
 
     def close(self) -> None:
@@ -86,7 +87,7 @@ def open_store(path: Path) -> RasterStore:
     """A raster to read."""
     try:
         data = rasterio.open(path)
-    except rasterio.errors.RasterioError as error:
+    except RasterioError as error:
         raise BadInput(f"{path}: {first_line(error)}") from error
     if len(set(data.dtypes)) > 1:
         raise BadInput(f"{path} has bands of several dtypes {sorted(set(data.dtypes))}; convert "
@@ -123,7 +124,7 @@ def create(path: Path, info: ArrayInfo) -> None:
             BIGTIFF="YES", SPARSE_OK="TRUE", **place,
         ):  # fmt: skip
             pass
-    except (rasterio.errors.RasterioError, ValueError) as error:
+    except (RasterioError, ValueError) as error:
         raise BadInput(f"{path}: {first_line(error)}") from error
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openslide
+import openslide  # pyright: ignore
 import torch
 from torch import Tensor
 

@@ -47,7 +47,8 @@ def open_store(path: Path) -> Store:
             from demask.traverse.storage.stores import raster
 
             file.close()
-            return raster.open_store(path)
+            store: Any = raster.open_store(path)
+            return store
         series = file.series[0]
         levels: Any = series.aszarr(level=0)
         array: Any = zarr.open(levels, mode="r")

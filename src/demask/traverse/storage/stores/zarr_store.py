@@ -34,10 +34,10 @@ def open_store(path: Path) -> SliceStore:
     except Exception as error:  # of many types, by what is missing or damaged
         raise BadInput(f"{path}: expected a Zarr array or group: {first_line(error)}") from error
     if isinstance(node, zarr.Array):
-        names = getattr(node.metadata, "dimension_names", None)
+        names: Any = getattr(node.metadata, "dimension_names", None)
         known = names and all(isinstance(n, str) and len(n) == 1 for n in names)
         return SliceStore.of(node, str(path), layout="".join(names).upper() if known else None)
-    attributes = dict(node.attrs)
+    attributes: dict[str, Any] = dict(node.attrs)
     scales = (attributes.get("ome", attributes).get("multiscales") or [None])[0]
     if not isinstance(scales, dict) or not scales.get("datasets"):
         raise BadInput(f"{path}: this Zarr group has no images of OME-NGFF; name an array in it")
