@@ -227,7 +227,7 @@ def test_damaged_chunks_and_formats_are_errors_by_name(image):
         stream(nn.AvgPool2d(2), "a.ome.zarr", "y.npy", memory=MEMORY)
     shutil.rmtree(".y.npy.partial")
     zarr.open_group("empty.zarr", mode="w")
-    for path in ("missing.zarr", "empty.zarr", "missing.tif", "missing.svs"):
+    for path in ("missing.zarr", "empty.zarr", "missing.tif"):
         with pytest.raises(BadInput, match=path):
             prepare(net(), path, "y.npy", memory=MEMORY)
     Path("bad.tif").write_bytes(struct.pack("<2sHI", b"II", 42, 10**6))

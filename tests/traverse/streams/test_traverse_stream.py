@@ -241,7 +241,7 @@ def test_a_plan_writes_nothing(files, tmp_path):
         ({"spill": "nowhere"}, "a folder that exists"),
         ({"source": "missing.npy"}, "missing.npy: no such file"),
         ({"source": "text.npy"}, "text.npy: expected an array"),
-        ({"source": 3}, "the source: expected an array"),
+        ({"source": 3}, "the source: expected an open array"),
         ({"source": torch.zeros(3, 60)}, r"expected images \(N, C, H, W\)"),
         ({"source": torch.zeros(0, 3, 6, 6)}, "of at least one position"),
         ({"source": torch.zeros(1, 3, 6, 6, dtype=torch.complex64)}, "complex64"),
