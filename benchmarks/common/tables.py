@@ -89,12 +89,14 @@ def command(
     first = [options.networks] if networks else []
     allocator, before = fix_allocator(), load_average()
     console = Console()
+    options.output.parent.mkdir(exist_ok=True)
+    results, words = [], ""
     with Progress(console=console, transient=True) as bar:
-        results = list(rows(*first, options.threads, options.pairs, options.seconds, bar))
-    words = provenance(output.stem, allocator, before=before)
+        for row in rows(*first, options.threads, options.pairs, options.seconds, bar):
+            results.append(row)  # a run that is stopped leaves the rows that it has
+            words = provenance(output.stem, allocator, before=before)
+            options.output.write_text(page(results, words))
     table = Table(*head, title=words)
     for row in results:
         table.add_row(*cells(row))
     console.print(table)
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(page(results, words))
