@@ -139,15 +139,19 @@ class _WorkerJob:
         return self.job, self.arena
 
 
-_WORKER = _WorkerJob()
+@functools.cache
+def _worker_job() -> _WorkerJob:
+    """That of this process."""
+    return _WorkerJob()
 
 
 def run_remote_task(
     prepare: Prepare, folder: str, digest: str, image: int, segment: int, rows: Interval
 ) -> dict[str, Any]:
     """Compute one task in a worker. Returns its record as JSON types."""
-    with _WORKER.lock:
-        job, arena = _WORKER.take(prepare, folder, digest)
+    worker = _worker_job()
+    with worker.lock:
+        job, arena = worker.take(prepare, folder, digest)
         return _run_task(job, arena, folder, image, segment, rows)
 
 
