@@ -176,6 +176,8 @@ FAULTS = (
     fault("border-row-missing", "traverse/planning/schedule.py",
           "seen[edge.source] = max(seen[edge.source], high)",
           "seen[edge.source] = max(seen[edge.source], high - 1)", "threads"),
+    fault("stripe-overwrites-map", "traverse/planning/plan_memory.py",
+          "if segment.workers > 1 or segment.stripe:", "if segment.workers > 1:", "stream_tasks"),
     fault("padding-inside", "traverse/local/windows.py", "padding.append(before if is_own else 0)",
           "padding.append(before)", "traverse_local"),
     # stride

@@ -259,8 +259,7 @@ def page(rows: Sequence[Row | Failed], projected: str, words: str) -> str:
 The TAEF2 decoder with its trained weights, from a random latent in a .npy file to pictures of 8-bit
 values, by `demask.traverse.stream`. *Peak*: `VmHWM` less what was resident before the call, of the
 process, or of the worker that took most. *Values*: a digest of the result, the same
-for any number of workers, and after a kill the same as without one; plans for workers store more
-maps than others, and may round single values to the next one.
+for any number of workers, for none, and after a kill: the plan is one.
 
 {markdown(HEAD, [cells(row) for row in rows])}
 

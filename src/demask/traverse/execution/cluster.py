@@ -7,9 +7,11 @@ rows: it may run on any worker, twice, or again after its worker died.
 from __future__ import annotations
 
 import functools
+import gc
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 
 from demask.errors import BadInput
 from demask.files import atomic_write
+from demask.machine.allocator import release_free_memory
 from demask.ops.regions import Interval
 from demask.traverse.execution.journal import TaskRecord
 from demask.traverse.execution.run import new_memory
@@ -103,22 +106,58 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-@functools.lru_cache(maxsize=2)
-def _prepare(prepare: Prepare, folder: str, digest: str) -> tuple[Streaming, Any]:
-    """The job of a call, prepared again in this process, and memory for its segments."""
-    job = prepare(*pickle.loads(Path(folder, CALL).read_bytes()))
-    if digest_of(*job.identity.values()) != digest:
-        raise BadInput("this worker reads another input or makes another plan than the client: do "
-                       "both have the same files, and the same versions of demask and torch?"
-                       )  # fmt: skip
-    return job, new_memory(job.layout.size)
+@dataclass(slots=True)
+class _WorkerJob:
+    """The job that this worker has prepared last, and the memory of its segments.
+
+    One task at a time: the budget is that of a worker, however many threads it has.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    key: tuple[Any, ...] | None = None
+    job: Streaming | None = None
+    arena: Any = None
+
+    def take(self, prepare: Prepare, folder: str, digest: str) -> tuple[Streaming, Any]:
+        """The job of a call, prepared again in this process, and memory for its segments.
+
+        The memory of the capture and of an earlier job is returned before that of the plan is
+        taken: they are not alive at the same time.
+        """
+        key = (prepare, folder, digest)
+        if self.key != key or self.job is None:
+            self.key = self.job = self.arena = None
+            job = prepare(*pickle.loads(Path(folder, CALL).read_bytes()))
+            if digest_of(*job.identity.values()) != digest:
+                raise BadInput(
+                    "this worker reads another input or makes another plan than the client: do "
+                    "both have the same files, and the same versions of demask and torch?"
+                )
+            gc.collect()
+            release_free_memory()
+            self.key, self.job, self.arena = key, job, new_memory(job.layout.size)
+        return self.job, self.arena
+
+
+@functools.cache
+def _worker_job() -> _WorkerJob:
+    """That of this process."""
+    return _WorkerJob()
 
 
 def run_remote_task(
     prepare: Prepare, folder: str, digest: str, image: int, segment: int, rows: Interval
 ) -> dict[str, Any]:
     """Compute one task in a worker. Returns its record as JSON types."""
-    job, arena = _prepare(prepare, folder, digest)
+    worker = _worker_job()
+    with worker.lock:
+        job, arena = worker.take(prepare, folder, digest)
+        return _run_task(job, arena, folder, image, segment, rows)
+
+
+def _run_task(
+    job: Streaming, arena: Any, folder: str, image: int, segment: int, rows: Interval
+) -> dict[str, Any]:
     values = safetensors.torch.load_file(Path(folder, _values_name(image, segment)))
     place = job.layout.places[segment]
     whole = dict(job.flow.constants)

@@ -122,6 +122,8 @@ def _execute(
         _delete_spills(layout, k, spills)
         for v in layout.last_used[k]:
             whole_values.pop(v, None)
+    for file in spills.values():
+        file.delete()
     return whole_values, counter
 
 
@@ -213,9 +215,10 @@ def _use_in_place(place: PlacedSegment, call: ImageRun, ends: SourcesAndSinks) -
 
 
 def _delete_spills(layout: MemoryLayout, k: int, spills: dict[fx.Node, Spill]) -> None:
-    """Delete maps on disk that no later segment reads."""
+    """Delete maps on disk that no later segment reads. Named ones stay until the image is done: a
+    stream that goes on skips the tasks that wrote them, and may read them again."""
     later = {v for place in layout.places[k + 1 :] for v in place.stage.enters}
-    for v in [v for v in spills if v not in later]:
+    for v in [v for v in spills if v not in later and not spills[v].is_named]:
         spills.pop(v).delete()
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ from demask.traverse.execution.tasks import RecordingStore, TaskMask, TaskRunner
 from demask.traverse.normalization.statistics import IMAGE, Statistics
 from demask.traverse.planning.plan import TilePlan
 from demask.traverse.planning.plan_memory import MemoryLayout, PlacedSegment
-from demask.traverse.planning.planner import packed_plan, plan_tiles
+from demask.traverse.planning.planner import plan_tiles
 from demask.traverse.planning.schedule import target_rows
-from demask.traverse.planning.tasks import cut_into_tasks
+from demask.traverse.planning.tasks import check_shared, cut_into_tasks
 from demask.traverse.storage.adjusted_ends import (
     ArgmaxSink,
     FilledSource,
@@ -386,19 +387,19 @@ def prepare_stream(
     folder = str(spill or folder_of(destination))
     if not os.path.isdir(folder):
         raise BadInput(f"spill: expected a folder that exists, got {folder}")
-    plan, layout = _planned(flow, budget, images.image(0), end)
-    if target is not None:
-        layout = cut_into_tasks(flow, layout, target.rows, options.stripe, shared=options.shared)
-        plan = packed_plan(flow, layout, budget, _reserved(images.image(0), end))
-    elif options.shared:
+    if options.shared and target is None:
         raise BadInput("client: the destination must be a file, which all workers can open")
+    plan, layout = _planned(flow, budget, images.image(0), end, target, options.stripe)
+    if options.shared:
+        check_shared(flow, layout)
     shape = target.images.shape if target is not None else sink.shape
     stored = target.info.dtype if target is not None else sink.dtype
     mask = mask_of(options.mask, shape, axes)
     identity = {} if target is None else {
         "network": network_digest(flow),
         "input": identity_of(source, reader),
-        "plan": digest_of(str(replace(plan, budget=0).to_dict()), str(options), str(target.info)),
+        "plan": digest_of(str(replace(plan, budget=0).to_dict()),
+                          str(replace(options, shared=False)), str(target.info)),
     }  # fmt: skip
     return Streaming(flow, plan, layout, images, target, sink, stored, shape, options, mask,
                      folder, identity)  # fmt: skip
@@ -424,12 +425,18 @@ def _result_end(
     return None, sink
 
 
-def _planned(flow: Flow, budget: int, source: Any, sink: Any) -> tuple[TilePlan, MemoryLayout]:
-    """The plan of one image."""
-    reserved = _reserved(source, sink)
-    plan, layout = plan_tiles(flow, budget, reserved=reserved)
+def _planned(
+    flow: Flow, budget: int, source: Any, sink: Any, target: FileTarget | None, stripe: int | None
+) -> tuple[TilePlan, MemoryLayout]:
+    """The plan of one image; for a file, cut into tasks."""
+    reserved, cut = _reserved(source, sink), None
+    if target is not None:
+        cut = partial(cut_into_tasks, flow, rows=target.rows, stripe=stripe)
+    plan, layout = plan_tiles(flow, budget, reserved=reserved, cut=cut)
     compiler = layout.compile_kernels()
-    return plan_tiles(flow, budget, reserved=reserved + compiler) if compiler else (plan, layout)
+    if compiler:
+        plan, layout = plan_tiles(flow, budget, reserved=reserved + compiler, cut=cut)
+    return plan, layout
 
 
 def _reserved(source: Any, sink: Any) -> int:

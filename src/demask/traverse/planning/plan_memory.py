@@ -383,7 +383,8 @@ def _can_overwrite(stage: Stage, maker: tuple[int, Unit], base: fx.Node) -> bool
 
 def _requested_overwrites(stage: Stage, segment: Segment) -> dict[fx.Node, fx.Node]:
     """The overwrites of a segment's plan that are possible."""
-    if segment.workers > 1:  # the worker below may still read the overwritten rows
+    # The worker below, or the task of the next stripe, may still read the overwritten rows.
+    if segment.workers > 1 or segment.stripe:
         return {}
     unit_of = {u.value: (k, u) for k, u in enumerate(stage.units)}
     entering = {v.name: v for v in stage.enters}

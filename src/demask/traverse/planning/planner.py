@@ -56,6 +56,7 @@ class Planner:
 
     recompute: compute cheap values twice instead of storing maps. spills: store maps on disk.
     tiles: try overlapping tiles (frustums). smallest: bytes of the smallest map stored on disk.
+    cut: cuts the segments of a layout into tasks; None for none.
     """
 
     def __init__(
@@ -67,13 +68,14 @@ class Planner:
         tiles: bool = True,
         workers: int = 1,
         smallest: int = 2**20,
+        cut: Callable[[MemoryLayout], MemoryLayout] | None = None,
     ):
         self.flow, self.spills, self.smallest = flow, spills, smallest
         self.calls = list(flow.calls)
         self.index_of = {node: k for k, node in enumerate(self.calls)}
         self.outputs = {n for n in flow.outputs if isinstance(n, fx.Node)}
         self.forced = _forced_cuts(flow, self.calls)
-        self.tiles, self.workers = tiles, workers
+        self.tiles, self.workers, self.cut = tiles, workers, cut
         self.cache: dict[tuple[int, int, str, int, int], StageChoice] = {}
         self.stages: dict[tuple[int, int], Stage] = {}
         self.recomputed = frozenset[fx.Node]()
@@ -409,6 +411,7 @@ def plan_tiles(
     reserved: int = 0,
     disk: bool = True,
     workers: int = 1,
+    cut: Callable[[MemoryLayout], MemoryLayout] | None = None,
 ) -> tuple[TilePlan, MemoryLayout]:
     """The fastest plan within a budget, and its memory layout.
 
@@ -416,15 +419,18 @@ def plan_tiles(
         budget: bytes.
         reserved: bytes of the budget that the call uses for other data.
         disk: whether maps may be stored in files.
+        cut: cuts the segments of a layout into tasks. All maps that are not read whole are then in
+            files: any process can compute any task, and a plan is the same for one or several.
 
     Raises:
         BudgetTooSmall: if no plan fits; its `least` is a sufficient budget in bytes.
     """
     available, tried = budget - reserved, list[Planner]()
     for tiles, spills in itertools.product((False, True), repeat=2):
-        if spills and not disk:
+        if (spills and not disk) or (cut is not None and not spills):
             continue
-        planners = [Planner(flow, recompute=recompute, spills=spills, tiles=tiles, workers=workers)
+        planners = [Planner(flow, recompute=recompute, spills=spills, tiles=tiles, workers=workers,
+                            smallest=2**20 if cut is None else 0, cut=cut)
                 for recompute in (False, True)]  # fmt: skip
         planners = planners if planners[1].recomputed else planners[:1]
         tried += planners
@@ -460,7 +466,8 @@ def _find_fitting(planner: Planner, available: int) -> tuple[float, MemoryLayout
 
 def _lay_out(planner: Planner, fastest: tuple[float, list[Segment]]) -> tuple[float, MemoryLayout]:
     """The seconds of segments, and their exact memory layout."""
-    return fastest[0], lay_out(planner.flow, fastest[1])
+    layout = lay_out(planner.flow, fastest[1])
+    return fastest[0], layout if planner.cut is None else planner.cut(layout)
 
 
 def packed_plan(flow: Flow, layout: MemoryLayout, budget: int, reserved: int) -> TilePlan:

@@ -19,7 +19,6 @@ from demask.traverse.planning.plan import BANDS, FRUSTUMS, Segment
 from demask.traverse.planning.plan_memory import (
     MemoryLayout,
     lay_out,
-    stage_of,
     step_macs,
     stripes_of,
     tile_at,
@@ -32,7 +31,7 @@ AGAIN = 1.05  # largest factor of multiply-adds, by rows that are computed again
 
 
 def cut_into_tasks(
-    flow: Flow, layout: MemoryLayout, rows: int, stripe: int | None = None, *, shared: bool = False
+    flow: Flow, layout: MemoryLayout, rows: int, stripe: int | None = None
 ) -> MemoryLayout:
     """The layout of a plan whose segments are cut into tasks.
 
@@ -40,17 +39,24 @@ def cut_into_tasks(
         rows: rows of the output that are written together, as a row of chunks.
         stripe: rows of the output of each task, rounded up to a multiple of `rows`; None: as few as
             cost 5 % more multiply-adds.
-        shared: whether all maps are stored in files, for tasks on several machines.
-
-    Raises:
-        BadInput: with `shared`, a map must be in memory, or cannot be computed in tasks.
     """
     segments = []
     for place in layout.places:
-        segment = _spilled(flow, place.segment) if shared else place.segment
-        size = _stripe(flow, place.stage, segment, rows, stripe)
-        segments.append(replace(segment, stripe=size, workers=1))
+        size = _stripe(flow, place.stage, place.segment, rows, stripe)
+        segments.append(replace(place.segment, stripe=size, workers=1, over={}))
     return lay_out(flow, segments)
+
+
+def check_shared(flow: Flow, layout: MemoryLayout) -> None:
+    """Raise BadInput unless all maps are in files, for tasks on several machines."""
+    for place in layout.places:
+        for value in place.stage.targets:
+            whole = None if value.name in place.segment.spills else _reader_of_all(flow, value)
+            if whole is not None:
+                raise BadInput(
+                    f"{whole.name} reads all rows of {value.name} at once: this network cannot be "
+                    "streamed on several machines; leave client= out"
+                )
 
 
 def _stripe(
@@ -85,20 +91,6 @@ def _stripe(
 
 def _all_columns(stage: Stage) -> Interval:
     return 0, max(stage.flow.columns(v) for v in target_rows(stage))
-
-
-def _spilled(flow: Flow, segment: Segment) -> Segment:
-    """The segment with all maps that it computes in files."""
-    stage = stage_of(flow, segment)
-    read_later = [v for v in stage.targets if any(u.op == "call_function" for u in v.users)]
-    for value in read_later:
-        whole = _reader_of_all(flow, value)
-        if whole is not None:
-            raise BadInput(
-                f"{whole.name} reads all rows of {value.name} at once: this network cannot be "
-                "streamed on several machines; leave client= out"
-            )
-    return replace(segment, spills=tuple(v.name for v in read_later), over={})
 
 
 def _reader_of_all(flow: Flow, value: fx.Node) -> fx.Node | None:
