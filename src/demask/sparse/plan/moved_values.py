@@ -18,11 +18,13 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.kernels.cpu.tiles.called import ElementGather, PointwiseKernel, SoftmaxKernel
 from demask.kernels.cpu.tiles.relayout import CALL
+from demask.sparse.called_op import MOVED, RESIZED, SOFTMAX
 from demask.sparse import reference
+from demask.sparse.plan.resizes import write_resize
 from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import GridLayout, at_array
 from demask.sparse.plan.value_moves import Moves
-from demask.sparse.segment_calls import CALLED, MOVED, SOFTMAX
+from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import CallStep, Step, reads
 
@@ -33,6 +35,11 @@ NUMBERS = 2**32  # of the elements of a value; 0 is for elements that are zero
 def is_move(step: Step) -> bool:
     """Whether a step only moves elements, and adds zeros."""
     return isinstance(step, CallStep) and CALLED[step.call].lowering == MOVED
+
+
+def is_resize(step: Step) -> bool:
+    """Whether a step resizes by weighted sums."""
+    return isinstance(step, CallStep) and CALLED[step.call].lowering == RESIZED
 
 
 @dataclass(slots=True)
@@ -202,6 +209,8 @@ def write_call(
     if is_move(step):
         buffers = dict(zip(moved.sources(step), sources, strict=True))
         MoveWriter(moves.tape, moved, buffers, moves.isa.lanes).to_buffer(value, out)
+    elif CALLED[step.call].lowering == RESIZED:
+        write_resize(step, moves, sources[0], out)
     elif CALLED[step.call].lowering == SOFTMAX:
         moves.over_channels(SoftmaxKernel(), sources[0], out)
     else:

@@ -25,7 +25,7 @@ from demask.sparse.plan.layers.window_piece import (
     read_weight,
     shape_of,
 )
-from demask.sparse.plan.moved_values import MovedValues, MoveWriter, is_move, write_call
+from demask.sparse.plan.moved_values import MovedValues, MoveWriter, is_move, is_resize, write_call
 from demask.sparse.plan.shared_memory import Place, find_parts, owner_of
 from demask.sparse.plan.tape import HEADER, Buffer, NoPlan, Tape
 from demask.sparse.plan.tile_layout import (
@@ -179,7 +179,7 @@ class TapeBuilder:
             border = reach(input_grid, grid, windows(as_windows(step)))
             needs_minimum = not step.mean and not self.positive[x]
             return [Need(x, input_grid, border, LEAST if needs_minimum else 0.0)]
-        if isinstance(step, (MeanStep, FlattenStep)):
+        if isinstance(step, (MeanStep, FlattenStep)) or is_resize(step):
             return [Need(x, self.grids[x], NO_BORDER, 0.0)]
         if isinstance(step, SelectStep):
             input_grid = self.input_grid(step, grid)
