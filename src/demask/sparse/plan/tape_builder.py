@@ -437,7 +437,7 @@ class TapeBuilder:
         """Write the scatter to an output."""
         self.tape.phase()  # also for a static input, which the other tape has only converted
         step = self.moved.step(value)
-        if step is not None and is_move(step):
+        if step is not None and is_move(step) and value not in self.moved.written:
             sources = {v: self.main(v) for v in self.moved.sources(step)}
             MoveWriter(self.tape, self.moved, sources, self.isa.lanes).to_output(value, slot)
             return
