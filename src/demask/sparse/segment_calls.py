@@ -7,8 +7,7 @@ the elements of its operands, tells where each element of the result is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -18,44 +17,12 @@ from torch import Tensor, fx
 from demask.errors import BadInput
 from demask.ops.schema import same_size
 from demask.ops.traits import RESHAPES, TRANSPOSES
+from demask.sparse.called_op import POINTWISE, SOFTMAX, CalledOp, Match, Numbers, Shape
+from demask.sparse.segment_resizes import RESIZES
 
 aten = torch.ops.aten
-MOVED, POINTWISE, SOFTMAX = "moved", "pointwise", "softmax"  # how plans compute an op
 LAST = 2**63 - 1  # end of a slice without an end
-Numbers = tuple[Any, ...]  # integers; of pointwise calls, numbers
-Shape = tuple[Any, ...]
-Match = tuple[tuple[fx.Node, ...], Numbers, fx.Node | None]
-
-
-@dataclass(frozen=True, slots=True)
-class CalledOp:
-    """An ATen op that a step calls.
-
-    arguments: those of the op, from operands, numbers and the index tensor (or None). targets: the
-    ops of graphs that it may be; match: their operands, numbers and the constant that is the index,
-    from the arguments of a call by name and its node; None for a call that it is not. shape: of the
-    result, from the shapes of operands, the numbers and the length of the index; sizes may be
-    symbolic. lowering: how plans compute it. operands, numbers: how many; None for any. indexed:
-    whether it reads an index.
-    """
-
-    op: Any
-    arguments: Callable[[Sequence[Any], Numbers, Any], tuple[Any, ...]]
-    targets: tuple[Any, ...]
-    match: Callable[[Mapping[str, Any], fx.Node], Match | None]
-    shape: Callable[[Sequence[Shape], Numbers, int], Shape]
-    lowering: str = MOVED
-    operands: int | None = 1
-    numbers: int | None = None
-    indexed: bool = False
-
-    def call(self, operands: Sequence[Tensor], numbers: Numbers, index: Tensor | None) -> Tensor:
-        """The result. Raises BadInput if operands and numbers do not match the op."""
-        try:
-            result: Tensor = self.op(*self.arguments(operands, numbers, index))
-        except (RuntimeError, IndexError, TypeError, ValueError) as error:
-            raise BadInput(f"invalid operands of {self.op}: {error!s:.200}") from None
-        return result
+MODES = ("reflect", "replicate", "circular")  # of pads
 
 
 def _ints(values: Sequence[Any]) -> Numbers | None:
@@ -95,11 +62,27 @@ def _taken(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     return (arguments["self"],), (arguments["dim"],), arguments["index"]
 
 
+def _pads(arguments: Mapping[str, Any]) -> Match | None:
+    pads = _ints(arguments["pad"])
+    is_plain = pads is not None and min(pads, default=-1) >= 0
+    return ((arguments["self"],), pads, None) if is_plain and pads else None
+
+
 def _padded(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     """Zeros around a value."""
-    pads = _ints(arguments["pad"])
-    is_plain = arguments["value"] == 0 and pads is not None and min(pads, default=-1) >= 0
-    return ((arguments["self"],), pads, None) if is_plain and pads else None
+    is_zero = arguments.get("mode", "constant") == "constant" and arguments["value"] in (None, 0)
+    return _pads(arguments) if is_zero else None
+
+
+def _bordered(mode: str) -> CalledOp:
+    """Elements of a value around it."""
+
+    def match(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
+        return _pads(arguments) if arguments["mode"] == mode else None
+
+    return CalledOp(
+        aten.pad.default, lambda xs, n, index: (xs[0], list(n), mode), (aten.pad.default,), match,
+        _padded_shape)  # fmt: skip
 
 
 def _joined(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
@@ -236,7 +219,9 @@ CALLED: dict[str, CalledOp] = {
         (aten.index_select.default,), _taken, _taken_shape, numbers=1, indexed=True),
     "pad": CalledOp(
         aten.constant_pad_nd.default, lambda xs, n, index: (xs[0], list(n)),
-        (aten.constant_pad_nd.default,), _padded, _padded_shape),
+        (aten.constant_pad_nd.default, aten.pad.default), _padded, _padded_shape),
+    **{mode: _bordered(mode) for mode in MODES},
+    **RESIZES,
     "join": CalledOp(
         aten.cat.default, lambda xs, n, index: (list(xs), n[0]), (aten.cat.default,), _joined,
         _joined_shape, operands=None, numbers=1),

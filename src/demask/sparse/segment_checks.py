@@ -8,7 +8,8 @@ from typing import Any
 
 from demask.errors import BadInput
 from demask.ops.activations import ACTIVATIONS
-from demask.sparse.segment_calls import CALLED, MOVED
+from demask.sparse.called_op import MOVED
+from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_steps import (
     KINDS,
     LARGEST,
@@ -38,8 +39,12 @@ def is_count(value: Any, least: int = 0) -> bool:
 def kind_of(step: Step, operands: Sequence[str]) -> str:
     """The kind of the output of a step. operands: kinds of its operands."""
     if isinstance(step, CallStep):
-        if CALLED[step.call].lowering != MOVED and set(operands) != {step.kind}:
+        entry = CALLED[step.call]
+        is_same = entry.lowering != MOVED or entry.spatial
+        if is_same and set(operands) != {step.kind}:
             raise BadInput(f"expected operands of the kind {step.kind}, got {operands}")
+        if entry.spatial and step.kind == "tokens":
+            raise BadInput(f"expected images or signals of {step.call}, got {step.kind}")
         return step.kind
     images = dict.fromkeys((PoolStep, MeanStep, FlattenStep, ScaleStep), ("image",))
     some = {ConvStep: ("image", "signal"), LinearStep: ("tokens",), **images}
@@ -123,8 +128,7 @@ def _check_call(step: CallStep) -> None:
                                 ("numbers", len(step.numbers), entry.numbers)):  # fmt: skip
         if limit is not None and number != limit:
             raise BadInput(f"expected {limit} {what} of {step.call}, got {number}")
-    kinds = (int,) if entry.lowering == MOVED else (int, float)
-    if not all(type(n) in kinds and abs(n) <= max(LARGEST, MAX_SIZE) for n in step.numbers):
+    if not all(type(n) in entry.numeric and abs(n) <= max(LARGEST, MAX_SIZE) for n in step.numbers):
         raise BadInput(f"expected numbers of {step.call}, got {step.numbers!r:.80}")
     if (step.index is not None) != entry.indexed:
         raise BadInput(f"expected an index where one is read, got {step.index!r:.80}")

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.sparse import reference as dense
+from demask.sparse.called_op import MOVED
 from demask.sparse.plan.moved_values import MovedValues
 from demask.sparse.plan.segment_plan import SegmentPlan, _batches
-from demask.sparse.segment_calls import CALLED, MOVED
+from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import CallStep
 from guarded import guarded
@@ -33,6 +34,13 @@ MOVES = {  # name -> steps from an image of SHAPE: (call, kind, numbers, index)
     "pad": [("pad", "image", (1, 2, 0, 3), None), ("pad", "image", (0, 0, 0, 0, 2, 1), None)],
     "zeros taken": [("reshape", "tokens", (-1, 42, 5), None), ("pad", "tokens", (0, 0, 0, 1), None),
                     ("take", "tokens", (1,), [42, 3, 42, 41, 0])],
+    "nearest": [("nearest", "image", (2.0, 3.0), None), ("nearest exact", "image", (13, 4), None)],
+    "twice": [("nearest", "image", (10, 14), None), ("replicate", "image", (0, 0, 2, 1), None)],
+    "borders": [("reflect", "image", (1, 2, 0, 3), None), ("circular", "image", (4, 0, 1, 1), None),
+                ("replicate", "image", (2, 0, 9, 0), None)],
+    "resized signal": [("reshape", "signal", (2, 6, 35), None),
+                       ("nearest of a signal", "signal", (1.7,), None),
+                       ("nearest exact of a signal", "signal", (23,), None)],
     "signal": [("reshape", "signal", (2, 6, 35), None)],
     "images exchanged": [("take", "image", (0,), [1, 0])],
     "images mixed": [("permute", "tokens", (1, 0, 2, 3), None),

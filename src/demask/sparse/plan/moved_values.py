@@ -17,12 +17,14 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.kernels.cpu.tiles.called import ElementGather, PointwiseKernel, SoftmaxKernel
-from demask.kernels.cpu.tiles.relayout import CALL
+from demask.kernels.cpu.tiles.relayout import CALL, Gather
+from demask.sparse.called_op import MOVED, RESIZED, SOFTMAX
 from demask.sparse import reference
+from demask.sparse.plan.resizes import write_resize
 from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import GridLayout, at_array
-from demask.sparse.plan.value_moves import Moves
-from demask.sparse.segment_calls import CALLED, MOVED, SOFTMAX
+from demask.sparse.plan.value_moves import ANY_VALUE, Moves, rows_of
+from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import CallStep, Step, reads
 
@@ -35,6 +37,11 @@ def is_move(step: Step) -> bool:
     return isinstance(step, CallStep) and CALLED[step.call].lowering == MOVED
 
 
+def is_resize(step: Step) -> bool:
+    """Whether a step resizes by weighted sums."""
+    return isinstance(step, CallStep) and CALLED[step.call].lowering == RESIZED
+
+
 @dataclass(slots=True)
 class MovedValues:
     """The moved values of a program. shapes: of all values."""
@@ -43,6 +50,7 @@ class MovedValues:
     weights: Sequence[Tensor]
     shapes: Sequence[Shape]
     numbered: dict[int, Tensor] = field(default_factory=dict)
+    pixels: dict[int, tuple[int, np.ndarray] | None] = field(default_factory=dict)
 
     def step(self, value: int) -> Step | None:
         """The step that computes a value; None for an input."""
@@ -62,8 +70,35 @@ class MovedValues:
 
     @property
     def written(self) -> set[int]:
-        """The moved values that other steps read."""
-        return {x for step in self.program.steps if not is_move(step) for x in reads(step)}
+        """The moved values that other steps read, and outputs that are the same move of each
+        channel: those are stored as other values are."""
+        read = {x for step in self.program.steps if not is_move(step) for x in reads(step)}
+        return read | {v for v in self.program.outputs if self.by_pixel(v) is not None}
+
+    def by_pixel(self, value: int) -> tuple[int, np.ndarray] | None:
+        """The source of an image or a signal that has the same elements of each of its channels,
+        and their numbers [batch, height, width] of channel 0, -1 for zeros; None for others."""
+        if value not in self.pixels:
+            self.pixels[value] = self._by_pixel(value)
+        return self.pixels[value]
+
+    def _by_pixel(self, value: int) -> tuple[int, np.ndarray] | None:
+        step, shape = self.step(value), self.shapes[value]
+        if step is None or not is_move(step) or self.program.kinds[value] == "tokens":
+            return None
+        sources = self.sources(step)
+        old = self.shapes[sources[0]]
+        is_plain = len(sources) == 1 and self.program.kinds[sources[0]] != "tokens"
+        if not is_plain or old[1] != shape[1]:
+            return None
+        numbers, pitch = self.numbers(value), prod(old[2:])
+        first = numbers[:, :1]
+        offsets = torch.arange(shape[1], dtype=numbers.dtype) * pitch
+        expected = first + offsets.reshape(-1, *[1] * (len(shape) - 2))
+        if not torch.equal(numbers, torch.where(first == 0, 0.0, expected)):
+            return None
+        numbers = first[:, 0].numpy() - 1 - sources[0] * NUMBERS
+        return sources[0], np.where(first[:, 0].numpy() == 0, -1, numbers).astype(np.int64)
 
     @property
     def stored(self) -> set[int]:
@@ -71,7 +106,8 @@ class MovedValues:
         outputs: set[int] = set()
         for value in self.program.outputs:
             step = self.step(value)
-            outputs.update((value,) if step is None or not is_move(step) else self.sources(step))
+            is_moved = step is not None and is_move(step) and value not in self.written
+            outputs.update(self.sources(step) if is_moved else (value,))  # type: ignore[arg-type]
         return outputs
 
     def numbers(self, value: int) -> Tensor:
@@ -193,6 +229,21 @@ class MoveWriter:
             is_first &= ~is_read
 
 
+def _move_pixels(moves: Moves, moved: MovedValues, same: tuple[int, np.ndarray], source: Buffer,
+                 out: Buffer) -> None:  # fmt: skip
+    """Write a value that has the same elements of each channel of its source."""
+    layout, (x, numbers) = out.layout, same
+    numbers = numbers.reshape(layout.size[0], *layout.size[2:])
+    flat = elements_of(source.layout, moved.program.kinds[x], moved.shapes[x], numbers.clip(0))
+    at = at_array(layout.inside())
+    image, y, column, is_inside = layout.pixels(at)
+    pixel = tuple(np.where(is_inside, a, 0) for a in (image, y, column))
+    read = np.where(numbers[pixel] < 0, -1, flat[pixel])
+    rows = rows_of(layout, at, np.where(is_inside, read, ANY_VALUE))
+    moves.moved(Gather(), (source, 0), (out, 0), layout,
+                (moves.pitch(source), moves.pitch(out)), rows)  # fmt: skip
+
+
 def write_call(
     value: int, moves: Moves, moved: MovedValues, sources: Sequence[Buffer], out: Buffer
 ) -> None:
@@ -201,7 +252,13 @@ def write_call(
     assert isinstance(step, CallStep)
     if is_move(step):
         buffers = dict(zip(moved.sources(step), sources, strict=True))
-        MoveWriter(moves.tape, moved, buffers, moves.isa.lanes).to_buffer(value, out)
+        same = moved.by_pixel(value)
+        if same is not None:
+            _move_pixels(moves, moved, same, sources[0], out)
+        else:
+            MoveWriter(moves.tape, moved, buffers, moves.isa.lanes).to_buffer(value, out)
+    elif CALLED[step.call].lowering == RESIZED:
+        write_resize(step, moves, sources[0], out)
     elif CALLED[step.call].lowering == SOFTMAX:
         moves.over_channels(SoftmaxKernel(), sources[0], out)
     else:

@@ -25,7 +25,7 @@ from demask.sparse.plan.layers.window_piece import (
     read_weight,
     shape_of,
 )
-from demask.sparse.plan.moved_values import MovedValues, MoveWriter, is_move, write_call
+from demask.sparse.plan.moved_values import MovedValues, MoveWriter, is_move, is_resize, write_call
 from demask.sparse.plan.shared_memory import Place, find_parts, owner_of
 from demask.sparse.plan.tape import HEADER, Buffer, NoPlan, Tape
 from demask.sparse.plan.tile_layout import (
@@ -179,7 +179,7 @@ class TapeBuilder:
             border = reach(input_grid, grid, windows(as_windows(step)))
             needs_minimum = not step.mean and not self.positive[x]
             return [Need(x, input_grid, border, LEAST if needs_minimum else 0.0)]
-        if isinstance(step, (MeanStep, FlattenStep)):
+        if isinstance(step, (MeanStep, FlattenStep)) or is_resize(step):
             return [Need(x, self.grids[x], NO_BORDER, 0.0)]
         if isinstance(step, SelectStep):
             input_grid = self.input_grid(step, grid)
@@ -437,7 +437,7 @@ class TapeBuilder:
         """Write the scatter to an output."""
         self.tape.phase()  # also for a static input, which the other tape has only converted
         step = self.moved.step(value)
-        if step is not None and is_move(step):
+        if step is not None and is_move(step) and value not in self.moved.written:
             sources = {v: self.main(v) for v in self.moved.sources(step)}
             MoveWriter(self.tape, self.moved, sources, self.isa.lanes).to_output(value, slot)
             return

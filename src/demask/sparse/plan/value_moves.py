@@ -19,6 +19,7 @@ from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, at_array, 
 from demask.sparse.segment_steps import ConvStep, PoolStep, SelectStep, SparseWeight
 
 NO_WEIGHT = SparseWeight((0, 0, 0))
+ANY_VALUE = -2  # in the place of the number of an element of a lane that nothing reads
 Row = tuple[int, int, np.ndarray]  # part, line, elements of its lanes
 
 
@@ -50,6 +51,14 @@ class Moves:
         for thread, picked, begin, end in self._work(layout, [row[0] for row in rows]):
             table = np.stack([rows[k][2] for k in picked]).astype(np.int32)
             lines = np.array([rows[k][1] for k in picked], np.int32)
+            if isinstance(x[0], Buffer) and isinstance(out[0], Buffer):
+                whole = _whole_lines(table)
+                copied = whole >= 0
+                self._copied((x, out), (thread, begin, end), pitches,
+                             np.stack([whole, whole, lines], 1)[copied])  # fmt: skip
+                table, lines = table[~copied], lines[~copied]
+                if not len(table):
+                    continue
             whole_channels = (
                 (end - begin) // self.isa.lanes * self.isa.lanes if is_channels_last else 0
             )
@@ -67,6 +76,17 @@ class Moves:
                         "x_pitch": pitches[0], "out_pitch": pitches[1], "begin": first,
                         "end": last, "count": len(numbers), "table": numbers,
                         "lines": at}))  # fmt: skip
+
+    def _copied(self, places: tuple[Location, Location], share: tuple[int, int, int],
+                pitches: tuple[int, int], table: np.ndarray) -> None:  # fmt: skip
+        """Write copies of whole lines, for the share of a thread (thread, begin, end)."""
+        (x, out), (thread, begin, end) = places, share
+        if len(table):
+            kernel = move.Pointwise(None, False)
+            self.tape.add(thread, KernelCall(kernel, move.CALL, {"x": x, "z": x, "out": out}, {
+                "x_pitch": pitches[0], "z_pitch": pitches[0], "out_pitch": pitches[1],
+                "begin": begin, "end": end, "count": len(table),
+                "table": table.astype(np.int32)}))  # fmt: skip
 
     def _work(self, layout: GridLayout, parts: Sequence[int]) -> Iterator[MovePart]:
         """The share of each thread of work on all channels of positions in these parts.
@@ -248,6 +268,16 @@ def elements(layout: GridLayout, stride: tuple[int, int, int, int],
 def rows_of(layout: GridLayout, at: np.ndarray, elements: np.ndarray) -> list[Row]:
     """Positions [n, 3] with their lines and the elements [n, lanes] of their lanes."""
     return list(zip(at[:, 0].tolist(), layout.line(*at.T).tolist(), elements, strict=True))
+
+
+def _whole_lines(table: np.ndarray) -> np.ndarray:
+    """The line whose elements are those of each row [n, lanes], or are in its place where nothing
+    reads them; -1 for other rows."""
+    lanes = table.shape[1]
+    first = table - np.arange(lanes)
+    least = np.where(table == ANY_VALUE, table.max(initial=0), first).min(1)
+    is_line = ((first == least[:, None]) | (table == ANY_VALUE)).all(1)
+    return np.where(is_line & (least >= 0) & (least % lanes == 0), least // lanes, -1)
 
 
 def _split_runs(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,8 @@ from demask.ops import schema
 from demask.ops.activations import Act, activations_by_op
 from demask.ops.schema import same_size
 from demask.ops.traits import IDENTITIES, SQUEEZES
-from demask.sparse.segment_calls import CALLED, LAST, MOVED, SOFTMAX, called_by_target
+from demask.sparse.called_op import MOVED, SOFTMAX
+from demask.sparse.segment_calls import CALLED, LAST, called_by_target
 from demask.sparse.segment_steps import (
     ActivationStep,
     AddStep,
@@ -147,6 +148,8 @@ def _called(editor: GraphEditor, node: fx.Node) -> MatchedCall | None:
         if (constant is not None and index is None) or not all(map(_is_node, operands)):
             continue
         kind = {MOVED: ANY, SOFTMAX: "tokens"}.get(entry.lowering, "")
+        if entry.spatial:
+            kind = "image" if node.meta["val"].ndim == 4 else "signal"
         step = CallStep((0,) * len(operands), name, "tokens", numbers)
         makes = "" if kind == ANY else kind
         return MatchedCall(node, operands, kind, makes, step, index=index)
@@ -352,7 +355,8 @@ def _padded(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Matched
     is_known = all(type(n) is int for n in (*pads, shape[1] if len(shape) == 4 else None))
     if (
         not is_known
-        or arguments["value"] != 0
+        or arguments.get("mode", "constant") != "constant"
+        or arguments["value"] not in (None, 0)
         or any((*pads[:4], *pads[6:]))
         or min(before, after) < 0
     ):
@@ -472,7 +476,7 @@ _RULES: dict[Any, Rule] = {
     aten.batch_norm.default: _norm,
     aten.index_select.default: _selected,
     aten.slice.Tensor: _sliced,
-    aten.constant_pad_nd.default: _padded,
+    aten.constant_pad_nd.default: _padded, aten.pad.default: _padded,
     aten.cat.default: _joined,
     aten.max_pool2d.default: _largest,
     aten.avg_pool2d.default: _averaged,

@@ -1,0 +1,131 @@
+"""Resizes by weighted sums in plans: torch's own weights, and its results of values that are not
+finite, which depend on what it multiplies by zero."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import inf, nan
+
+import pytest
+import torch
+from test_called_steps import CallDraft, outputs
+from test_segment_moves import ISAS
+
+from demask.errors import BadInput
+from demask.sparse import reference as dense
+from demask.sparse.called_op import RESIZED
+from demask.sparse.plan import resizes
+from demask.sparse.plan.segment_plan import SegmentPlan
+from demask.sparse.segment_calls import CALLED
+from demask.sparse.segment_program import SegmentProgram
+from demask.sparse.segment_resizes import RESIZES
+from demask.sparse.segment_steps import CallStep
+from guarded import guarded
+from segment_drafts import RELU, all_at_once, compare
+
+WEIGHTED = {name: 1 if "signal" in name else 2 for name, entry in CALLED.items()
+            if entry.lowering == RESIZED}  # name -> axes  # fmt: skip
+SIZES = [(2.0, 2.0), (3.0, 1.5), (1.0, 0.6), (13, 11), (2, 3), (7, 1), (1, 9)]
+SHAPES = [(2, 3, 7, 9), (1, 2, 1, 5), (3, 2, 2, 3)]
+ULPS = 64  # promised for results of float32
+
+
+def close(y: torch.Tensor, want: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether results are those of torch, if they are not finite, and else near them."""
+    inside = want.isfinite()
+    unit = torch.finfo(torch.float32).eps * x[x.isfinite()].abs().max()
+    return torch.equal(y[~inside].nan_to_num(7.0), want[~inside].nan_to_num(7.0)) and bool(
+        ((y - want)[inside].abs() <= ULPS * unit).all())  # fmt: skip
+
+
+def step_of(name: str, align: int, sizes: tuple) -> tuple[CallStep, str]:
+    kind = "signal" if WEIGHTED[name] == 1 else "image"
+    return CallStep((0,), name, kind, (align, *sizes[-WEIGHTED[name] :])), kind
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+@pytest.mark.parametrize("align", [0, 1])
+def test_the_results_are_those_of_torch(name: str, align: int) -> None:
+    generator = torch.Generator().manual_seed(align)
+    for k, (shape, sizes) in enumerate(product(SHAPES, SIZES)):
+        step, kind = step_of(name, align, sizes)
+        x = torch.randn(shape[:2] + shape[4 - WEIGHTED[name] :], generator=generator)
+        places = torch.randperm(x.numel(), generator=generator)[: k % 3]
+        x.view(-1)[places] = torch.tensor([inf, -inf, nan])[: len(places)]
+        program = SegmentProgram((kind,), (step,), (1,))
+        (want,) = dense.run(program, [x], [])
+        with all_at_once():
+            (y,) = SegmentPlan.of(program, [], [x], 1 + k % 3, ISAS[k % len(ISAS)])([x])
+        assert y.shape == want.shape and close(y, want, x), (shape, sizes)
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_long_axes_have_weights_of_torch(name: str, monkeypatch) -> None:
+    """In float32, source positions of long axes are rounded as torch does."""
+    monkeypatch.setattr(resizes, "PROBED", 100)
+    step, kind = step_of(name, 0, (700, 900))
+    x = torch.randn((1, 1, 500, 650)[: 2 + WEIGHTED[name]])
+    (want,) = dense.run(SegmentProgram((kind,), (step,), (1,)), [x], [])
+    (y,) = SegmentPlan.of(SegmentProgram((kind,), (step,), (1,)), [], [x], 1)([x])
+    assert close(y, want, x)
+
+
+def test_layers_read_resizes() -> None:
+    for k, isa in enumerate(ISAS):
+        draft = CallDraft((2, 6, 8, 8), seed=k)
+        x = draft.conv(0, 6, act=RELU)
+        up = draft.call("bilinear", x, kind="image", numbers=(0, 2.0, 2.0))
+        again = draft.call("nearest", up, kind="image", numbers=(33, 20))
+        small = draft.call("bicubic", draft.conv(again, 5), kind="image", numbers=(1, 16, 16))
+        draft.cat(small, up)
+        draft.check(threads=1 + k % 3, isa=isa)
+
+
+def test_threads_do_not_change_bits() -> None:
+    draft = CallDraft((1, 6, 12, 10))
+    x = draft.call("bilinear", draft.conv(0, 6), kind="image", numbers=(0, 30, 15))
+    y = draft.call("bicubic", x, kind="image", numbers=(0, 12, 50))
+    one, *others = (outputs(draft, x, y, threads=n) for n in (1, 2, 3, 4))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(one, other, strict=True))
+
+
+def test_kernels_stay_within_their_memory() -> None:
+    """Reads of inputs and writes of outputs beside them would stop the process."""
+    for width in (7, 16, 20, 53):
+        draft = CallDraft((1, 3, 4, width))
+        draft.call("bilinear", 0, kind="image", numbers=(0, 9, 2 * width))
+        draft.call("bicubic", 0, kind="image", numbers=(1, 3, 11))
+        draft.call("nearest", 0, kind="image", numbers=(2.0, 2.0))
+        draft.call("reflect", 0, kind="image", numbers=(1, 2, 3, 0))
+        program = draft.program(1, 2, 3, 4)
+        for isa, end in product(ISAS, (False, True)):
+            inputs = [guarded(draft.inputs[0], end)]
+            plan = SegmentPlan.of(program, draft.weights, inputs, 1, isa)
+            made = [guarded(torch.zeros(shape), end) for shape in plan.shapes]
+            for batch in plan.batches:
+                batch.run(1, (*inputs, *made))
+            compare(made[2:], draft.program(3, 4), draft.weights, inputs)
+            expected = dense.run(program, inputs, [])
+            assert all(close(y, want, inputs[0]) for y, want in zip(made, expected, strict=True))
+
+
+@pytest.mark.parametrize("numbers", [
+    (0, 2), (0, 2, 2.0), (2, 2, 2), (0, -1, 2), (0, 0, 2), (0, 0.0, 2.0), (0, 0.1, 1.0),
+    (0, 2**24, 1), (0, 1e30, 1.0),
+], ids=str)  # fmt: skip
+def test_invalid_numbers(numbers: tuple) -> None:
+    with pytest.raises(BadInput):
+        step = CallStep((0,), "bilinear", "image", numbers)
+        SegmentProgram(("image",), (step,), (1,)).shapes([(1, 2, 5, 5)])
+
+
+def test_kinds_are_images_or_signals() -> None:
+    for name, entry in RESIZES.items():
+        kind = "image" if "signal" in name else "signal"
+        numbers = (0,) * (entry.numbers or 0)
+        with pytest.raises(BadInput):
+            SegmentProgram(("tokens",), (CallStep((0,), name, "tokens", numbers),), (1,))
+        with pytest.raises(BadInput):
+            program = SegmentProgram((kind,), (CallStep((0,), name, kind, (2,) * len(numbers)),),
+                                     (1,))  # fmt: skip
+            program.shapes([(1, 2, 5, 5)[: 4 if kind == "image" else 3]])
