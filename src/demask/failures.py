@@ -14,7 +14,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
 from torch.export import ExportedProgram
@@ -119,6 +121,9 @@ class Log:
             return otherwise
 
 
+# What is accepted in place of a number's type.
+_NUMBERS: dict[type, tuple[type, ...]] = {int: (Integral,), float: (Real,)}
+
 # Types that public functions accept for parameters of these names.
 _ARGUMENTS: dict[str, tuple[tuple[type, ...], str]] = {
     "model": ((nn.Module, ExportedProgram), "an nn.Module or an ExportedProgram"),
@@ -131,13 +136,29 @@ _ARGUMENTS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-def _wrong_argument(arguments: Mapping[str, Any]) -> str:
+def _wrong_argument(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     """Description of the first argument of a wrong type; "" for none."""
+    hints: Mapping[str, Any] = {}
+    with contextlib.suppress(NameError):  # a name that is imported for type checks only
+        hints = get_type_hints(function)
     for name, value in arguments.items():
-        types, expected = _ARGUMENTS.get(name, ((object,), ""))
+        types, expected = _ARGUMENTS.get(name) or _accepted(hints.get(name, Any))
         if not isinstance(value, types):
-            return f"{name} must be {expected}, got {type(value).__name__}"
+            return f"{name} must be {expected}, got {value!r:.40} ({type(value).__name__})"
     return ""
+
+
+def _accepted(hint: Any) -> tuple[tuple[type, ...], str]:
+    """The types of a type hint, and its words; (object,) where a value alone does not tell."""
+    if isinstance(hint, UnionType) or get_origin(hint) is Union:
+        several = [_accepted(part) for part in get_args(hint)]
+        return tuple(t for types, _ in several for t in types), " or ".join(w for _, w in several)
+    kind = get_origin(hint) or hint
+    if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+        return (object,), ""
+    if kind is type(None):
+        return (kind,), "None"
+    return _NUMBERS.get(kind, (kind,)), kind.__name__
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
@@ -159,7 +180,7 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
             arguments = signature.bind(*args, **kwargs).arguments
             if is_strict():
                 raise
-            if wrong := _wrong_argument(arguments):
+            if wrong := _wrong_argument(function, arguments):
                 raise BadInput(f"{function.__name__}: {wrong}") from error
             raise InternalError(function.__name__, described(error)) from error
 

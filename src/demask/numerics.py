@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -31,6 +32,20 @@ def in_units(gap: float, largest: float, eps: float) -> float:
     """The difference `gap` in units in the last place of `largest`, the largest value compared."""
     ulp = ulp_size(largest, eps)
     return gap / ulp if ulp else (math.inf if gap else 0.0)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number other than NaN; bools are none.
+
+    >>> [is_number(value) for value in (2, 0.5, float("nan"), True, "2", None)]
+    [True, True, False, False, False, False]
+    """
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer; bools are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def to_computable(x: Tensor) -> Tensor:
@@ -193,15 +208,6 @@ def widen_dtypes(module: nn.Module) -> None:
         node.args = map_aggregate(node.args, wider)
         node.kwargs = map_aggregate(node.kwargs, wider)
     module.recompile()
-
-
-def has_narrow_dtypes(module: nn.Module) -> bool:
-    """Whether an argument of a graph's calls is a float dtype narrower than float64."""
-    if not isinstance(module, fx.GraphModule):
-        return False
-    nodes = [n for n in module.graph.nodes if n.op == "call_function"]
-    return any(v in NARROW for n in nodes for v in [*n.args, *n.kwargs.values()]
-               if isinstance(v, torch.dtype))  # fmt: skip
 
 
 def to_double(leaf: Any) -> Any:

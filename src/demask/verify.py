@@ -15,9 +15,10 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from demask.compat.dispatch import TorchDispatchMode
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.failures import described, public
-from demask.graph.capture.capture import capture, recorded_interface
+from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.capture.shared_captures import share_captures
@@ -28,11 +29,11 @@ from demask.graph.result.class_result import as_graph
 from demask.graph.result.demasked_module import Demasked, build_plain
 from demask.graph.result.uncalled_modules import is_holder
 from demask.numerics import (
+    NARROW,
     RELATIVE,
     ULPS,
     compare,
     find_narrow_casts,
-    has_narrow_dtypes,
     is_about_as_exact,
     named_leaves,
     to_computable,
@@ -126,7 +127,7 @@ def verify(
     Raises:
         Mismatch: the networks differ, and `check` is True.
         BadInput: a network does not run on the inputs, or its recorded inputs are not all tensors.
-        NotExportable: torch.export cannot capture `model`, and `slim` casts between float dtypes.
+        NotExportable: torch.export cannot capture a network whose code casts between float dtypes.
 
     Example:
         >>> import torch, demask
@@ -399,23 +400,49 @@ def _doubles(model, slim, args, kwargs, table: Table) -> tuple[nn.Module, nn.Mod
     difference that rounding causes is allowed.
     """
     own = _dtype(model, slim)
-    right = _eval(slim, share=False).double()
-    widen_dtypes(right)
-    if isinstance(model, ExportedProgram):
-        left: nn.Module = build_plain(fold_constants(functionalize(capture(model))))
-    elif has_narrow_dtypes(slim) or (recorded_interface(model) and not isinstance(model, Demasked)):
-        # Casts to float32 in the model's own code can be widened only in its graph; an ONNX file
-        # may cast values that are float32 already, which no graph shows.
-        left = build_plain(fold_constants(functionalize(capture(model, args, kwargs))))
-    else:
-        left = _eval(model, share=False)
-    left = left.double()
-    widen_dtypes(left)
+    left, right = (_double(network, args, kwargs) for network in (model, slim))
     if own is torch.float64 or (
         not find_narrow_casts(right) and _refined(left, right, own, args, kwargs, table)
     ):
         return left, right, RELATIVE
     return left, right, ULPS * torch.finfo(own).eps
+
+
+def _double(network: Any, args: Any, kwargs: Any) -> nn.Module:
+    """A copy in float64, without casts to narrower floats: those of a network's own code can be
+    widened only in its graph."""
+    given: tuple[Any, ...] = ()
+    if not isinstance(network, ExportedProgram):
+        copy, given = _eval(network, share=False).double(), (args, kwargs)
+        widen_dtypes(copy)
+        if isinstance(network, Demasked) or not _narrows(copy, args, kwargs):
+            return copy
+    graph = build_plain(fold_constants(functionalize(capture(network, *given)))).double()
+    widen_dtypes(graph)
+    return graph
+
+
+class _NarrowFloats(TorchDispatchMode):
+    """Records whether a call returns floats narrower than float64."""
+
+    found = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        leaves = pytree.tree_leaves(result)
+        self.found |= any(isinstance(t, Tensor) and t.dtype in NARROW for t in leaves)
+        return result
+
+
+def _narrows(network: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a network in float64 computes narrower floats, or cannot run since its code casts."""
+    inputs = pytree.tree_map(to_double, (args, kwargs))
+    with torch.no_grad(), _NarrowFloats() as mode:
+        try:
+            network(*inputs[0], **inputs[1])
+        except RuntimeError:
+            return True
+    return mode.found
 
 
 def _refined(

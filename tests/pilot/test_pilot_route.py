@@ -78,7 +78,12 @@ def test_how_sure_scores_are() -> None:
 def test_scores_that_are_not_numbers_are_not_sure() -> None:
     full, pilot = pair()
     x = 5 * torch.randn(4, 8)
-    router = Router(full, lambda x: pilot(x).index_fill(0, torch.tensor([2]), math.nan), Route(0.0))
+
+    class Unsure(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return pilot(x).index_fill(0, torch.tensor([2]), math.nan)
+
+    router = Router(full, Unsure(), Route(0.0))
     with torch.no_grad():
         assert router.unsure(router.pilot(x)).tolist() == [2]
         assert torch.allclose(router(x)[2], full(x)[2], atol=1e-6)

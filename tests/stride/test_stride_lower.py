@@ -220,7 +220,7 @@ def test_a_program_can_be_lowered() -> None:
     )
     after, (choice,) = lowered(program, "slice")
     assert (choice.node, choice.module, choice.form) == ("conv2d", "0", "slice")
-    assert choice.cost is not None and choice.cost.macs == 2 * 4 * 64 * 27
+    assert choice.cost is not None and choice.cost.macs == 4 * 64 * 27  # of one image
     assert "has no max_pool" in choice.refused["mask_max_pool"]
     assert next(n for n in program.graph.nodes if n.target in CONVS).args[3] == [
         2,
@@ -344,3 +344,12 @@ def test_every_built_in_target_says_what_it_is() -> None:
     assert list(demask.stride.TARGETS) == ["max_pool", "avg_pool", "slice", "no_pool",
                                            "space_to_depth", "fhe", "matrix_unit"]  # fmt: skip
     assert all(name == goal.name for name, goal in TARGETS.items())
+
+
+def test_the_cost_of_a_form_is_that_of_one_image():
+    net = nn.Conv2d(3, 8, 3, stride=2).eval()
+    for batch, dynamic in ((1, None), (2, None), (1, {}), (2, {})):
+        lowered = lower(net, (torch.randn(batch, 3, 9, 9),), target="slice", dynamic_shapes=dynamic)
+        expected = 7 * 7 * 8 * 27 * (2 if batch == 2 and dynamic == {} else 1)
+        notes = "".join(lowered.demasked.notes)
+        assert f"({expected} multiply-adds" in notes

@@ -1,12 +1,14 @@
 """What `verify` takes for rounding, and what not."""
 
 import math
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import nn
 
 import demask
+from demask.errors import Mismatch
 
 
 class Cancelling(nn.Module):
@@ -88,3 +90,26 @@ def test_complex_outputs_are_compared():
     assert demask.verify(Rotated(), Rotated(), (x,)).ok
     found = demask.verify(Rotated(), Rotated(1.5), (x,), check=False)
     assert not found.ok and "is not equal" in found.failure
+
+
+class Narrow(nn.Module):
+    """Casts in its own code, where a copy in float64 cannot see it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(self.first(x).half().float())
+
+
+def test_networks_that_cast_in_their_own_code_are_compared_in_float64():
+    net, x = Narrow().eval(), (torch.randn(4, 8),)
+    graph = demask.demask(net, x, result="graph")
+    for first, second in ((net, net), (graph, net), (net, graph), (graph, graph)):
+        assert demask.verify(first, second, x).max_abs == 0
+    other = deepcopy(net)
+    other.last.weight.data += 1e-4  # less than the rounding of float16
+    for first, second in ((net, other), (graph, other)):
+        with pytest.raises(Mismatch, match="in float64"):
+            demask.verify(first, second, x)

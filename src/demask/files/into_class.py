@@ -62,6 +62,9 @@ def resize(
     if not isinstance(model, nn.Module) or not isinstance(state_dict, Mapping):
         kinds = f"{type(model).__name__} and {type(state_dict).__name__}"
         raise BadInput(f"expected an nn.Module and its state dict, got {kinds}")
+    wrong = next((n for n, t in state_dict.items() if not isinstance(t, Tensor)), None)
+    if wrong is not None:
+        raise BadInput(f"expected a tensor for {wrong!r}, got {type(state_dict[wrong]).__name__}")
     copy = structural_copy(model, share=True)
     remove_parametrizations(copy)
     originals = dict(tensors_of(copy))

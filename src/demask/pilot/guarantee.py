@@ -98,7 +98,12 @@ class Outcomes:
     labelled: bool = True
 
     def __post_init__(self) -> None:
-        shapes = {tuple(part.shape) for part in (self.lost, self.won, self.differs)}
+        parts = self.lost, self.won, self.differs
+        if not self.knobs or not all(isinstance(part, Tensor) for part in parts):
+            raise BadInput("expected a value of the parameter or more, and lost, won and differs "
+                           f"as tensors; got {len(self.knobs)} values and "
+                           f"{', '.join(type(part).__name__ for part in parts)}")  # fmt: skip
+        shapes = {tuple(part.shape) for part in parts}
         if len(shapes) != 1 or len(self.lost) != len(self.knobs) or self.lost.ndim != 2:
             raise BadInput(f"expected [{len(self.knobs)} knobs, examples] three times, "
                            f"got {sorted(shapes)}")  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def clopper_pearson(k: int, n: int, level: float = 0.95) -> tuple[float, float]:
         (low, high), two floats from 0 to 1.
 
     Raises:
-        BadInput: `k`, `n` or `level` is out of range.
+        BadInput: `k` or `n` is no integer, or `k`, `n` or `level` is out of range.
 
     Example:
         >>> from demask.pilot import clopper_pearson
@@ -127,7 +128,8 @@ def paired_bound(lost: int, won: int, n: int, level: float = 0.95) -> float:
         A float from 0 to 1; 1 where the counts exclude no loss.
 
     Raises:
-        BadInput: `lost + won` is above `n`, `n` is below 1, or `level` is out of range.
+        BadInput: a count is negative or no integer, `lost + won` is above `n`, `n` is below 1, or
+            `level` is out of range.
 
     Example:
         >>> from demask.pilot import paired_bound
@@ -136,7 +138,8 @@ def paired_bound(lost: int, won: int, n: int, level: float = 0.95) -> float:
         >>> paired_bound(lost=20, won=60, n=4000)  # the change is an improvement
         0.0
     """
-    _checked(lost + won, n, level)
+    for count in (lost, won, lost + won):
+        _checked(count, n, level)
     return _largest(lambda loss: paired_p_value(lost, won, n, loss, level) > 1 - level)
 
 
@@ -206,7 +209,7 @@ def _largest(holds: Callable[[float], bool]) -> float:
 
 
 def _checked(k: int, n: int, level: float) -> float:
-    if not 0 <= k <= n or n < 1:
+    if not (isinstance(k, Integral) and isinstance(n, Integral) and 0 <= k <= n and n >= 1):
         raise BadInput(f"expected counts of 0 to n >= 1 examples, got {k} of {n}")
     if not 0 < level < 1:
         raise BadInput(f"expected a level between 0 and 1, such as 0.95, got {level}")

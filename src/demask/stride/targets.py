@@ -25,6 +25,7 @@ from typing import Any
 
 from demask.errors import BadInput
 from demask.files.bounded_read import read_toml
+from demask.numerics import is_number
 
 # Ops that a form may use, with descriptions.
 OPS: Mapping[str, str] = {
@@ -118,12 +119,13 @@ class Target:
         sizes = {"conv stride": self.conv_stride, "pool size": self.pool_size,
                  "pool stride": self.pool_stride}  # fmt: skip
         for what, size in sizes.items():
-            if size < 1 or size not in (inf, size // 1):
+            if not is_number(size) or size < 1 or size not in (inf, size // 1):
                 raise BadInput(f"target {self.name!r}: expected a {what} of 1 or more, a whole "
-                               f"number, got {size}")  # fmt: skip
-        if not 0 < self.mask < inf or self.largest <= 0:
+                               f"number, got {size!r}")  # fmt: skip
+        bounds = self.mask, self.largest
+        if not all(map(is_number, bounds)) or not 0 < self.mask < inf or self.largest <= 0:
             raise BadInput(f"target {self.name!r}: expected mask and largest above 0, "
-                           f"got {self.mask} and {self.largest}")  # fmt: skip
+                           f"got {self.mask!r} and {self.largest!r}")  # fmt: skip
 
 
 def _named(name: str, ops: str, **more: Any) -> Target:

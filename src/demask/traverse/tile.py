@@ -14,6 +14,7 @@ from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.program import Program
 from demask.machine.byte_sizes import BUDGET, parse_memory
+from demask.numerics import is_integer
 from demask.ops import TABLE, Table
 from demask.ops.flow import axis_of
 from demask.ops.regions import region_rule
@@ -134,8 +135,8 @@ def _planned(
     workers: int,
     table: Table,
 ) -> tuple[Program, Flow, TilePlan, MemoryLayout]:
-    if not 1 <= workers <= WORKERS:
-        raise BadInput(f"expected 1 to {WORKERS} workers, got {workers}")
+    if not is_integer(workers) or not 1 <= workers <= WORKERS:
+        raise BadInput(f"expected 1 to {WORKERS} workers, got {workers!r}")
     program = read(model, args, kwargs)
     count = _count(program)
     has_several = count > 1

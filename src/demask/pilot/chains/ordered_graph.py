@@ -17,6 +17,7 @@ from demask.graph.editor import GraphEditor
 from demask.graph.result.demasked_module import Demasked
 from demask.graph.result.module_calls import lower_modules
 from demask.machine.byte_sizes import parse_memory
+from demask.numerics import is_number
 from demask.ops import TABLE, Table, schema
 from demask.pilot.chains.find import LinearChain, find_chains, reader_names, remove_dropout
 from demask.pilot.chains.ordered_chain import DEFAULT, Done, Limit, Ordered
@@ -104,7 +105,7 @@ class Order:
         if self.deadline is None and self.bytes is None:
             raise BadInput("an order needs a deadline in seconds or bytes: 'order:0.001' or "
                            "'order:bytes=20MiB'")  # fmt: skip
-        if self.deadline is not None and not (self.deadline >= 0):
+        if self.deadline is not None and not (is_number(self.deadline) and self.deadline >= 0):
             raise BadInput(f"expected a deadline of 0 seconds or more, got {self.deadline!r}")
         if self.bytes is not None:
             parse_memory(self.bytes)

@@ -24,6 +24,7 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
+from demask.numerics import is_integer, is_number
 from demask.ops import TABLE, Table
 from demask.pilot.conditions.base import Conditioned, Decision
 from demask.pilot.conditions.conditioned_values import (
@@ -61,10 +62,10 @@ class _Selective:
         if (keep is None) == (threshold is None):
             raise BadInput(f"expected {name} with one of keep and threshold, such as '{name}:0.5' "
                            f"or '{name}:threshold=0.1'")  # fmt: skip
-        if keep is not None and not 0 < keep <= 1:
-            raise BadInput(f"expected a share above 0, at most 1, for keep of {name}, got {keep}")
-        if threshold is not None and not threshold >= 0:
-            raise BadInput(f"expected a threshold of 0 or more of {name}, got {threshold}")
+        if keep is not None and not (is_number(keep) and 0 < keep <= 1):
+            raise BadInput(f"expected a share above 0, at most 1, for keep of {name}, got {keep!r}")
+        if threshold is not None and not (is_number(threshold) and threshold >= 0):
+            raise BadInput(f"expected a threshold of 0 or more of {name}, got {threshold!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,8 @@ class ConstantChannels(_Selective):
 
     Raises:
         BadInput: not exactly one of `keep` and `threshold` is set, a value is out of range, or
-            `value` is a text other than "mean"; when the condition is applied: there is no pilot,
-            no layer can be conditioned, or the pilot lacks one of the layers.
+            `value` is neither a number nor "mean"; when the condition is applied: there is no
+            pilot, no layer can be conditioned, or the pilot lacks one of the layers.
         NotExportable: when the condition is applied: torch.export cannot capture the model.
 
     Example:
@@ -162,7 +163,7 @@ class ConstantChannels(_Selective):
 
     def __post_init__(self) -> None:
         _Selective.__post_init__(self)
-        if isinstance(self.value, str) and self.value != "mean":
+        if self.value != "mean" and not is_number(self.value):
             raise BadInput(f"expected a number or 'mean' for value, got {self.value!r}")
 
     def applied(
@@ -269,8 +270,8 @@ class Precision(_Selective):
 
     def __post_init__(self) -> None:
         _Selective.__post_init__(self)
-        if not 1 <= self.bits <= 16:
-            raise BadInput(f"expected 1 to 16 bits, got {self.bits}")
+        if not is_integer(self.bits) or not 1 <= self.bits <= 16:
+            raise BadInput(f"expected 1 to 16 bits, got {self.bits!r}; such as 8")
 
     def applied(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,

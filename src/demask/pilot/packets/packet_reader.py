@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from demask.errors import BadInput, RefusedFile
 from demask.graph.module_copy import structural_copy
 from demask.machine.byte_sizes import parse_memory
+from demask.numerics import is_integer
 from demask.pilot.packets.packet_index import (
     HEADER,
     HEADER_BYTES,
@@ -455,9 +456,11 @@ class PacketReader:
             k: number of the packet in the index, 0 or more.
 
         Raises:
-            IndexError: there is no such packet.
-            BadInput: the reader is closed.
+            BadInput: there is no such packet, or the reader is closed.
         """
+        count = len(self.index.packets)
+        if not is_integer(k) or not 0 <= k < count:
+            raise BadInput(f"expected a packet from 0 to {count - 1}, got {k!r}")
         packet = self.index.packets[k]
         data = self._data(int(packet["file"]), int(packet["page"]) * PAGE, HEADER_BYTES)
         return Marker(*HEADER.unpack_from(data))

@@ -144,6 +144,9 @@ def _distinct(
 ) -> tuple[dict[str, Tensor], tuple[tuple[str, str], ...]]:
     """Tensors by name, each once, and the further names of tied ones."""
     state = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    if not isinstance(state, Mapping):
+        raise BadInput("expected a model, or a mapping from names to tensors, got "
+                       f"{type(state).__name__}")  # fmt: skip
     tensors: dict[str, Tensor] = {}
     aliases, seen = [], {}
     for name, tensor in state.items():

@@ -115,7 +115,7 @@ def calibrated(
     split = splits(rows, *dealt)
     shares = torch.tensor(SHARES, dtype=sure.dtype)
     # Values that occur: rounded to float32, where they are compared, they stay the same.
-    known = sure[split.choose].nan_to_num(nan=-1.0)
+    known = sure[split.choose].nan_to_num(nan=0.0).clamp(0, 1)  # an entropy rounds
     knobs = known.quantile(shares, interpolation="lower").unique().flip(0)
     answers = torch.where(sure > knobs[:, None], mine, better)
     bound = guarantee(compared(knobs.tolist(), full, answers, labels), *promise, split=split)

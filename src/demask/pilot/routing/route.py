@@ -43,9 +43,9 @@ class Route(ThresholdRoute):
             further call.
 
     Raises:
-        BadInput: `threshold` is NaN, or `confidence` or `answer` is unknown; when the condition is
-            applied: there is no pilot, or the outputs of the two networks do not match or are no
-            class scores.
+        BadInput: `threshold` is out of range, or `confidence` or `answer` is unknown; when the
+            condition is applied: there is no pilot, or the outputs of the two networks do not match
+            or are no class scores.
         NotExportable: when the condition is applied: the pilot is a simplifier, and torch.export
             cannot capture the model.
 

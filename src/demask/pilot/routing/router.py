@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.graph.module_copy import structural_copy
 from demask.machine.benchmark import measure_medians
+from demask.numerics import is_number
 from demask.ops import TABLE, Table
 from demask.pilot.conditions.base import Conditioned, Decision, text
 from demask.pilot.routing.confidence import CONFIDENCES, Routed, picked, scores
@@ -38,8 +39,10 @@ class ThresholdRoute:
     answer: str = "full"
 
     def __post_init__(self) -> None:
-        if math.isnan(self.threshold):
-            raise BadInput("expected a threshold, such as 0.5, got nan")
+        known = is_number(self.threshold)
+        if not known or not (0 <= self.threshold <= 1 or self.threshold == math.inf):
+            raise BadInput("expected a threshold from 0 to 1, such as 0.5, or inf, got "
+                           f"{self.threshold!r}")  # fmt: skip
         if self.confidence not in CONFIDENCES:
             raise BadInput(f"expected a confidence of {tuple(CONFIDENCES)}, "
                            f"got {self.confidence!r}")  # fmt: skip
@@ -106,7 +109,8 @@ class Router(nn.Module):
         whole: whether the full network runs alone, as with a threshold of inf.
 
     Raises:
-        BadInput: when the router is called: the first output is no class scores, float [rows,
+        BadInput: `full` or `pilot` is no network, or `route` no `Route`; when the router is called:
+            the first output is no class scores, float [rows,
             classes], or has one class alone with confidence "margin".
         RuntimeError, ValueError: when the router is called: the outputs of the two networks differ
             in shape or in structure.
@@ -115,7 +119,7 @@ class Router(nn.Module):
         >>> import torch
         >>> from demask.pilot import Route, Router
         >>> net, small = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
-        >>> careful, bold = Router(net, small, Route(1.0)), Router(net, small, Route(-1.0))
+        >>> careful, bold = Router(net, small, Route(1.0)), Router(net, small, Route(0.0))
         >>> x = torch.randn(8, 4)
         >>> torch.allclose(careful(x), net(x)), torch.allclose(bold(x), small(x))
         (True, True)
@@ -123,6 +127,10 @@ class Router(nn.Module):
 
     def __init__(self, full: nn.Module, pilot: nn.Module, route: ThresholdRoute, words: str = ""):
         super().__init__()
+        for given, kind in ((full, nn.Module), (pilot, nn.Module), (route, ThresholdRoute)):
+            if not isinstance(given, kind):
+                raise BadInput("expected two networks (nn.Module) and a Route, such as "
+                               f"Route(0.5), got {given!r:.40}")  # fmt: skip
         self.full, self.pilot, self.route = full, pilot, route
         self.last = Routed(0, 0, 0)
         self.whole = route.threshold == math.inf

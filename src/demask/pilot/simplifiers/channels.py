@@ -21,6 +21,7 @@ from demask.facts.analysis import Analysis
 from demask.facts.known import key_of
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
+from demask.numerics import is_number
 from demask.ops import Declined, Relation, schema
 from demask.pilot.weight_layers import layers_of
 from demask.shrink.layout.cells import Cells
@@ -60,7 +61,7 @@ class Channels:
     fraction: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
+        if not is_number(self.fraction) or not 0 < self.fraction <= 1:
             raise BadInput(f"expected a fraction of the channels above 0 and up to 1, got "
                            f"{self.fraction!r}; such as 'channels:0.5'")  # fmt: skip
 

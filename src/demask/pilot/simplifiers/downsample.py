@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from demask.facts.known import Key, key_of
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Constant, Program
 from demask.graph.result.demasked_module import Demasked
+from demask.numerics import is_number
 from demask.ops import Declined, Relation, op_name, schema
 from demask.pilot.simplifiers.resample import (
     Axis,
@@ -74,8 +75,9 @@ class Downsample:
             default), "bicubic" (images only) or "area" (the mean).
 
     Raises:
-        BadInput: `factor` is not above 1, or `mode` is unknown; when the simplifier is applied: no
-            input has spatial axes, their sizes are dynamic, or a call cannot run on smaller images.
+        BadInput: `factor` is not above 1 and finite, or `mode` is unknown; when the simplifier is
+            applied: no input has spatial axes, their sizes are dynamic, or a call cannot run on
+            smaller images.
 
     Example:
         >>> import torch
@@ -91,8 +93,8 @@ class Downsample:
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
-        if not self.factor > 1:
-            raise BadInput(f"expected a factor above 1, got {self.factor!r}; such as 2")
+        if not is_number(self.factor) or not 1 < self.factor < inf:
+            raise BadInput(f"expected a finite factor above 1, got {self.factor!r}; such as 2")
 
     def text(self) -> str:
         """The simplifier's text, such as "downsample:2:bilinear"."""

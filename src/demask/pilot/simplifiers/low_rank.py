@@ -19,6 +19,7 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.graph.editor import GraphEditor
 from demask.graph.result.demasked_module import Demasked
+from demask.numerics import is_number
 from demask.ops import schema
 from demask.ops.traits import CONV_OF_AXES, CONVOLUTIONS_ANY_PADDING
 from demask.pilot.weight_layers import WeightLayer, by_rows, check_finite, from_rows, layers_of
@@ -58,7 +59,7 @@ class LowRank:
     fraction: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
+        if not is_number(self.fraction) or not 0 < self.fraction <= 1:
             raise BadInput(f"expected a fraction of the rank above 0 and up to 1, got "
                            f"{self.fraction!r}; such as 'rank:0.25'")  # fmt: skip
 

@@ -87,6 +87,9 @@ def instructions(
         >>> torch.equal(listing.run(torch.ones(1, 4)), net(torch.ones(1, 4)))
         True
     """
+    if not isinstance(machine, Machine | None):
+        raise BadInput("expected demask.stride.Machine(...) as machine, got "
+                       f"{type(machine).__name__}")  # fmt: skip
     captured = canonicalize_calls(
         fold_constants(functionalize(capture(model, args, kwargs, dynamic_shapes={})))
     )

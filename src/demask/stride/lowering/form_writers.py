@@ -80,8 +80,10 @@ class GraphWriter:
 
 @dataclass(slots=True)
 class CostCounter:
-    """Runs a form on meta tensors and counts its cost."""
+    """Runs a form on meta tensors and counts its cost. batch: a size that differs from call to
+    call, and is counted as 1."""
 
+    batch: Any = None
     macs: int = 0
     elements: int = 0
     nodes: int = 0
@@ -99,8 +101,11 @@ class CostCounter:
 
     def read(self, node: fx.Node) -> Tensor:
         value = node.meta["val"]
-        shape = [schema.example_size(size) for size in value.shape]
+        shape = [1 if self._is_batch(size) else schema.example_size(size) for size in value.shape]
         return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    def _is_batch(self, size: Any) -> bool:
+        return not isinstance(size, int) and str(size) == str(self.batch)
 
     def cost(self, *, rounds: bool) -> Cost:
         """The cost of all calls so far."""

@@ -270,8 +270,9 @@ def cost_of(
     call: FormInputs,
     functions: int,
 ) -> Cost:
-    """Cost of the convolution in a form and of all functions after it, on the example's sizes."""
-    count = CostCounter()
+    """Cost of the convolution in a form and of all functions after it, on the example's sizes: of
+    one image where any number may come."""
+    count = CostCounter(call.x.meta["val"].shape[0])
     x, weight = count.read(call.x), count.read(call.weight)
     bias = None if call.bias is None else count.read(call.bias)
     numbers = None if call.numbers is None else call.numbers.to("meta")

@@ -136,11 +136,10 @@ class TilePlan:
             segments = tuple(_segment(row) for row in data["segments"])
             numbers = {key: _number(data[key]) for key in _NUMBERS}
             sizes = tuple(tuple(map(_number, row)) for row in data["sizes"])
-            images = data["images"] is True
             return cls(
                 segments,
                 sizes=sizes,
-                images=images,
+                images=_flag(data["images"]),
                 notes=tuple(map(_word, data["notes"])),
                 **numbers,
             )
@@ -200,6 +199,12 @@ def _segment(row: Any) -> Segment:
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**62:
         raise ValueError(f"expected a count, got {value!r:.40}")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"expected true or false, got {value!r:.40}")
     return value
 
 

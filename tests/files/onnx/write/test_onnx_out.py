@@ -282,3 +282,15 @@ def test_what_cannot_be_written_for_all_sizes_is_written_for_one(tmp_path, monke
 @pytest.mark.parametrize("net", [nn.ELU(), nn.CELU(2.0), nn.SELU()], ids=str)
 def test_a_runtime_computes_exp_minus_one_as_it_does(net, tmp_path):
     to_onnx(net, tmp_path / "net.onnx", (torch.randn(2, 3),))
+
+
+@pytest.mark.parametrize("opset", [0, 999, 18.5, True])
+def test_an_op_set_that_onnx_does_not_have_is_refused(tmp_path, opset):
+    with pytest.raises(BadInput, match="op set"):
+        to_onnx(nn.ReLU(), tmp_path / "net.onnx", (torch.ones(2),), opset=opset)
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_op_set_than_asked_for_is_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match="has op set 18"):
+        to_onnx(nn.ReLU(), tmp_path / "net.onnx", (torch.ones(2),), opset=3)

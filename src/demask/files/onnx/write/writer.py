@@ -80,7 +80,8 @@ def to_onnx(
         kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
         dynamic_shapes: sizes that may differ from call to call, as for `demask.demask`.
         opset: version of ONNX's op set, an int such as 20. Where torch's exporter cannot convert to
-            it, the file has version 18. Default: None, for the default of torch's exporter.
+            it, the file has version 18, with a warning. Default: None, for the default of torch's
+            exporter.
         check: whether to compare the outputs of file and network before the file is written, on the
             example inputs, zeros, and tiny, large, negative and random numbers. The file runs in
             ONNX Runtime if that is installed, else in onnx's reference implementation. Not compared
@@ -106,6 +107,7 @@ def to_onnx(
     """
     check_writable(path)
     check_tolerance(tolerance)
+    _check_opset(opset)
     slim = _network(module, args, kwargs, dynamic_shapes)
     try:
         model = _model(slim, opset)
@@ -116,6 +118,9 @@ def to_onnx(
         sizes = ", ".join(f"{s.name} {list(s.sizes)}" for s in slim.demasked.inputs)
         warnings.warn(f"{path} is for inputs of these sizes alone: {sizes}. With dynamic sizes it "
                       f"cannot be written: {error}", stacklevel=2)  # fmt: skip
+    if opset is not None and (version := model.opset_imports[""]) != opset:
+        warnings.warn(f"{path} has op set {version}: torch's exporter does not convert this "
+                      f"network to op set {opset}", stacklevel=2)  # fmt: skip
     if not _fits(model, LARGEST):
         _save_with_external_data(model, Path(path))
         return
@@ -358,6 +363,18 @@ def _translated(slim: Demasked, opset: int | None) -> Any:
         message = next((n for n in lines if "No ONNX function" in n or "aten." in n), lines[0])
         advice = "write .pt2 instead, or demask a part: modules=[...]"
         raise NotExportable(f"torch.onnx: {message}", "the demasked graph", advice) from error
+
+
+def _check_opset(opset: int | None) -> None:
+    """Raise BadInput for a version that the installed onnx does not know."""
+    if opset is None:
+        return
+    installed()
+    import onnx
+
+    latest = onnx.defs.onnx_opset_version()
+    if isinstance(opset, bool) or opset not in range(1, latest + 1):
+        raise BadInput(f"expected a version of ONNX's op set from 1 to {latest}, got {opset!r}")
 
 
 def _functions() -> dict[Any, Any]:
