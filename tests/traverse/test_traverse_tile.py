@@ -75,6 +75,24 @@ def test_plan_and_tile_agree_and_nothing_runs() -> None:
     assert plan(model, (torch.empty(1, 4, 20000, 16),), memory="300MiB").budget == 300 * MIB
 
 
+class TwoConvolutions(nn.Module):
+    """The sum of two convolutions, each of which could be fused with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.long, self.short = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(4, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.long(x) + self.short(x))
+
+
+def test_a_sum_is_fused_into_one_of_its_convolutions() -> None:
+    torch.manual_seed(0)
+    model, x = TwoConvolutions().eval(), torch.randn(1, 4, 40, 30)
+    for memory in (least(model, x), 2**30):
+        same(model, tile(model, (x,), memory=memory), x)
+
+
 # --- layouts and types ----------------------------------------------------------------------------
 
 

@@ -59,11 +59,14 @@ def base(letter: str) -> str:
 # --- parts of axes --------------------------------------------------------------------------------
 
 
-def follow(relation: Relation, operand: int, part: Part, *, out: int = 0) -> Part | None:
+def follow(
+    relation: Relation, operand: int, part: Part, *, out: int = 0, single: bool = False
+) -> Part | None:
     """The part of an output's axis that a part of an operand's axis becomes; None if it ends.
 
     Of a part with several letters, the major ones that stay together continue. Under windows and
-    moves only whole axes continue, and those end that are reduced to one position.
+    moves only whole axes continue, and those end that are reduced to one position; with `single`
+    those continue of which a move selects one (a slice of one row).
 
     >>> import torch
     >>> from demask.ops import TABLE, bind
@@ -74,7 +77,7 @@ def follow(relation: Relation, operand: int, part: Part, *, out: int = 0) -> Par
     """
     letters = relation.ins[operand][part.axis]
     if letters and letters[0] in relation.window | relation.moved:
-        return _through(relation, operand, part, out)
+        return _through(relation, operand, part, out, single)
     first = _first(relation, letters, part)
     for axis, letters_after in enumerate(relation.outs[out]):
         if first is not None and letters[first] in letters_after:
@@ -88,13 +91,16 @@ def is_mixed(relation: Relation, operand: int, axis: int) -> bool:
     return bool(mixed & set(relation.ins[operand][axis]))
 
 
-def _through(relation: Relation, operand: int, part: Part, out: int) -> Part | None:
+def _through(
+    relation: Relation, operand: int, part: Part, out: int, single: bool
+) -> Part | None:
     """The part of an output's axis that an axis under a window or a move becomes, or None."""
     if not part.covers(_size(relation, relation.ins[operand][part.axis][0])):
         return None
     for axis, size in enumerate(schema.outputs(relation.node)[out].shape):
         if axis_of(relation, operand, axis, out=out) == part.axis:
             ends = schema.example_size(size) == 1 and part.size != 1
+            ends &= not (single and relation.outs[out][axis][0] in relation.moved)
             return None if ends else Part(axis, 1, size)
     return None
 

@@ -56,7 +56,7 @@ def _axis(relation: Relation, axes: Mapping[fx.Node, Axes], dim: int) -> int | N
         if (axis := axes.get(operand.value, NONE)[dim]) is None:
             continue
         size = schema.example_size(operand.value.meta["val"].shape[axis])
-        part = follow(relation, k, Part(axis, 1, size))
+        part = follow(relation, k, Part(axis, 1, size), single=True)
         if part is not None and part.covers(schema.example_size(value.shape[part.axis])):
             candidates.append(part.axis)
     return min(candidates, default=None)

@@ -84,13 +84,11 @@ class Stage:
 
 def build_stage(flow: Flow, nodes: Sequence[fx.Node], keeps: Collection[fx.Node]) -> Stage:
     """The stage of some calls. keeps: those of their values that other segments read."""
-    inside, units, fused = set(nodes), [], set[fx.Node]()
+    free, units = set(nodes), []  # free: calls of no unit yet, as a sum is fused into one operand
     for node in nodes:
-        if node in fused:
-            continue
-        unit = _unit(flow, node, inside, set(keeps))
-        fused |= set(unit.nodes)
-        units.append(unit)
+        if node in free:
+            units.append(_unit(flow, node, free, set(keeps)))
+            free -= set(units[-1].nodes)
     units = _ordered(units)
     computed = {u.value for u in units}
     readers: dict[fx.Node, list[tuple[int, FlowEdge]]] = {}
