@@ -8,7 +8,14 @@ from threading import Timer
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 PATIENCE = 2.0  # seconds of work that pass without a bar
 
@@ -34,8 +41,16 @@ def progress(
     where the block ends within `patience` seconds.
     """
     console = terminal or Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=console, transient=True, refresh_per_second=4)
+    columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
+    if total is not None:
+        columns += [TextColumn("left:"), TimeRemainingColumn()]
+    bar = Progress(
+        *columns,
+        console=console,
+        transient=True,
+        refresh_per_second=4,
+        speed_estimate_period=600,  # seconds: single steps may take minutes
+    )
     task = bar.add_task(title, total=total)
 
     def step(title: str, done: int = 1) -> None:

@@ -49,8 +49,8 @@ class Pruned:
         before, after: the size of the network that `demask.demask` returns before and after the
             step: parameters with floating-point buffers, MACs of the example inputs, bytes. Counted
             from the op table; single weights and blocks count only where they leave no slice.
-            demask may remove more: what no output reads, as all tokens but the first of the last
-            layer of a classifier.
+            Tokens that no output reads, as all but the first in the last layer of a classifier, are
+            in neither. Of buffers of integers that demask cuts, the bytes stay.
 
     Example:
         >>> import torch

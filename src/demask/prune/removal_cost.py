@@ -6,7 +6,8 @@ its axes, and a size is a constant plus the slices that stay:
     MACs = sum over calls of  prod over letters of  (fixed + sum over slices of positions * stays)
 
 So the MACs of a convolution between two groups are bilinear in the two numbers of slices. Which
-slices an axis has is read off the op table (`Coupling`).
+slices an axis has is read off the op table (`Coupling`). Letters without slices have the positions
+that demask computes of the whole network: of tokens, those that something reads.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from demask.graph.provenance import Sizes
 from demask.ops import Relation
 from demask.prune.coupling.coupling import Coupling
 from demask.prune.coupling.groups import Group
+from demask.shrink.layout.layout_analysis import LayoutAnalysis
+from demask.shrink.layout.placement import Placer
 from demask.shrink.program_size import letter_sizes, mac_products
 
 Masks = Mapping[str, Tensor]  # by name of the group: bool [size], True: the slice stays
@@ -100,10 +103,11 @@ class RemovalCost:
     def of(cls, coupling: Coupling) -> RemovalCost:
         """The sizes of a network with these slices."""
         cells = _CellExtents.of(coupling, coupling.groups)
+        placer = LayoutAnalysis.of(coupling.program, coupling.ties.table).placer
         calls = tuple(
             CallExtents(relation, {
                 letter: cells.letter(node, letter, size)
-                for letter, size in letter_sizes(relation, coupling.program.example).items()
+                for letter, size in _sizes_computed(relation, placer, coupling).items()
             })
             for node, relation in coupling.ties.relations.items()
         )  # fmt: skip
@@ -135,6 +139,22 @@ class RemovalCost:
             self.macs(masks),
             self.whole.bytes - sum(n * tensor.bytes for tensor, n in removed),
         )
+
+
+def _sizes_computed(relation: Relation, placer: Placer, coupling: Coupling) -> dict[str, int]:
+    """The size of every letter of a call on the example inputs; of static ones, the number of
+    positions that demask computes of the whole network."""
+    sizes, node = letter_sizes(relation, coupling.program.example), relation.node
+    values = [(axes, placer.slot.get((node, k), ())) for k, axes in enumerate(relation.ins)]
+    values += [(axes, placer.value.get((node, k), ())) for k, axes in enumerate(relation.outs)]
+    axes = [pair for own, cells in values if cells for pair in zip(own, cells, strict=True)]
+    for letters, cells in axes:  # those of outputs last: of strided windows, they are fewer
+        if len(letters) == len(cells):  # else an axis is cut position by position
+            for letter, cell in zip(letters, cells, strict=True):
+                supports = [placer.cells.support(leaf) for leaf in placer.cells.leaves([cell])]
+                if relation.size[letter] is not None:
+                    sizes[letter] = math.prod(int(s.sum()) for s in supports if s is not None)
+    return sizes
 
 
 @dataclass(frozen=True, slots=True)

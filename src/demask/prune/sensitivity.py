@@ -13,6 +13,7 @@ from torch import nn
 
 from demask.errors import BadInput
 from demask.failures import public
+from demask.graph.capture.shared_captures import share_captures
 from demask.graph.provenance import provenance_of
 from demask.progress import ProgressStep, progress
 from demask.prune.coupling.find_groups import as_arguments
@@ -172,13 +173,14 @@ def sensitivity(
     if not shares or not all(0 < share < 1 for share in shares):
         raise BadInput(f"expected amounts above 0 and below 1, got {shares}")
     options = PruningOptions(score or L1(), structure, tuple(skip))
-    pruner = pruner_of_copy(model, example_inputs, options)
-    tasks = [(c.name, c.units, n) for c in pruner.candidates for n in _counts(c.units, shares)]
-    time = PredictedTime(pruner)
-    measure = _Measurement(model, evaluate, example_inputs, options, recover, time)
-    with progress("sensitivity", len(tasks) + 1) as step:
-        dense = measure.row("", 0, 0, step)
-        rows = tuple(measure.row(*task, step) for task in tasks)
+    with share_captures():  # copies differ in the values of weights alone
+        pruner = pruner_of_copy(model, example_inputs, options)
+        tasks = [(c.name, c.units, n) for c in pruner.candidates for n in _counts(c.units, shares)]
+        time = PredictedTime(pruner)
+        measure = _Measurement(model, evaluate, example_inputs, options, recover, time)
+        with progress("sensitivity", len(tasks) + 1) as step:
+            dense = measure.row("", 0, 0, step)
+            rows = tuple(measure.row(*task, step) for task in tasks)
     time.save()
     return Sensitivity(dense, rows)
 

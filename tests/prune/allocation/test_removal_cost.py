@@ -95,6 +95,31 @@ def test_predicted_sizes_are_those_after_demask(name: str) -> None:
     assert counted.total({}) == whole.macs
 
 
+def classifiers() -> list[tuple[nn.Module, Tensor]]:
+    """Classifiers that read one token of their last layer."""
+    transformers = architectures.transformers()
+    size = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 40, "num_labels": 3}
+    bert = transformers.BertConfig(num_hidden_layers=2, vocab_size=50, **size)
+    vit = transformers.ViTConfig(num_hidden_layers=2, image_size=32, patch_size=8, **size)
+    return [
+        (transformers.BertForSequenceClassification(bert).eval(), torch.randint(0, 50, (2, 12))),
+        (transformers.ViTForImageClassification(vit).eval(), torch.randn(2, 3, 32, 32)),
+    ]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_tokens_that_nothing_reads_are_in_no_size(number: int) -> None:
+    model, x = classifiers()[number]
+    dense = demask.demask(model, (x,), check=False, result="graph").demasked
+    pruned = Pruner(model, x, structure="head").step(0.5)
+    slim = demask.demask(model, (x,), check=False, result="graph").demasked
+    assert dense.after.macs < dense.before.macs
+    assert (pruned.before.parameters, pruned.before.macs) == (
+        dense.after.parameters, dense.after.macs)  # fmt: skip
+    assert (pruned.after.parameters, pruned.after.macs) == (
+        slim.after.parameters, slim.after.macs)  # fmt: skip
+
+
 class Joined(nn.Module):
     """The second layer reads the inputs as well, which always stay."""
 

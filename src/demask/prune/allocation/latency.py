@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from demask.errors import BadInput
+from demask.graph.capture.shared_captures import share_captures
 from demask.machine.cost import Costs
 from demask.machine.threads import checked_threads, set_threads
 from demask.prune.allocation.context import NetworkContext
@@ -126,7 +127,7 @@ class Latency:
         asker = LayerCosts(costs, pruner.coupling.program.example)
         measure = self.measure or partial(measure_optimized, threads=threads, cache=self.cache)
         problem = Problem.of(scores, context, self.floor, TIMED_COUNTS)
-        with set_threads(threads):
+        with set_threads(threads), share_captures():
             search = _LatencySearch(self, context, problem, asker, measure)
             plan = search.run()
         costs.save()

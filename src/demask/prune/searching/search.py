@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 
 from demask.errors import BadInput
 from demask.failures import public
+from demask.graph.capture.shared_captures import share_captures
 from demask.progress import progress
 from demask.prune.masked_copies import PerGroup, PredictedTime, PruningOptions, pruner_of_copy
 from demask.prune.plots import draw_search
@@ -212,13 +214,11 @@ def search(
                        f"{sorted(set(sizes.values()))}")  # fmt: skip
     identity = _identity(task, sizes) | {"amounts": list(amounts), "seed": seed, "batch": batch}
     store = TrialStore(None if storage is None else Path(storage), identity)
-    try:
+    with closing(store), share_captures():  # copies differ in the values of weights alone
         time = PredictedTime(pruner) if cost == "ms" else None
         dense = _dense(store, task, time)
         run = _Run(task, store, ranges, sizes, client, seed, time)
         done = run.until(trials, batch)
-    finally:
-        store.close()
     return Search(dense, tuple(done[number] for number in range(trials)), cost, budget, options)
 
 
