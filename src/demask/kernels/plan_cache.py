@@ -120,7 +120,7 @@ class PlanCache:
         self.edition = 0
         self.probe: MemoryProbe | None = None  # of the weights
 
-    def versions_of(self, weights: list[Tensor]) -> tuple[int, ...]:
+    def versions_of(self, weights: Sequence[Tensor]) -> tuple[int, ...]:
         """Versions that change whenever a weight does."""
         try:
             versions = tuple(map(VERSION, weights))

@@ -7,8 +7,12 @@ exist.
 
 A tape has phases. In each, every thread of the plan has a list of calls, and no thread begins a
 phase before all lists of the previous one are done. Each list is claimed before it is run, first by
-its own thread: a thread that has waited for long, because another one has no core, claims the list
-of that one. If fewer threads arrive than the plan has, each does the work of several.
+its own thread: a thread that waits, because another one has no core, claims the list of that one.
+If fewer threads arrive than the plan has, each does the work of several.
+
+Where other processes use the cores, a thread can lose its core for a whole time slice in the middle
+of a list or of OpenMP's end of a region, and all others wait for it. `Company` notices calls that
+take far longer than others of the same tape, and lets the caller run alone for a while after them.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -30,10 +35,12 @@ from demask.kernels.llvm.jit import CODE
 
 #: a call of a tape: addresses of machine code and of its argument
 ENTRY = np.dtype([("code", "<i8"), ("call", "<i8")])
-#: argument of `TeamWork`
+#: argument of `TeamWork` and `TeamStart`
 JOB = np.dtype([(key, "<i8") for key in (
     "entries", "ends", "phases", "threads", "number_of", "count_of", "give_way", "sleep", "done",
-    "claims", "runs", "arenas", "slots", "slot_count")])  # fmt: skip
+    "claims", "runs", "arenas", "slots", "slot_count", "parallel", "shared", "numbered",
+    "words")])  # fmt: skip
+LOOKS = 64  # reads of the counter, some microseconds, before a thread claims lists of others
 SPINS = 2000  # reads of the counter before a thread yields
 YIELDS = 200  # yields before a thread sleeps between reads: others may be without a core for long
 NAP = 1000  # longest sleep in microseconds; the first takes 1, each later one 1 more
@@ -87,6 +94,27 @@ class TeamWork:
                 _wait(e, field, phase, arena)
 
 
+@dataclass(frozen=True, slots=True)
+class TeamStart:
+    """start(job, threads): zeroes the `words` of a job's memory, then runs it by OpenMP, or in this
+    thread if threads is 1."""
+
+    arguments = 2
+
+    def emit(self, e: Emitter) -> None:
+        job = e.pointer(e.args[0])
+        field = {key: e.load(I64, job, k) for k, key in enumerate(JOB.names or ())}
+        with e.loop(I64(0), field["words"]) as k:
+            e.b.store(I64(0), e.at(e.pointer(field["done"]), k, I64))
+        is_alone = e.b.icmp_signed("==", e.args[1], I64(1))
+        with e.b.if_else(is_alone) as (then, otherwise):
+            with then:
+                _called(e, field["numbered"], VOID, e.args[0], I64(0), I64(1))
+            with otherwise:
+                count = e.b.trunc(e.args[1], I32)
+                _called(e, field["parallel"], VOID, field["shared"], e.args[0], count, I32(0))
+
+
 def _called(e: Emitter, address: Value, result: Any, *args: Value) -> Value:
     """The result of calling the function at an address."""
     kind = ir.FunctionType(result, [a.type for a in args])
@@ -109,10 +137,12 @@ def _claim_list(e: Emitter, field: dict[str, Value], phase: Value, thread: Value
     """Make the calls of a thread in a phase, unless another thread has claimed them."""
     claim = e.at(e.pointer(field["claims"]), e.b.mul(thread, I64(PAD // 8)), I64)
     following = e.b.add(phase, I64(1))
-    swapped = e.b.cmpxchg(claim, phase, following, "acq_rel", "monotonic")
-    with e.b.if_then(e.b.extract_value(swapped, 1)):
-        _run_list(e, field, phase, thread, arena)
-        e.b.atomic_rmw("add", e.pointer(field["done"]), I64(1), "acq_rel")
+    now = e.b.load_atomic(claim, "monotonic", 8, typ=I64)  # leaves its line with the owner
+    with e.b.if_then(e.b.icmp_signed("==", now, phase)):
+        swapped = e.b.cmpxchg(claim, phase, following, "acq_rel", "monotonic")
+        with e.b.if_then(e.b.extract_value(swapped, 1)):
+            _run_list(e, field, phase, thread, arena)
+            e.b.atomic_rmw("add", e.pointer(field["done"]), I64(1), "acq_rel")
 
 
 def _wait(e: Emitter, field: dict[str, Value], phase: Value, arena: Value) -> None:
@@ -129,9 +159,10 @@ def _wait(e: Emitter, field: dict[str, Value], phase: Value, arena: Value) -> No
     spins.set(b.add(spins.get(), I64(1)))
     if e.isa.triple.startswith("x86"):
         b.call(e.intrinsic("llvm.x86.sse2.pause", VOID), [])
+    looks = b.icmp_signed("==", b.and_(spins.get(), I64(LOOKS - 1)), I64(0))
+    with b.if_then(looks), e.loop(I64(0), field["threads"]) as thread:
+        _claim_list(e, field, phase, thread, arena)
     with b.if_then(b.icmp_signed(">", spins.get(), I64(SPINS))):
-        with e.loop(I64(0), field["threads"]) as thread:
-            _claim_list(e, field, phase, thread, arena)
         nap = b.sub(spins.get(), I64(SPINS + YIELDS))
         sleeps = b.icmp_signed(">", nap, I64(0))
         with b.if_else(sleeps) as (then, otherwise):
@@ -148,7 +179,7 @@ def _wait(e: Emitter, field: dict[str, Value], phase: Value, arena: Value) -> No
 class OpenMP:
     """Functions of the libgomp that torch has loaded. process: the process that has its threads."""
 
-    parallel: Any
+    address: int  # of GOMP_parallel(function, argument, threads, flags)
     number_of: int
     count_of: int
     process: int
@@ -171,11 +202,8 @@ def openmp() -> OpenMP | None:
         library = ctypes.CDLL(torch_paths[0])
     except OSError:  # the file was replaced since
         return None
-    parallel = library.GOMP_parallel
-    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    parallel.restype = None
-    functions = (getattr(library, name) for name in ("omp_get_thread_num", "omp_get_num_threads"))
-    return OpenMP(parallel, *(_address(function) for function in functions), process=PROCESS)
+    names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+    return OpenMP(*(_address(getattr(library, name)) for name in names), process=PROCESS)
 
 
 def _address(function: Any) -> int:
@@ -190,46 +218,85 @@ def _waiting() -> tuple[int, int]:
 
 
 @functools.cache
-def _entered() -> tuple[int, Any]:
-    """`TeamWork` as an address for OpenMP, and as a function for threads with known numbers."""
-    for_openmp, numbered = TeamWork(True), TeamWork(False)
-    codes = CODE.addresses([for_openmp, numbered])
-    kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-    return codes[for_openmp], kind(codes[numbered])
+def _entered() -> tuple[int, int, Any, Any]:
+    """Addresses of `TeamWork` for OpenMP and for threads with known numbers; the latter and
+    `TeamStart` as functions."""
+    for_openmp, numbered, start = TeamWork(True), TeamWork(False), TeamStart()
+    codes = CODE.addresses([for_openmp, numbered, start])
+    one, two = (ctypes.CFUNCTYPE(None, ctypes.c_void_p, *[ctypes.c_int64] * n) for n in (1, 2))
+    return codes[for_openmp], codes[numbered], two(codes[numbered]), one(codes[start])
+
+
+class Company:
+    """Whether a call may use more threads than its own: not while others use their cores.
+
+    A call that takes `SLOWER` times as long as the fastest of its job, and at least `STALL` seconds
+    longer, has waited for a thread without a core. For `factor` times as long as it waited, calls
+    use the thread of the caller alone; the factor doubles with each stall that soon follows.
+    """
+
+    SLOWER, STALL = 3.0, 1e-3
+    LEAST, MOST, LONGEST = 2.0, 256.0, 1.0  # factors, and seconds alone
+
+    def __init__(self) -> None:
+        self.until, self.factor, self.alone = 0.0, self.LEAST, 0.0
+
+    def note(self, begin: float, end: float, best: float) -> None:
+        """Take note of a call with several threads; best: seconds of the fastest one."""
+        lost = end - begin - best
+        if lost > self.STALL and end - begin > self.SLOWER * best:
+            if begin - self.until > self.alone:  # together for as long as it was alone
+                self.factor = self.LEAST
+            self.alone = min(self.factor * lost, self.LONGEST)
+            self.until, self.factor = end + self.alone, min(2 * self.factor, self.MOST)
+
+
+COMPANY = Company()  # other processes take cores from all jobs
 
 
 class Job:
     """The memory of one call of a tape, in addition to the tape; not for two calls at once."""
 
     def __init__(self, entries: np.ndarray, ends: np.ndarray, threads: int, arenas: np.ndarray,
-                 slots: np.ndarray | None = None):  # fmt: skip
-        """slots [runs, inputs and outputs]: for threads that run tapes alone; filled before."""
+                 slots: np.ndarray | None = None, *, steady: bool = False):  # fmt: skip
+        """slots [runs, inputs and outputs]: for threads that run tapes alone; filled before.
+        steady: whether all calls do as much work, so that a slow one has waited."""
         self.entries, self.ends, self.arenas, self.slots = entries, ends, arenas, slots
         runs, count, slots_address = (
             (0, 0, 0) if slots is None else (*slots.shape, slots.ctypes.data)
         )
         self.memory = np.zeros((4 + threads) * PAD // 8, np.int64)
         self.fields = np.zeros(1, JOB)
-        omp = openmp()
+        omp, waiting = openmp(), _waiting()
+        shared, alone, self.numbered, self.start = _entered()
+        parallel = (0, 0, 0) if omp is None else (omp.number_of, omp.count_of, omp.address)
         done, claims = (self.memory[k * PAD // 8 :].ctypes.data for k in (1, 3))
         self.fields[0] = (
             entries.ctypes.data, ends.ctypes.data, (len(ends) - 1) // threads, threads,
-            0 if omp is None else omp.number_of, 0 if omp is None else omp.count_of, *_waiting(),
-            done, claims, runs, arenas.ctypes.data, slots_address, count,
+            *parallel[:2], *waiting, done, claims, runs, arenas.ctypes.data, slots_address, count,
+            parallel[2], shared, alone, (2 + threads) * PAD // 8,
         )  # fmt: skip
         self.address = self.fields.ctypes.data
-        self.omp = omp
-        self.for_openmp, self.numbered = _entered()
+        self.omp, self.steady, self.best = omp, steady, float("inf")
 
     def run(self, threads: int) -> None:
         """Run the tape with at most `threads` threads."""
-        self.memory[:] = 0
         if threads == 1:
-            self.numbered(self.address, 0, 1)
-        elif self.omp is not None and self.omp.process == os.getpid():
-            self.omp.parallel(self.for_openmp, self.address, threads, 0)
+            self.start(self.address, 1)
+            return
+        begin = perf_counter()
+        if begin < COMPANY.until:
+            self.start(self.address, 1)
+            return
+        if self.omp is not None and self.omp.process == os.getpid():
+            self.start(self.address, threads)
         else:
+            self.memory[:] = 0
             self._by_python(threads)
+        if self.steady:
+            end = perf_counter()
+            self.best = min(self.best, end - begin)
+            COMPANY.note(begin, end, self.best)
 
     def _by_python(self, threads: int) -> None:
         """Start Python threads, which begin once their number is known: some may be refused."""

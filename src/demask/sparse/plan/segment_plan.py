@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +22,7 @@ from demask.sparse.segment_program import SegmentProgram
 
 __all__ = ["NoPlan", "SegmentPlan"]
 CACHE = 2**18  # limit in bytes for the largest value when several images are computed at once
+SMALL, AHEAD = 2**14, 8  # bytes of outputs that are allocated ahead, for as many calls
 SPARE = 4  # sets of memory cached, for calls that run at the same time
 
 
@@ -59,15 +61,16 @@ class Batch:
             slots = np.zeros((self.runs, tensors), np.int64)
             ready, own_slots = self.ready, slots if self.alone else None
             return SegmentMemory(
-                Job(ready.entries, ready.ends, ready.threads, addresses, own_slots), arenas, slots
-            )
+                Job(ready.entries, ready.ends, ready.threads, addresses, own_slots, steady=True),
+                arenas, slots,
+            )  # fmt: skip
 
     def run(self, threads: int, tensors: Sequence[Tensor]) -> None:
         """Compute the batch. tensors: inputs, then outputs."""
         static = None if self.static is None else self.static.arena(tensors, threads)
         memory = self.take(threads, len(tensors))
         if not self.alone and not self.first:
-            memory.arenas[0].slots[1 : 1 + len(tensors)] = [t.data_ptr() for t in tensors]
+            memory.arenas[0].set_slots([t.data_ptr() for t in tensors])
         else:
             self._set_slots(memory, tensors)
         if static is not None:
@@ -84,7 +87,30 @@ class Batch:
             begin = tensor.data_ptr() + self.first * step
             memory.slots[:, k] = begin + step * self.images * np.arange(self.runs)
         if not self.alone:
-            memory.arenas[0].slots[1 : 1 + len(tensors)] = memory.slots[0]
+            memory.arenas[0].set_slots(memory.slots[0].tolist())
+
+
+class SpareOutputs:
+    """New output tensors, each returned once. Small ones are allocated for several calls at once: a
+    single call of torch.empty takes 10 to 20 µs after kernels that have filled the caches, and each
+    further one 3 µs."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]):
+        self.shapes = shapes
+        is_small = 4 * sum(map(math.prod, shapes)) <= SMALL
+        self.count = AHEAD if is_small else 1
+        self.ready: dict[bool, list[list[Tensor]]] = {True: [], False: []}  # by inference mode
+
+    def take(self) -> list[Tensor]:
+        """Tensors of a call, float32 without values."""
+        ready = self.ready[torch.is_inference_mode_enabled()]
+        try:
+            return ready.pop()
+        except IndexError:
+            new = [[torch.empty(shape, dtype=torch.float32, device="cpu") for shape in self.shapes]
+                   for _ in range(self.count)]  # fmt: skip
+            ready += new[1:]
+            return new[0]
 
 
 class SegmentPlan:
@@ -96,6 +122,7 @@ class SegmentPlan:
     def __init__(self, batches: list[Batch], shapes: list[tuple[int, ...]], threads: int,
                  cuts: list[tuple[str, Tiling]]):  # fmt: skip
         self.batches, self.shapes, self.threads, self.cuts = batches, shapes, threads, cuts
+        self.outputs = SpareOutputs(shapes)
 
     @classmethod
     def of(cls, program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor],
@@ -131,7 +158,7 @@ class SegmentPlan:
         return cls(batches, [shapes[v] for v in program.outputs], threads, cuts)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        outputs = [torch.empty(shape) for shape in self.shapes]
+        outputs = self.outputs.take()
         for batch in self.batches:
             batch.run(self.threads, (*inputs, *outputs))
         return outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -202,6 +203,10 @@ class TapeArena:
         self.slots = np.frombuffer(self.memory, np.int64, MAX_SLOTS)
         self.address = self.slots.ctypes.data
         self.slots[0] = self.address
+
+    def set_slots(self, addresses: Sequence[int]) -> None:
+        """Store the addresses of inputs and outputs."""
+        struct.pack_into(f"={len(addresses)}q", self.memory, 8, *addresses)
 
 
 def by_thread(count: int, threads: int) -> Sequence[tuple[int, int]]:

@@ -10,7 +10,7 @@ and share no memory with other tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -70,9 +70,7 @@ class SegmentPlans(PlanCache):
         """The outputs, by a plan if there is one. A plan checks its static inputs itself."""
         if len(inputs) != len(self.program.inputs):
             dense.check(self.program, inputs, weights)  # raises BadInput
-        sizes = tuple([((x := inputs[k]).shape, x.stride(), x.dtype) for k in self.dynamic])
-        key = self.versions_of(weights), sizes, torch.get_num_threads()
-        plan, copied = self.plan(key, inputs, weights)
+        plan, copied = self.plan(self.key(inputs, weights), inputs, weights)
         if plan is None:
             return without_plan(self.program, inputs, weights)
         plan_inputs = list(inputs)
@@ -82,6 +80,13 @@ class SegmentPlans(PlanCache):
             return plan(plan_inputs)
         except NoPlan:  # no memory for a call now
             return without_plan(self.program, inputs, weights)
+
+    def key(
+        self, inputs: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> tuple[tuple[int, ...], Hashable, int]:
+        """What a plan depends on: versions of the weights, sizes of the inputs, threads."""
+        sizes = tuple([((x := inputs[k]).shape, x.stride(), x.dtype) for k in self.dynamic])
+        return self.versions_of(weights), sizes, torch.get_num_threads()
 
     def new_plan(self, inputs: list[Tensor], weights: list[Tensor]) -> Planned:
         return planned(self.program, inputs, weights)
