@@ -8,8 +8,10 @@ from typing import Any
 
 from demask.errors import BadInput
 from demask.ops.activations import ACTIVATIONS
-from demask.sparse.segment_calls import CALLED, MOVED
+from demask.sparse.called_op import MOVED
+from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_steps import (
+    CHANNELS_LAST,
     KINDS,
     LARGEST,
     MAX_SIZE,
@@ -26,6 +28,8 @@ from demask.sparse.segment_steps import (
     Span,
     SparseWeight,
     Step,
+    channel_axis,
+    has_rank,
     reads,
 )
 
@@ -38,11 +42,14 @@ def is_count(value: Any, least: int = 0) -> bool:
 def kind_of(step: Step, operands: Sequence[str]) -> str:
     """The kind of the output of a step. operands: kinds of its operands."""
     if isinstance(step, CallStep):
-        if CALLED[step.call].lowering != MOVED and set(operands) != {step.kind}:
+        entry = CALLED[step.call]
+        if entry.lowering != MOVED and (
+            set(operands) != {step.kind} or step.kind not in entry.kinds
+        ):
             raise BadInput(f"expected operands of the kind {step.kind}, got {operands}")
         return step.kind
     images = dict.fromkeys((PoolStep, MeanStep, FlattenStep, ScaleStep), ("image",))
-    some = {ConvStep: ("image", "signal"), LinearStep: ("tokens",), **images}
+    some = {ConvStep: ("image", "signal"), LinearStep: ("tokens", "pixels"), **images}
     allowed = some.get(type(step), KINDS)
     if operands[0] not in allowed or len(set(operands)) != 1:
         raise BadInput(f"expected values of one kind of {allowed}, got {operands}")
@@ -126,8 +133,9 @@ def _check_call(step: CallStep) -> None:
     kinds = (int,) if entry.lowering == MOVED else (int, float)
     if not all(type(n) in kinds and abs(n) <= max(LARGEST, MAX_SIZE) for n in step.numbers):
         raise BadInput(f"expected numbers of {step.call}, got {step.numbers!r:.80}")
-    if (step.index is not None) != entry.indexed:
-        raise BadInput(f"expected an index where one is read, got {step.index!r:.80}")
+    is_read = step.index is not None
+    if is_read != (entry.constants is not None) and not (entry.optional and not is_read):
+        raise BadInput(f"expected constants where some are read, got {step.index!r:.80}")
     span = step.index
     if span is not None and (len(span) != 3 or not all(map(is_count, span)) or span[1] >= span[2]):
         raise BadInput(f"expected a span (tensor, first, end), got {span!r:.80}")
@@ -198,10 +206,11 @@ def shape_of_step(step: Step, shapes: Sequence[tuple[Any, ...]], kind: str) -> t
             raise BadInput(f"expected images of one pixel, got {x}")
         return (x[0], x[1])
     if isinstance(step, ConcatStep):
-        return _joined([shapes[v] for v in step.xs], len(x) - 1 if kind == "tokens" else 1)
+        return _joined([shapes[v] for v in step.xs], channel_axis(kind) % len(x))
     if isinstance(step, SelectStep):
         if kind != "image":
-            return (*x[:-1], step.out) if kind == "tokens" else (x[0], step.out, x[2])
+            last = kind in CHANNELS_LAST
+            return (*x[:-1], step.out) if last else (x[0], step.out, x[2])
         return (x[0], step.out, *(-(-n // s) for n, s in zip(x[2:], step.stride, strict=True)))
     if isinstance(step, ScaleStep):
         if tuple(shapes[step.z]) != (x[0], x[1], 1, 1):
@@ -212,8 +221,7 @@ def shape_of_step(step: Step, shapes: Sequence[tuple[Any, ...]], kind: str) -> t
 
 def _of_kind(shape: tuple[Any, ...], kind: str) -> tuple[Any, ...]:
     """The shape. Raises BadInput if it is not one of that kind."""
-    rank = {"image": 4, "signal": 3}.get(kind)
-    if (len(shape) != rank) if rank else (len(shape) < 1):
+    if not has_rank(kind, len(shape)):
         raise BadInput(f"expected the shape of {kind}, got {shape}")
     return shape
 
@@ -231,7 +239,7 @@ def _joined(shapes: Sequence[tuple[Any, ...]], axis: int) -> tuple[Any, ...]:
 
 def check_positive(shape: tuple[Any, ...], kind: str) -> tuple[Any, ...]:
     """The shape. Raises BadInput if an image is empty or too large (symbolic sizes pass)."""
-    sizes = shape[2:] if len(shape) > 2 and kind != "tokens" else ()
+    sizes = () if kind in CHANNELS_LAST else shape[2:]
     if any(isinstance(size, int) and not 1 <= size <= MAX_SIZE for size in sizes):
         raise BadInput(f"expected windows that fit into the input, got an output of {shape}")
     return shape

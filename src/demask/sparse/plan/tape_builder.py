@@ -25,7 +25,7 @@ from demask.sparse.plan.layers.window_piece import (
     read_weight,
     shape_of,
 )
-from demask.sparse.plan.moved_values import MovedValues, MoveWriter, is_move, write_call
+from demask.sparse.plan.moved_values import MovedValues, MoveWriter, factors_of, is_move
 from demask.sparse.plan.shared_memory import Place, find_parts, owner_of
 from demask.sparse.plan.tape import HEADER, Buffer, NoPlan, Tape
 from demask.sparse.plan.tile_layout import (
@@ -40,8 +40,10 @@ from demask.sparse.plan.tile_layout import (
     widened,
 )
 from demask.sparse.plan.value_moves import Moves, as_windows, elements, rows_of
+from demask.sparse.plan.write_call import write_call
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
+    CHANNELS_LAST,
     AddStep,
     CallStep,
     ConcatStep,
@@ -112,7 +114,7 @@ class TapeBuilder:
             costs.append((self._cost(), number, common))
         self._choose(min(costs)[2])
         channels = [size[1] for size in self.shapes]
-        self.parts = find_parts(self.program, self.weights, channels, self.grids)
+        self.parts = find_parts(self.moved, channels, self.grids)
 
     # -- grids and borders
 
@@ -188,7 +190,9 @@ class TapeBuilder:
             return [Need(x, input_grid, border, 0.0)]
         if isinstance(step, ScaleStep):
             return [Need(x, grid, NO_BORDER, 0.0), Need(step.z, self.grids[step.z], NO_BORDER, 0.0)]
-        return [Need(v, grid, NO_BORDER, 0.0) for v in reads(step)]
+        factors = factors_of(step)
+        return [Need(s, self.grids[s] if v in factors else grid, NO_BORDER, 0.0)
+                for v, s in zip(reads(step), self.moved.sources(step), strict=True)]  # fmt: skip
 
     def _is_depthwise(self, step: Step) -> bool:
         """Whether the depthwise kernel computes a step."""
@@ -437,15 +441,17 @@ class TapeBuilder:
         """Write the scatter to an output."""
         self.tape.phase()  # also for a static input, which the other tape has only converted
         step = self.moved.step(value)
-        if step is not None and is_move(step):
-            sources = {v: self.main(v) for v in self.moved.sources(step)}
+        kind = self.program.kinds[value]
+        if step is not None and (is_move(step) or kind == "matrices"):
+            owners = self.moved.sources(step) if is_move(step) else (value,)
+            sources = {v: self.main(v) for v in owners}
             MoveWriter(self.tape, self.moved, sources, self.isa.lanes).to_output(value, slot)
             return
         source, moves = self.main(value), Moves(self.tape, self.isa)
         _, channels, height, width = self.shapes[value]
-        is_tokens = self.program.kinds[value] == "tokens"
-        stride = ((0, 1, 0, channels) if is_tokens
-                  else (channels * height * width, height * width, width, 1))  # fmt: skip
+        image = channels * height * width
+        stride = ((image, 1, width * channels, channels) if kind in CHANNELS_LAST
+                  else (image, height * width, width, 1))  # fmt: skip
         rows = elements(source.layout, stride, source.layout.inside())
         moves.moved(move.Scatter(), (source, 0), (slot, 0), source.layout,
                     (moves.pitch(source), 4 * stride[1]), rows)  # fmt: skip
@@ -453,6 +459,9 @@ class TapeBuilder:
     def _step(self, step: Step, value: int) -> None:
         """Write one step."""
         if is_move(step) and value not in self.moved.written:
+            return
+        if is_move(step) and self._is_in_place(value):
+            self.main(value)
             return
         grid = self.grids[value]
         sources = [self.buffer(need) for need in self._reads(step, grid)]
@@ -483,6 +492,10 @@ class TapeBuilder:
         else:
             moves.pointwise(move.Pointwise(step.act, len(sources) == 2), sources, out)
         moves.borders(out)
+
+    def _is_in_place(self, value: int) -> bool:
+        """Whether a moved value is in the memory of the value whose channels it has."""
+        return value in self.parts and self.parts[value] == self.moved.place(value)
 
     def _concatenate(self, step: ConcatStep, value: int, sources: Sequence[Buffer]) -> None:
         """Write the operands of a concatenation that are not yet in its memory."""

@@ -25,7 +25,9 @@ from demask.sparse.segment.segment_call import bound
 from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
+    CHANNELS_LAST,
     MAX_SIZE,
+    RANKS,
     AddStep,
     CallStep,
     ConcatStep,
@@ -36,6 +38,7 @@ from demask.sparse.segment_steps import (
     SelectStep,
     SparseWeight,
     Step,
+    channel_axis,
     reads,
 )
 
@@ -72,7 +75,7 @@ def check(arguments: Mapping[str, Any]) -> None:
         if isinstance(step, SelectStep) and not any(w is None for w in weights):
             dense.index(step, MAX_SIZE, weights)
         if isinstance(step, CallStep) and step.index and not any(w is None for w in weights):
-            dense.positions(step.index, weights)
+            dense.call_constants(step, weights, torch.float32)
         if not isinstance(step, (ConvStep, LinearStep)):
             continue
         _name(step)
@@ -129,12 +132,12 @@ class _InlinedSegment:
 
     def _call(self, step: CallStep, operands: list[fx.Node]) -> None:
         """Append the call of a step that calls one op."""
-        index, entry = None, CALLED[step.call]
-        if step.index is not None:
-            numbers = dense.positions(step.index, self.weights)
-            index = self.editor.add_constant("segment.positions", numbers, self.node)
+        entry = CALLED[step.call]
+        stored = dense.call_constants(step, self.weights, self.dtype)
+        constants = [self.editor.add_constant(f"segment.{entry.constants}", part, self.node)
+                     for part in entry.split(stored, self.channels[step.xs[0]])]  # fmt: skip
         with self.editor.graph.inserting_before(self.node):
-            arguments = entry.arguments(operands, step.numbers, index)
+            arguments = entry.arguments(operands, step.numbers, constants)
             node = self.editor.graph.call_function(entry.op, arguments)
         if all("val" in source.meta for source in node.all_input_nodes):
             self.editor.set_value(node)
@@ -147,7 +150,7 @@ class _InlinedSegment:
         for other in UNKNOWN:
             shapes = [[n if isinstance(n, int) else other for n in _sizes(x)]
                       for x in self.values[: len(self.program.inputs)]]  # fmt: skip
-            widths.add(self.program.shapes(shapes)[value][-1 if kind == "tokens" else 1])
+            widths.add(self.program.shapes(shapes)[value][channel_axis(kind)])
         if len(widths) > 1:
             raise BadInput(f"{self.node.name}: expected values with a fixed number of channels")
         return int(widths.pop())
@@ -198,7 +201,7 @@ def _name(step: ConvStep | LinearStep) -> str:
 def _channels(node: fx.Node, kind: str) -> int:
     """The number of channels of a value, from its graph or file."""
     sizes = _sizes(node)
-    axis = -1 if kind == "tokens" else 1
+    axis = channel_axis(kind)
     size = sizes[axis] if len(sizes) > (1 if axis == 1 else 0) else None
     if not isinstance(size, int):
         raise BadInput(f"{node.name}: expected a value with a fixed number of channels")
@@ -213,8 +216,8 @@ def _sizes(node: fx.Node) -> Sequence[Any]:
 
 def _shape(step: Step, kind: str, channels: int) -> tuple[int, ...]:
     """An example shape of an operand of a step."""
-    if kind == "tokens":
-        return (2, channels)
+    if kind in CHANNELS_LAST:
+        return (1,) * ((RANKS[kind] or 2) - 2) + (2, channels)
     sizes = [1, 1]
     if isinstance(step, (ConvStep, PoolStep)):
         pads = step.padding if isinstance(step, ConvStep) else ((0, 0), (0, 0))

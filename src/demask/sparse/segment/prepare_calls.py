@@ -12,12 +12,14 @@ from demask.graph.queries import input_dependent
 from demask.ops import schema
 from demask.ops.schema import same_size
 from demask.sparse.segment.match_calls import has_shape
+from demask.sparse.segment.prepare_attention import prepare_attention
 
 aten = torch.ops.aten
 
 
 def prepare_calls(editor: GraphEditor) -> None:
     """Rewrite calls of a graph for segments."""
+    prepare_attention(editor)
     _slice_splits(editor)
     _select_added(editor)
     _expand_static_addends(editor)
