@@ -48,8 +48,10 @@ def _norm(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
 
 def _norm_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
     channels = shapes[0][-1]
-    if channels != n[0] or count % n[0] or count // n[0] > 2 or n[1] < 0:
-        raise BadInput(f"expected a norm of {channels} channels, got {n} and {count} factors")
+    if type(n[0]) is not int or n[0] < 1 or channels != n[0]:
+        raise BadInput(f"expected a norm of {channels} channels, got {n}")
+    if count % n[0] or count // n[0] > 2 or n[1] < 0:
+        raise BadInput(f"expected factors of {channels} channels, got {count}, and {n}")
     return shapes[0]
 
 
@@ -94,11 +96,13 @@ def _attention(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
 
 
 def _attention_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
+    if len(shapes) not in (3, 4):
+        raise BadInput(f"expected query, key, value and perhaps a mask, got {shapes}")
     query, key, value, *mask = shapes
-    fits = len(mask) < 2 and len(query) > 2 and all(s[:-2] == query[:-2] for s in shapes)
+    fits = len(query) > 2 and all(s[:-2] == query[:-2] for s in shapes)
     fits = fits and query[-1] == key[-1] and key[-2] == value[-2]
     if not fits or (mask and mask[0][-2:] != (query[-2], key[-2])):
-        raise BadInput(f"expected query, key, value and perhaps a mask, got {shapes}")
+        raise BadInput(f"expected operands of one attention, got {shapes}")
     return (*query[:-1], value[-1])
 
 

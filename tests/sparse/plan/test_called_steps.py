@@ -13,9 +13,9 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.sparse import reference as dense
+from demask.sparse.called_op import MOVED
 from demask.sparse.plan.moved_values import MovedValues
 from demask.sparse.plan.segment_plan import SegmentPlan, _batches
-from demask.sparse.called_op import MOVED
 from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import CallStep

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -60,6 +61,9 @@ def _over_channels(
     count = 0 if step.index is None else len(factors) // shape[-1]
     kernel = NormKernel(step.call == "norm", float(step.numbers[1]), count)
     moves.over_channels(kernel, x, out, groups, factors)
+
+
+_Places = tuple[np.ndarray, np.ndarray]  # bytes of the elements of a factor: terms, outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +147,7 @@ class _Products:
     def _location(self, columns: _Columns) -> tuple[Buffer, int]:
         return columns.buffer, columns.first * self.moves.pitch(columns.buffer)
 
-    def _factors(self, operand: int, transposed: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _factors(self, operand: int, transposed: bool) -> list[_Places]:
         """Bytes of the elements of a factor per matrix: for each term, and for each output."""
         value = self.step.xs[operand]
         source, numbers = self.moved.factor_source(value), self.moved.numbers(value)
@@ -156,7 +160,7 @@ class _Products:
         at = 4 * elements_of(self.sources[operand].layout, kind, shape, flat)
         return [(np.ascontiguousarray(a[:, 0]), a[0] - a[0, 0]) for a in at]
 
-    def _product(self, share: _Share, x: _Columns, factor: tuple[int, tuple[np.ndarray, np.ndarray]],
+    def _product(self, share: _Share, x: _Columns, factor: tuple[int, _Places],
                  out: _Columns, add: _Columns | None = None) -> None:  # fmt: skip
         """Write one product for a share."""
         tape, isa = self.moves.tape, self.moves.isa
@@ -177,7 +181,8 @@ class _Products:
                        "out": self._location(out), "add": self._location(added)}  # fmt: skip
             tape.add(share.thread, KernelCall(
                 ValueProductKernel(lines, rows, add is not None), PRODUCT_CALL, buffers, {
-                    "x_pitch": self.moves.pitch(x.buffer), "out_pitch": self.moves.pitch(out.buffer),
+                    "x_pitch": self.moves.pitch(x.buffer),
+                    "out_pitch": self.moves.pitch(out.buffer),
                     "add_pitch": self.moves.pitch(added.buffer), "terms": len(terms),
                     "outputs": len(outputs), "term_offsets": terms, "output_offsets": outputs,
                     "tiles": tiles, "count": len(tiles)}))  # fmt: skip
@@ -198,13 +203,14 @@ class _Products:
         self._call(SoftmaxKernel(True), share, (columns, columns), table.reshape(-1, 2),
                    scores.layout.size[1])  # fmt: skip
 
-    def _call(self, kernel: PointwiseKernel | SoftmaxKernel, share: _Share,
-              columns: tuple[_Columns, _Columns], table: np.ndarray, channels: int) -> None:  # fmt: skip
+    def _call(self, kernel: Any, share: _Share, columns: tuple[_Columns, _Columns],
+              table: np.ndarray, channels: int) -> None:  # fmt: skip
         """Write a call of a kernel of all channels."""
         x, out = columns
         buffers = {"x": self._location(x), "z": self._location(x), "out": self._location(out)}
         pitches = self.moves.pitch(x.buffer), self.moves.pitch(out.buffer)
         if len(table):
             self.moves.tape.add(share.thread, KernelCall(kernel, CALL, buffers, {
-                "x_pitch": pitches[0], "z_pitch": pitches[0], "out_pitch": pitches[1], "begin": 0,
-                "end": channels, "count": len(table), "table": table.astype(np.int32)}))  # fmt: skip
+                "x_pitch": pitches[0], "z_pitch": pitches[0], "out_pitch": pitches[1],
+                "begin": 0, "end": channels, "count": len(table),
+                "table": table.astype(np.int32)}))  # fmt: skip

@@ -29,6 +29,7 @@ def prepare_attention(editor: GraphEditor) -> None:
         scale, width = arguments["scale"], query.meta["val"].shape[-1]
         if scale is not None and (type(width) is not int or type(scale) is not float):
             continue
+        dtype = query.meta["val"].dtype
         rows, columns = query.meta["val"].shape[-2], key.meta["val"].shape[-2]
         if arguments["is_causal"] and not (type(rows) is type(columns) is int):
             continue
@@ -36,10 +37,10 @@ def prepare_attention(editor: GraphEditor) -> None:
             if scale is not None and abs(scale * math.sqrt(width) - 1) > SAME:
                 query = editor.call(aten.mul.Tensor, query, scale * math.sqrt(width))
             if arguments["is_causal"]:
-                causal = torch.full((rows, columns), -math.inf).triu(1)
+                causal = torch.full((rows, columns), -math.inf, dtype=dtype).triu(1)
                 mask = editor.add_constant(f"{node.name}_mask", causal, node)
             elif mask is not None:
-                mask = _added(editor, mask)
+                mask = _added(editor, mask, node, dtype)
             if mask is not None:
                 sizes = [*editor.sizes(query)[:-1], editor.sizes(key)[-2]]
                 mask = editor.call(aten.expand.default, mask, sizes)
@@ -48,14 +49,16 @@ def prepare_attention(editor: GraphEditor) -> None:
     drop_unread(editor.graph)
 
 
-def _added(editor: GraphEditor, mask: fx.Node) -> fx.Node | None:
+def _added(editor: GraphEditor, mask: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
     """The mask that is added to scores; None for one that masks nothing."""
     if mask.meta["val"].dtype is not torch.bool:
         return mask
     known = _elements(editor, mask)
     if known is not None and bool(known.all()):
         return None
-    return editor.call(aten.where.Scalar, mask, 0.0, -math.inf)
+    numbers = [editor.add_constant(f"{node.name}_{name}", torch.tensor(number, dtype=dtype), node)
+               for name, number in (("seen", 0.0), ("masked", -math.inf))]  # fmt: skip
+    return editor.call(aten.where.self, mask, *numbers)
 
 
 def _elements(editor: GraphEditor, node: fx.Node) -> Tensor | None:

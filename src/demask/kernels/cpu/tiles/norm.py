@@ -38,7 +38,7 @@ class NormKernel:
         call = CallFields(e)
         wide = ir.VectorType(DOUBLE, e.lanes)
         count = e.b.sub(call["end"], call["begin"])
-        share = e.splat(e.b.fdiv(DOUBLE(1.0), e.b.sitofp(count, DOUBLE)))
+        size = e.splat(e.b.sitofp(count, DOUBLE))
         with call.pairs() as (x, out):
 
             def read(c: Value) -> Value:
@@ -47,13 +47,13 @@ class NormKernel:
             mean = ir.Constant(wide, [0.0] * e.lanes)
             if self.centered:
                 total = _total(e, call, lambda c, so_far: e.b.fadd(so_far, read(c)))
-                mean = e.b.fmul(total, share)
+                mean = e.b.fdiv(total, size)
 
             def add_square(c: Value, so_far: Value) -> Value:
                 distance = e.b.fsub(read(c), mean)
                 return _fma(e, distance, distance, so_far)
 
-            variance = e.b.fmul(_total(e, call, add_square), share)
+            variance = e.b.fdiv(_total(e, call, add_square), size)
             root = e.intrinsic(f"llvm.sqrt.v{e.lanes}f64", wide, wide)
             eps = ir.Constant(wide, [self.eps] * e.lanes)
             one = ir.Constant(wide, [1.0] * e.lanes)

@@ -23,7 +23,8 @@ TILE = np.dtype([("x", "<i4"), ("out", "<i4"), ("add", "<i4"), ("hole", "<i4")])
 #: channel to channel; terms, outputs: how many; term_offsets, output_offsets: bytes of y, in tables
 CALL = np.dtype([(key, "<i8") for key in (
     "x_slot", "x", "y_slot", "y", "out_slot", "out", "add_slot", "add", "x_pitch", "out_pitch",
-    "add_pitch", "terms", "outputs", "term_offsets", "output_offsets", "tiles", "count")])  # fmt: skip
+    "add_pitch", "terms", "outputs", "term_offsets", "output_offsets", "tiles",
+    "count")])  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
