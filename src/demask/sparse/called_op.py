@@ -14,6 +14,7 @@ from demask.sparse.segment_steps import KINDS
 # How plans compute an op.
 MOVED, POINTWISE, OVER_CHANNELS, PRODUCT = "moved", "pointwise", "over channels", "product"
 POSITIONS, FACTORS = "positions", "factors"  # constants that an op reads
+FACTOR_NAMES = "weight", "bias"  # of the parameters of a module
 Numbers = tuple[Any, ...]  # integers; of calls that are no moves, numbers
 Shape = tuple[Any, ...]
 #: operands, numbers, and nodes of constants

@@ -124,6 +124,8 @@ def _check_select(step: SelectStep) -> None:
 
 def _check_call(step: CallStep) -> None:
     entry = CALLED.get(step.call) if type(step.call) is str else None
+    if type(step.name) is not str:
+        raise BadInput(f"expected a name, got {step.name!r:.40}")
     if entry is None or step.kind not in KINDS:
         raise BadInput(f"expected a call of {sorted(CALLED)}, got {step.call!r:.40}")
     for what, number, limit in (("operands", len(step.xs), entry.operands),

@@ -180,7 +180,7 @@ class SelectStep:
 class CallStep:
     """An op of `segment_calls.CALLED`, by name, of several values of the same or other kinds.
 
-    kind: of the result. index: int32 positions, for ops that read some.
+    kind: of the result. index: the constants of ops that read some: int32 positions, or factors.
     """
 
     xs: tuple[int, ...]
@@ -188,6 +188,7 @@ class CallStep:
     kind: str
     numbers: tuple[Any, ...] = ()
     index: Span | None = None
+    name: str = ""
 
 
 Step = (

@@ -26,7 +26,7 @@ from demask.sparse.segment import convex_groups as regions
 from demask.sparse.segment import inline as spell
 from demask.sparse.segment.build_segments import SEGMENT, layers_of, segmented, segments_of
 from demask.sparse.segment.match_calls import MatchedCall
-from demask.sparse.segment_steps import NAMES, CallStep, ConvStep, LinearStep, SparseWeight
+from demask.sparse.segment_steps import NAMES, ConvStep, LinearStep, SparseWeight
 from demask.tune.passes.fold_affine import fold_affine
 from fuzz.generate import generate
 from micro import MICROS, Micro, Net
@@ -80,7 +80,7 @@ def steps(program: Program) -> list[str]:
     for _, inner in segments_of(program.graph):
         words = []
         for step in inner.steps:
-            word = step.call if isinstance(step, CallStep) else NAMES[type(step)]
+            word = NAMES[type(step)]
             word += "+" if getattr(step, "add", None) is not None else ""
             act = getattr(step, "act", None)
             words.append(f"{word} {act[0]}" if act else word)
@@ -203,15 +203,15 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str]]] = {
         "conv relu, pool, conv relu, conv relu, conv, conv+ relu, conv relu, conv relu, "
         "conv+ relu, conv relu, conv relu, conv, conv+ relu, mean, flat, linear"]),
     "mobilenet": (mobilenet, X, ["conv clamp, conv clamp, conv clamp, conv clamp, conv clamp"]),
-    "ffn": (lambda: ffn(False), TOKENS, ["linear gelu_tanh, linear, norm"]),
-    "ffn, residual": (lambda: ffn(True), TOKENS, ["linear gelu_tanh, linear+, norm"]),
+    "ffn": (lambda: ffn(False), TOKENS, ["linear gelu_tanh, linear, call"]),
+    "ffn, residual": (lambda: ffn(True), TOKENS, ["linear gelu_tanh, linear+, call"]),
     "inception": (inception, X, ["conv sigmoid, conv relu, pool, conv, pool, cat, conv"]),
     "squeeze": (squeeze, X, ["conv relu, mean, conv relu, conv sigmoid, scale, conv+"]),
     "leaving": (leaving, X, ["conv relu", "conv+"]),
     "both kinds": (both_kinds, SIGNAL, ["conv relu, conv, conv relu", "linear"]),
     "twice": (twice, TOKENS, ["linear tanh, linear, add, linear"]),
     "queries": (queries, TOKENS, [
-        "linear, linear, permute, reshape, matmul, linear, reshape, matmul"]),
+        "linear, linear, call, call, call, linear, call, call"]),
     "ups": (ups, X, ["conv leaky_relu, conv"]),
     "same": (same, X, ["conv hardswish, conv hardsigmoid"]),
     "rows": (lambda: images(nn.Linear(6, 5), nn.SiLU(), nn.Linear(5, 3)), torch.randn(3, 6),

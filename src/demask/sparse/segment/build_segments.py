@@ -290,7 +290,8 @@ class _Steps:
             step = replace(step, xs=tuple(reads))
         elif isinstance(step, CallStep):
             span = None if call.index is None else self.store.stored(call.index)
-            step = replace(step, xs=tuple(reads), kind=call.makes, index=span)
+            name = _name_of_factors(self.editor, call.node) if span is not None else ""
+            step = replace(step, xs=tuple(reads), kind=call.makes, index=span, name=name)
         else:
             step = replace(step, x=reads[0])
         self.steps.append(step)
@@ -311,6 +312,14 @@ class _Steps:
             self.steps.append(CallStep((value,), "reshape", kind, sizes))
             self.turned[source, kind] = len(self.inputs) + len(self.steps) - 1
         return self.turned[source, kind]
+
+
+def _name_of_factors(editor: GraphEditor, node: fx.Node) -> str:
+    """The name of the module that has the constants of a call."""
+    named = [
+        editor.constants[str(n.target)].name for n in node.all_input_nodes if n.op == "get_attr"
+    ]
+    return named[0].rpartition(".")[0] if named else ""
 
 
 def _kind_of_input(source: fx.Node, kind: str) -> str:

@@ -361,6 +361,8 @@ def _sliced(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Matched
     start, end, step = (0 if numbers[0] is None else numbers[0]), *numbers[1:]
     shape = x.meta["val"].shape
     axis = arguments["dim"] % len(shape)
+    if start == 0 and step == 1 and has_shape(node, shape) and _reaches_end(end, shape[axis], 1):
+        return MatchedCall(node, (x,), "", "", None)
     if axis < 2:
         if not all(type(n) is int for n in (start, step, shape[axis])):
             return None
