@@ -49,7 +49,9 @@ def kind_of(step: Step, operands: Sequence[str]) -> str:
             raise BadInput(f"expected operands of the kind {step.kind}, got {operands}")
         return step.kind
     images = dict.fromkeys((PoolStep, MeanStep, FlattenStep, ScaleStep), ("image",))
-    some = {ConvStep: ("image", "signal"), LinearStep: ("tokens", "pixels"), **images}
+    plain = tuple(kind for kind in KINDS if kind != "matrices")  # channels are those of one image
+    some = {ConvStep: ("image", "signal"), LinearStep: ("tokens", "pixels"),
+            ConcatStep: plain, SelectStep: plain, **images}  # fmt: skip
     allowed = some.get(type(step), KINDS)
     if operands[0] not in allowed or len(set(operands)) != 1:
         raise BadInput(f"expected values of one kind of {allowed}, got {operands}")

@@ -72,7 +72,7 @@ def _product(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
 
 
 def _product_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
-    left, right = shapes
+    left, right = (tuple(shape) for shape in shapes)
     if left[:-2] != right[:-2] or left[-1] != right[-2]:
         raise BadInput(f"expected matrices that can be multiplied, got {left} and {right}")
     return (*left[:-1], right[-1])
@@ -98,7 +98,7 @@ def _attention(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
 def _attention_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
     if len(shapes) not in (3, 4):
         raise BadInput(f"expected query, key, value and perhaps a mask, got {shapes}")
-    query, key, value, *mask = shapes
+    query, key, value, *mask = (tuple(shape) for shape in shapes)
     fits = len(query) > 2 and all(s[:-2] == query[:-2] for s in shapes)
     fits = fits and query[-1] == key[-1] and key[-2] == value[-2]
     if not fits or (mask and mask[0][-2:] != (query[-2], key[-2])):

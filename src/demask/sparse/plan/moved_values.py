@@ -127,7 +127,7 @@ class MovedValues:
         if not bool((numbers > 0).all()):
             return False
         whole = self.by_channel(source)
-        batch, channels, height, width = whole.shape
+        _, channels, height, width = whole.shape
         flat = torch.zeros(whole.numel(), dtype=torch.int64)
         first = source * NUMBERS + 1
         flat[(whole - first).long().flatten()] = torch.arange(whole.numel())

@@ -200,6 +200,8 @@ def _joins_channels(call: MatchedCall, node: fx.Node, kind: str) -> bool:
     if not isinstance(call.step, ConcatStep):
         return True
     rank = node.meta["val"].ndim
+    if kind == "matrices":
+        return False
     return schema.arguments(node)["dim"] % rank == channel_axis(kind) % rank
 
 
