@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from demask.errors import BadInput
 from demask.ops.schema import same_size
 from demask.ops.traits import RESHAPES, TRANSPOSES
-from demask.sparse.called_op import (
+from demask.sparse.calls.called_op import (
     POINTWISE,
     POSITIONS,
     CalledOp,
@@ -28,7 +28,7 @@ from demask.sparse.called_op import (
     same_shape,
     with_size,
 )
-from demask.sparse.token_calls import TOKEN_CALLS
+from demask.sparse.calls.token_calls import TOKEN_CALLS
 
 aten = torch.ops.aten
 LAST = 2**63 - 1  # end of a slice without an end

@@ -8,7 +8,7 @@ from typing import Any
 
 from demask.errors import BadInput
 from demask.ops.activations import ACTIVATIONS
-from demask.sparse.called_op import MOVED
+from demask.sparse.calls.called_op import MOVED
 from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_steps import (
     CHANNELS_LAST,

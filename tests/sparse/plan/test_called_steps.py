@@ -13,7 +13,7 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.sparse import reference as dense
-from demask.sparse.called_op import MOVED
+from demask.sparse.calls.called_op import MOVED
 from demask.sparse.plan.moved_values import MovedValues
 from demask.sparse.plan.segment_plan import SegmentPlan, _batches
 from demask.sparse.segment_calls import CALLED
@@ -35,7 +35,8 @@ MOVES = {  # name -> steps from an image of SHAPE: (call, kind, numbers, index)
     "zeros taken": [("reshape", "tokens", (-1, 42, 5), None), ("pad", "tokens", (0, 0, 0, 1), None),
                     ("take", "tokens", (1,), [42, 3, 42, 41, 0])],
     "pick": [("pick", "signal", (1, -2), None), ("pick", "tokens", (2, 3), None)],
-    "expand": [("reshape", "tokens", (-1, 1, 210), None), ("expand", "tokens", (3, -1, 4, -1), None),
+    "expand": [("reshape", "tokens", (-1, 1, 210), None),
+               ("expand", "tokens", (3, -1, 4, -1), None),
                ("reshape", "tokens", (-1, 4, 210), None)],
     "pixels": [("permute", "pixels", (0, 2, 3, 1), None),
                ("slice", "pixels", (3, 1, 4, 1), None)],

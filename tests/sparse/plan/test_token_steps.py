@@ -284,8 +284,8 @@ def test_invalid_sizes(name: str, shapes: list, numbers: tuple, count: int | Non
 
 
 def wrong_factor(monkeypatch) -> None:
-    inner = write_call._Products._factors
-    monkeypatch.setattr(write_call._Products, "_factors",
+    inner = write_call._ValueProducts._factors
+    monkeypatch.setattr(write_call._ValueProducts, "_factors",
                         lambda self, k, transposed: inner(self, k, False))  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from demask.sparse.plan.layers.window_piece import (
     shape_of,
 )
 from demask.sparse.plan.moved_values import MovedValues, MoveWriter, factors_of, is_move
+from demask.sparse.plan.needs import Need
 from demask.sparse.plan.shared_memory import Place, find_parts, owner_of
 from demask.sparse.plan.tape import HEADER, Buffer, NoPlan, Tape
 from demask.sparse.plan.tile_layout import (
@@ -63,16 +64,6 @@ from demask.sparse.segment_steps import (
 # thread or by this one; per line copied to another grid.
 VECTOR, CROSSED, OWN, COPIED = 0.75, 40.0, 10.0, 18.0
 LEAST = -math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """How a step reads a value: grid, border and fill value."""
-
-    value: int
-    grid: TileGrid
-    border: Border
-    fill: float
 
 
 @dataclass(slots=True)
@@ -460,7 +451,7 @@ class TapeBuilder:
         """Write one step."""
         if is_move(step) and value not in self.moved.written:
             return
-        if is_move(step) and self._is_in_place(value):
+        if is_move(step) and self.parts.get(value, 0) == self.moved.place(value):
             self.main(value)
             return
         grid = self.grids[value]
@@ -492,10 +483,6 @@ class TapeBuilder:
         else:
             moves.pointwise(move.Pointwise(step.act, len(sources) == 2), sources, out)
         moves.borders(out)
-
-    def _is_in_place(self, value: int) -> bool:
-        """Whether a moved value is in the memory of the value whose channels it has."""
-        return value in self.parts and self.parts[value] == self.moved.place(value)
 
     def _concatenate(self, step: ConcatStep, value: int, sources: Sequence[Buffer]) -> None:
         """Write the operands of a concatenation that are not yet in its memory."""

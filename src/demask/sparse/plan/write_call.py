@@ -14,7 +14,7 @@ from demask.kernels.cpu.tiles.norm import NormKernel
 from demask.kernels.cpu.tiles.relayout import CALL
 from demask.kernels.cpu.tiles.value_product import CALL as PRODUCT_CALL
 from demask.kernels.cpu.tiles.value_product import TILE, ValueProductKernel
-from demask.sparse.called_op import OVER_CHANNELS, PRODUCT
+from demask.sparse.calls.called_op import OVER_CHANNELS, PRODUCT
 from demask.sparse.plan.moved_values import MovedValues, MoveWriter, elements_of, is_move
 from demask.sparse.plan.tape import Buffer, KernelCall, aligned, by_thread
 from demask.sparse.plan.tile_layout import NO_BORDER, GridLayout
@@ -40,7 +40,7 @@ def write_call(
     elif lowering == OVER_CHANNELS:
         _over_channels(value, step, moves, moved, sources[0], out)
     elif lowering == PRODUCT:
-        products = _Products(step, moves, moved, sources, out)
+        products = _ValueProducts(step, moves, moved, sources, out)
         products.write()
     else:
         moves.pointwise(PointwiseKernel(step.call, step.numbers), list(sources), out)
@@ -63,11 +63,11 @@ def _over_channels(
     moves.over_channels(kernel, x, out, groups, factors)
 
 
-_Places = tuple[np.ndarray, np.ndarray]  # bytes of the elements of a factor: terms, outputs
+_FactorPlaces = tuple[np.ndarray, np.ndarray]  # bytes of the elements of a factor: terms, outputs
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _RowShare:
     """Lines of one part that a thread computes, for some matrices."""
 
     thread: int
@@ -78,7 +78,7 @@ class _Share:
 
 
 @dataclass(frozen=True, slots=True)
-class _Columns:
+class _ColumnRange:
     """Channels of a buffer from a first one."""
 
     buffer: Buffer
@@ -86,7 +86,7 @@ class _Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class _Products:
+class _ValueProducts:
     """Writes products of two values, and attention: for each matrix, the scores of a share of the
     rows, their softmax, and the product with the values, by one thread, in its cache."""
 
@@ -101,35 +101,37 @@ class _Products:
         shapes = [self.moved.shapes[v] for v in self.step.xs]
         factors = [self._factors(k, transposed=k == 1 and self.step.call == "attention")
                    for k in range(1, len(shapes[:3]))]  # fmt: skip
-        columns, made = shapes[0][-1], out.layout.size[1] // max(prod(shapes[0][:-2]), 1)
+        columns, out_columns = shapes[0][-1], out.layout.size[1] // max(prod(shapes[0][:-2]), 1)
         for share in self._shares(prod(shapes[0][:-2])):
             if self.step.call != "attention":
                 for item in share.items:
-                    self._product(share, _Columns(x, item * columns), (1, factors[0][item]),
-                                  _Columns(out, item * made))  # fmt: skip
+                    self._product(share, _ColumnRange(x, item * columns), (1, factors[0][item]),
+                                  _ColumnRange(out, item * out_columns))  # fmt: skip
                 continue
             keys = shapes[1][-2]
             scaled, scores = self._scratch(columns), self._scratch(keys)
             for item in share.items:
-                add = _Columns(self.sources[3], item * keys) if len(shapes) > 3 else None
-                first = _Columns(scaled, 0), _Columns(scores, 0)
-                self._times(share, _Columns(x, item * columns), first[0], columns**-0.5)
+                add = _ColumnRange(self.sources[3], item * keys) if len(shapes) > 3 else None
+                first = _ColumnRange(scaled, 0), _ColumnRange(scores, 0)
+                self._times(share, _ColumnRange(x, item * columns), first[0], columns**-0.5)
                 self._product(share, first[0], (1, factors[0][item]), first[1], add)
                 self._softmax(share, scores)
-                self._product(share, first[1], (2, factors[1][item]), _Columns(out, item * made))
+                self._product(
+                    share, first[1], (2, factors[1][item]), _ColumnRange(out, item * out_columns)
+                )
 
-    def _shares(self, items: int) -> Iterator[_Share]:
+    def _shares(self, items: int) -> Iterator[_RowShare]:
         """The shares of threads: positions of their parts, or else whole matrices."""
         grid, threads = self.out.layout.grid, self.moves.tape.threads
         for thread in range(threads):
             if grid.parts == threads:
                 _, _, _, width = grid.part(thread)
-                yield _Share(thread, thread, 0, width, range(items))
+                yield _RowShare(thread, thread, 0, width, range(items))
                 continue
             begin, end = by_thread(items, threads)[thread]
             for part_number in range(grid.parts):
                 _, _, _, width = grid.part(part_number)
-                yield _Share(thread, part_number, 0, width, range(begin, end))
+                yield _RowShare(thread, part_number, 0, width, range(begin, end))
 
     def _scratch(self, channels: int) -> Buffer:
         """Memory of one thread for so many channels of its positions."""
@@ -138,16 +140,16 @@ class _Products:
         grid = replace(layout.grid, parts=1)
         return Buffer(GridLayout(size, grid, NO_BORDER, layout.lanes))
 
-    def _line(self, buffer: Buffer, share: _Share) -> int:
+    def _line(self, buffer: Buffer, share: _RowShare) -> int:
         """The first line of a share; memory of one thread starts with that."""
         layout = buffer.layout
         is_own = layout.grid == self.out.layout.grid
         return int(layout.line(share.part, 0, share.begin)) if is_own else 0
 
-    def _location(self, columns: _Columns) -> tuple[Buffer, int]:
+    def _location(self, columns: _ColumnRange) -> tuple[Buffer, int]:
         return columns.buffer, columns.first * self.moves.pitch(columns.buffer)
 
-    def _factors(self, operand: int, transposed: bool) -> list[_Places]:
+    def _factors(self, operand: int, transposed: bool) -> list[_FactorPlaces]:
         """Bytes of the elements of a factor per matrix: for each term, and for each output."""
         value = self.step.xs[operand]
         source, numbers = self.moved.factor_source(value), self.moved.numbers(value)
@@ -160,8 +162,8 @@ class _Products:
         at = 4 * elements_of(self.sources[operand].layout, kind, shape, flat)
         return [(np.ascontiguousarray(a[:, 0]), a[0] - a[0, 0]) for a in at]
 
-    def _product(self, share: _Share, x: _Columns, factor: tuple[int, _Places],
-                 out: _Columns, add: _Columns | None = None) -> None:  # fmt: skip
+    def _product(self, share: _RowShare, x: _ColumnRange, factor: tuple[int, _FactorPlaces],
+                 out: _ColumnRange, add: _ColumnRange | None = None) -> None:  # fmt: skip
         """Write one product for a share."""
         tape, isa = self.moves.tape, self.moves.isa
         operand, (terms, outputs) = factor
@@ -187,7 +189,7 @@ class _Products:
                     "outputs": len(outputs), "term_offsets": terms, "output_offsets": outputs,
                     "tiles": tiles, "count": len(tiles)}))  # fmt: skip
 
-    def _times(self, share: _Share, x: _Columns, out: _Columns, factor: float) -> None:
+    def _times(self, share: _RowShare, x: _ColumnRange, out: _ColumnRange, factor: float) -> None:
         """Write the product of some columns and a number."""
         count = share.end - share.begin
         table = np.zeros((count, 3), np.int32)
@@ -196,14 +198,14 @@ class _Products:
         self._call(PointwiseKernel("times", (factor,)), share, (x, out), table,
                    out.buffer.layout.size[1])  # fmt: skip
 
-    def _softmax(self, share: _Share, scores: Buffer) -> None:
+    def _softmax(self, share: _RowShare, scores: Buffer) -> None:
         """Write the softmax of scores, over them."""
-        count, columns = share.end - share.begin, _Columns(scores, 0)
+        count, columns = share.end - share.begin, _ColumnRange(scores, 0)
         table = self._line(scores, share) + np.arange(count, dtype=np.int32).repeat(2)
         self._call(SoftmaxKernel(True), share, (columns, columns), table.reshape(-1, 2),
                    scores.layout.size[1])  # fmt: skip
 
-    def _call(self, kernel: Any, share: _Share, columns: tuple[_Columns, _Columns],
+    def _call(self, kernel: Any, share: _RowShare, columns: tuple[_ColumnRange, _ColumnRange],
               table: np.ndarray, channels: int) -> None:  # fmt: skip
         """Write a call of a kernel of all channels."""
         x, out = columns

@@ -193,7 +193,7 @@ class _Steps:
         self.calls = {call.node: call for call in calls}
         outside = ((s, c) for c in calls for s in c.reads if s not in self.calls)
         sources = ((s, _kind_of_input(s, c.kind)) for s, c in outside)
-        self.turned: dict[tuple[fx.Node, str], int] = {}  # values as other kinds
+        self.converted: dict[tuple[fx.Node, str], int] = {}  # values as other kinds
         self.inputs = {source: number for number, source in enumerate(dict.fromkeys(sources))}
         self.live = input_dependent(editor.graph)
         self.steps: list[Step] = []
@@ -300,18 +300,18 @@ class _Steps:
     def _value(self, source: fx.Node, kind: str) -> int:
         """The number of a value, as a kind; a step makes it one of tokens or matrices."""
         if source in self.calls:
-            value, made = self.values[source], self.calls[source].makes
+            value, own = self.values[source], self.calls[source].makes
         else:
-            made = _kind_of_input(source, kind)
-            value = self.inputs[source, made]
-        if kind in (made, ANY):
+            own = _kind_of_input(source, kind)
+            value = self.inputs[source, own]
+        if kind in (own, ANY):
             return value
-        if (source, kind) not in self.turned:
+        if (source, kind) not in self.converted:
             sizes = sizes_of_reshape(source.meta["val"].shape, source.meta["val"].shape)
             assert sizes is not None
             self.steps.append(CallStep((value,), "reshape", kind, sizes))
-            self.turned[source, kind] = len(self.inputs) + len(self.steps) - 1
-        return self.turned[source, kind]
+            self.converted[source, kind] = len(self.inputs) + len(self.steps) - 1
+        return self.converted[source, kind]
 
 
 def _name_of_factors(editor: GraphEditor, node: fx.Node) -> str:

@@ -58,8 +58,8 @@ def _joins(source: fx.Node, call: MatchedCall, known: Mapping[fx.Node, MatchedCa
     of one that a step makes the same."""
     if source not in known:
         return False
-    made = known[source].makes
-    return call.kind in (made, ANY) or {call.kind, made} <= set(CHANNELS_LAST)
+    makes = known[source].makes
+    return call.kind in (makes, ANY) or {call.kind, makes} <= set(CHANNELS_LAST)
 
 
 def _levels(graph: fx.Graph, known: Mapping[fx.Node, MatchedCall]) -> dict[fx.Node, int]:

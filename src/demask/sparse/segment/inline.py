@@ -20,7 +20,7 @@ from demask.ops import schema
 from demask.ops.custom import CustomOp
 from demask.registry import CUSTOM_OPS
 from demask.sparse import reference as dense
-from demask.sparse.called_op import FACTOR_NAMES, FACTORS, POSITIONS
+from demask.sparse.calls.called_op import FACTOR_NAMES, FACTORS, POSITIONS
 from demask.sparse.segment.build_segments import segments_of
 from demask.sparse.segment.segment_call import bound
 from demask.sparse.segment_calls import CALLED

@@ -15,7 +15,8 @@ from demask.ops import schema
 from demask.ops.activations import Act, activations_by_op
 from demask.ops.schema import same_size
 from demask.ops.traits import IDENTITIES, SQUEEZES
-from demask.sparse.called_op import MOVED
+from demask.sparse.calls.called_op import MOVED
+from demask.sparse.segment.value_kinds import is_channels_last, kind_by_rank, stored
 from demask.sparse.segment_calls import CALLED, LAST, called_by_target
 from demask.sparse.segment_steps import (
     CHANNELS_LAST,
@@ -130,7 +131,7 @@ def _with_kinds(
             kind = next(iter(kinds), read_as)
             kinds_of = CALLED[call.step.call].kinds if isinstance(call.step, CallStep) else KINDS
             if kind not in kinds_of:
-                kind = _kind_by_rank(node, kinds_of)
+                kind = kind_by_rank(node, kinds_of)
             if has_rank(kind, node.meta["val"].ndim) and _joins_channels(call, node, kind):
                 with_kinds[node] = replace(call, kind=kind, makes=kind)
                 continue
@@ -152,8 +153,8 @@ def _called(editor: GraphEditor, node: fx.Node) -> MatchedCall | None:
             continue
         operands, numbers, nodes = matched
         constants = [editor.tensor(constant) for constant in nodes]
-        index = _stored(constants)
-        if (nodes and index is None) or not all(map(_is_node, operands)):
+        index = stored(constants)
+        if (nodes and index is None) or not all(isinstance(x, fx.Node) for x in operands):
             continue
         kind = entry.kinds[0] if len(entry.kinds) == 1 else ""
         if entry.lowering == MOVED:
@@ -164,35 +165,6 @@ def _called(editor: GraphEditor, node: fx.Node) -> MatchedCall | None:
         makes = "" if kind == ANY else kind
         return MatchedCall(node, operands, kind, makes, step, index=index)
     return None
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, fx.Node)
-
-
-def _stored(constants: Sequence[Tensor | None]) -> Tensor | None:
-    """The constants of a call one after another; None if there is none, or one is not known."""
-    known = [constant.flatten() for constant in constants if constant is not None]
-    return torch.cat(known) if known and len(known) == len(constants) else None
-
-
-def _kind_by_rank(node: fx.Node, kinds: Sequence[str]) -> str:
-    """The kind of a value of which no other call says it."""
-    return "image" if node.meta["val"].ndim == 4 and "image" in kinds else "tokens"
-
-
-def is_channels_last(node: fx.Node) -> bool:
-    """Whether a value is computed, pixel by pixel, from an image that was permuted to have its
-    channels last."""
-    while isinstance(node, fx.Node) and node.op == "call_function":
-        if getattr(node.meta.get("val"), "ndim", 0) != 4:
-            return False
-        if node.target is aten.permute.default:
-            return [n % 4 for n in node.args[1]] == [0, 2, 3, 1]  # type: ignore[union-attr]
-        if node.target not in _PIXELWISE:
-            return False
-        node = node.args[0]  # type: ignore[assignment]
-    return False
 
 
 def _joins_channels(call: MatchedCall, node: fx.Node, kind: str) -> bool:
@@ -506,10 +478,6 @@ def has_shape(node: fx.Node, shape: Sequence[Any]) -> bool:
     return all(map(same_size, value.shape, shape))
 
 
-_PIXELWISE = {
-    aten.linear.default, aten.layer_norm.default, aten.rms_norm.default, aten.dropout.default,
-    *IDENTITIES, *activations_by_op(),
-}  # fmt: skip
 _RULES: dict[Any, Rule] = {
     aten.conv1d.default: _convolution, aten.conv1d.padding: _convolution,
     aten.conv2d.default: _convolution, aten.conv2d.padding: _convolution,

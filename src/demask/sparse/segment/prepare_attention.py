@@ -12,11 +12,10 @@ from torch.fx.node import map_arg
 
 from demask.graph.editor import GraphEditor, drop_unread
 from demask.ops import schema
+from demask.ops.traits import RESHAPES
 
 aten = torch.ops.aten
 SAME = 1e-6  # relative difference of scales, below which they are the same in float32
-#: calls of values that hold the elements of their operand, perhaps several times
-REPEATED = (aten.expand.default, aten.unsqueeze.default, aten.reshape.default, aten.view.default)
 
 
 def prepare_attention(editor: GraphEditor) -> None:
@@ -61,17 +60,17 @@ def _added(editor: GraphEditor, mask: fx.Node, node: fx.Node, dtype: torch.dtype
     return editor.call(aten.where.self, mask, *numbers)
 
 
-def _elements(editor: GraphEditor, node: fx.Node) -> Tensor | None:
+def _elements(editor: GraphEditor, node: Any) -> Tensor | None:
     """A tensor with the elements of a constant value, perhaps repeated; None for another value."""
-    while node.target in REPEATED:
-        node = node.args[0]  # type: ignore[assignment]
+    while node.target is aten.expand.default or node.target in RESHAPES:
+        node = node.args[0]
     known: dict[fx.Node, Any] = {}
 
-    def value(of: fx.Node) -> Any:
+    def value(of: Any) -> Any:
         if of not in known:
             if of.op == "call_function":
                 args, kwargs = map_arg((of.args, of.kwargs), value)
-                known[of] = of.target(*args, **kwargs)  # type: ignore[operator]
+                known[of] = of.target(*args, **kwargs)
             elif (constant := editor.tensor(of)) is not None:
                 known[of] = constant
             else:

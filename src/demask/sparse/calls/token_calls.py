@@ -11,7 +11,8 @@ from torch import fx
 
 from demask.errors import BadInput
 from demask.ops.schema import same_size
-from demask.sparse.called_op import (
+from demask.ops.traits import PRODUCTS_OF_VALUES
+from demask.sparse.calls.called_op import (
     FACTORS,
     OVER_CHANNELS,
     PRODUCT,
@@ -98,12 +99,13 @@ def _attention(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
 def _attention_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
     if len(shapes) not in (3, 4):
         raise BadInput(f"expected query, key, value and perhaps a mask, got {shapes}")
-    query, key, value, *mask = (tuple(shape) for shape in shapes)
-    fits = len(query) > 2 and all(s[:-2] == query[:-2] for s in shapes)
-    fits = fits and query[-1] == key[-1] and key[-2] == value[-2]
-    if not fits or (mask and mask[0][-2:] != (query[-2], key[-2])):
+    batch, (rows, width) = shapes[0][:-2], shapes[0][-2:]
+    columns, last = shapes[1][-2], shapes[2][-1]
+    fits = len(shapes[0]) > 2 and all(shape[:-2] == batch for shape in shapes)
+    wanted = (rows, width), (columns, width), (columns, last), (rows, columns)
+    if not fits or any(s[-2:] != w for s, w in zip(shapes, wanted, strict=False)):
         raise BadInput(f"expected operands of one attention, got {shapes}")
-    return (*query[:-1], value[-1])
+    return (*batch, rows, last)
 
 
 def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
@@ -125,7 +127,7 @@ TOKEN_CALLS: dict[str, CalledOp] = {
         constants=FACTORS, optional=True, kinds=CHANNELS_LAST),
     "matmul": CalledOp(
         aten.matmul.default, lambda xs, n, c: (xs[0], xs[1]),
-        (aten.matmul.default, aten.bmm.default), _product, _product_shape, PRODUCT, operands=2,
+        tuple(PRODUCTS_OF_VALUES), _product, _product_shape, PRODUCT, operands=2,
         numbers=0, kinds=MATRICES),
     "attention": CalledOp(
         aten.scaled_dot_product_attention.default, lambda xs, n, c: tuple(xs),
