@@ -137,8 +137,12 @@ class Kind:
 
 @public
 def several(
-    count: int, share: float | None = None, kind: Kind | None = None, *, names: list[str] = []
-):  # noqa: B006, E501
+    count: int,
+    share: float | None = None,
+    kind: Kind | None = None,
+    *,
+    names: list[str] = [],  # noqa: B006
+):
     raise TypeError("inside")
 
 

@@ -11,12 +11,21 @@ from torch import Tensor, fx
 
 from demask.compat.fake_tensors import FakeTensor
 from demask.ops import Table, op_name, schema
+from demask.ops.schema import same_size
 
 aten = torch.ops.aten
 POINTWISE = ("... -> ...", "..., ... -> ...", "..., ..., ... -> ...")
 COPY = aten.clone.default  # a copy that later calls overwrite
 # Calls that read the sizes of their operand, never its values.
 _SIZES = ("new_", "sym_size", "sym_numel", "sym_stride")
+
+
+def has_shape(node: fx.Node, shape: Sequence[Any]) -> bool:
+    """Whether a value is a tensor of this shape."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.ndim != len(shape):
+        return False
+    return all(map(same_size, value.shape, shape))
 
 
 def input_dependent(graph: fx.Graph) -> set[fx.Node]:

@@ -91,9 +91,7 @@ def is_mixed(relation: Relation, operand: int, axis: int) -> bool:
     return bool(mixed & set(relation.ins[operand][axis]))
 
 
-def _through(
-    relation: Relation, operand: int, part: Part, out: int, single: bool
-) -> Part | None:
+def _through(relation: Relation, operand: int, part: Part, out: int, single: bool) -> Part | None:
     """The part of an output's axis that an axis under a window or a move becomes, or None."""
     if not part.covers(_size(relation, relation.ins[operand][part.axis][0])):
         return None

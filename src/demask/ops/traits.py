@@ -51,6 +51,9 @@ ADAPTIVE_AVERAGE_POOLS = _by_axes("adaptive_avg_pool")
 ADAPTIVE_MAX_POOLS = _by_axes("adaptive_max_pool")
 # Pools with one output, which is zero where the input is.
 POOLS = {**ADAPTIVE_AVERAGE_POOLS, **AVERAGE_POOLS, **MAX_POOLS}
+# Layers and norms of vectors along the last axis; products of two values.
+OVER_LAST_AXIS = _ops("linear.default layer_norm.default rms_norm.default")
+PRODUCTS_OF_VALUES = _ops("matmul.default bmm.default")
 CONV_OF_AXES = {axes: op for op, axes in CONVOLUTIONS.items()}
 AVERAGE_POOL_OF_AXES = {axes: op for op, axes in AVERAGE_POOLS.items()}
 # Layers: contractions of one input with a weight -> the weight's axis of output channels.

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from demask.compat.dispatch import count_dispatch_modes, has_functorch_transforms
 from demask.errors import BadInput
 from demask.ops.activations import apply_activation
+from demask.sparse.calls.called_op import POSITIONS
 from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
@@ -35,6 +36,7 @@ from demask.sparse.segment_steps import (
     Span,
     SparseWeight,
     Step,
+    channel_axis,
     reads,
 )
 
@@ -185,25 +187,38 @@ def call(
     if isinstance(step, ScaleStep):
         return apply_activation(x * operands[1], step.act)
     if isinstance(step, ConcatStep):
-        return torch.cat(list(operands), dim=-1 if kind == "tokens" else 1)
+        return torch.cat(list(operands), dim=channel_axis(kind))
     return apply_activation(x + operands[1] if isinstance(step, AddStep) else x, step.act)
 
 
 def operand_tensors(
     step: Step, kind: str, x: Tensor, weights: Sequence[Tensor]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias of a step in the dtype of x, or (numbers, None) of a selection or a call with
-    an index, or (None, None)."""
+    """Weight and bias of a step in the dtype of x, or (numbers, None) of a selection, (constants,
+    None) of a call, or (None, None)."""
     if isinstance(step, CallStep):
-        return (None if step.index is None else positions(step.index, weights)), None
+        return call_constants(step, weights, x.dtype), None
     if isinstance(step, SelectStep):
-        return index(step, x.shape[-1 if kind == "tokens" else 1], weights), None
+        return index(step, x.shape[channel_axis(kind)], weights), None
     if not isinstance(step, (ConvStep, LinearStep)):
         return None, None
     step_bias = bias(step, weights)
     return weight(step, weights, x.shape, x.dtype), None if step_bias is None else step_bias.to(
         x.dtype
     )
+
+
+def call_constants(step: CallStep, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """The constants of a call: int32 positions, or factors in this dtype; None if there are none.
+    Raises BadInput for another dtype."""
+    if step.index is None:
+        return None
+    if CALLED[step.call].constants == POSITIONS:
+        return positions(step.index, weights)
+    factors = part(step.index, weights)
+    if not factors.is_floating_point():
+        raise BadInput(f"expected factors, got {factors.dtype}")
+    return factors.to(dtype)
 
 
 def positions(span: Span, weights: Sequence[Tensor]) -> Tensor:
@@ -230,7 +245,7 @@ def index(step: SelectStep, channels: int, weights: Sequence[Tensor]) -> Tensor:
 def _select(step: SelectStep, kind: str, x: Tensor, numbers: Tensor | None) -> Tensor:
     if numbers is None:
         raise BadInput("expected the channel numbers of a selection")
-    axis = x.ndim - 1 if kind == "tokens" else 1
+    axis = channel_axis(kind) % x.ndim
     if step.padded:
         x = F.pad(x, [0, 0] * (x.ndim - 1 - axis) + [0, 1])
         numbers = numbers.remainder(x.shape[axis])

@@ -12,13 +12,25 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from demask.errors import BadInput
+from demask.graph.queries import has_shape
 from demask.ops.schema import same_size
 from demask.ops.traits import RESHAPES, TRANSPOSES
-from demask.sparse.called_op import POINTWISE, SOFTMAX, CalledOp, Match, Numbers, Shape
-from demask.sparse.segment_resizes import RESIZES
+from demask.sparse.calls.called_op import (
+    POINTWISE,
+    POSITIONS,
+    CalledOp,
+    Match,
+    Numbers,
+    Shape,
+    axis_of,
+    same_shape,
+    with_size,
+)
+from demask.sparse.calls.resize_calls import RESIZES
+from demask.sparse.calls.token_calls import TOKEN_CALLS
 
 aten = torch.ops.aten
 LAST = 2**63 - 1  # end of a slice without an end
@@ -37,17 +49,22 @@ def _permuted(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     else:
         a, b = arguments["dim0"] % rank, arguments["dim1"] % rank
         order[a], order[b] = order[b], order[a]
-    return (arguments["self"],), tuple(order), None
+    return (arguments["self"],), tuple(order), ()
 
 
 def _reshaped(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     """A reshape with at most one size that is known only at run time; for any number of images, if
     it keeps that."""
-    before, after = arguments["self"].meta["val"].shape, node.meta["val"].shape
+    sizes = sizes_of_reshape(arguments["self"].meta["val"].shape, node.meta["val"].shape)
+    return None if sizes is None else ((arguments["self"],), sizes, ())
+
+
+def sizes_of_reshape(before: Shape, after: Shape) -> Numbers | None:
+    """The numbers of a reshape; None if there are none."""
     sizes = [n if type(n) is int else -1 for n in after]
     if len(before) > 1 and len(after) > 1 and -1 not in sizes and before[0] == after[0]:
         sizes[0] = -1
-    return ((arguments["self"],), tuple(sizes), None) if sizes.count(-1) < 2 else None
+    return tuple(sizes) if sizes.count(-1) < 2 else None
 
 
 def _sliced(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
@@ -55,17 +72,33 @@ def _sliced(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     numbers = arguments["dim"], 0 if start is None else start, LAST if end is None else end, step
     size = arguments["self"].meta["val"].shape[arguments["dim"]]
     is_known = _ints(numbers) is not None and type(size) is int
-    return ((arguments["self"],), numbers, None) if is_known else None
+    return ((arguments["self"],), numbers, ()) if is_known else None
 
 
 def _taken(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
-    return (arguments["self"],), (arguments["dim"],), arguments["index"]
+    return (arguments["self"],), (arguments["dim"],), (arguments["index"],)
+
+
+def _picked(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
+    """One position along an axis."""
+    axis, index = arguments["dim"], arguments["index"]
+    size = arguments["self"].meta["val"].shape[axis]
+    return ((arguments["self"],), (axis, index), ()) if _ints((index, size)) else None
+
+
+def _expanded(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
+    """A value repeated along axes of known sizes; for any number of images, if it keeps that."""
+    before, after = arguments["self"].meta["val"].shape, node.meta["val"].shape
+    first = len(after) - len(before)
+    sizes = [-1 if k >= first and same_size(n, before[k - first]) else n
+             for k, n in enumerate(after)]  # fmt: skip
+    return ((arguments["self"],), tuple(sizes), ()) if _ints(sizes) else None
 
 
 def _pads(arguments: Mapping[str, Any]) -> Match | None:
     pads = _ints(arguments["pad"])
     is_plain = pads is not None and min(pads, default=-1) >= 0
-    return ((arguments["self"],), pads, None) if is_plain and pads else None
+    return ((arguments["self"],), pads, ()) if is_plain and pads else None
 
 
 def _padded(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
@@ -81,14 +114,14 @@ def _bordered(mode: str) -> CalledOp:
         return _pads(arguments) if arguments["mode"] == mode else None
 
     return CalledOp(
-        aten.pad.default, lambda xs, n, index: (xs[0], list(n), mode), (aten.pad.default,), match,
+        aten.pad.default, lambda xs, n, c: (xs[0], list(n), mode), (aten.pad.default,), match,
         _padded_shape)  # fmt: skip
 
 
 def _joined(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     parts = tuple(arguments["tensors"])
     has_rank = all(part.meta["val"].ndim == node.meta["val"].ndim for part in parts)
-    return (parts, (arguments["dim"],), None) if has_rank else None
+    return (parts, (arguments["dim"],), ()) if has_rank else None
 
 
 def _of_number(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
@@ -96,7 +129,7 @@ def _of_number(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     x, number = arguments["self"], arguments["other"]
     is_plain = arguments.get("alpha", 1) == 1 and arguments.get("rounding_mode") is None
     is_number = type(number) in (int, float) and isinstance(x, fx.Node)
-    return ((x,), (number,), None) if is_number and is_plain else None
+    return ((x,), (number,), ()) if is_number and is_plain else None
 
 
 def _of_two(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
@@ -105,25 +138,11 @@ def _of_two(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
     if arguments.get("alpha", 1) != 1 or not all(isinstance(side, fx.Node) for side in sides):
         return None
     shape = node.meta["val"].shape
-    return (sides, (), None) if all(_has_shape(side, shape) for side in sides) else None
-
-
-def _has_shape(node: fx.Node, shape: Shape) -> bool:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.ndim != len(shape):
-        return False
-    return all(map(same_size, value.shape, shape))
+    return (sides, (), ()) if all(has_shape(side, shape) for side in sides) else None
 
 
 def _of_one(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
-    return (arguments["self"],), (), None
-
-
-def _softmax(arguments: Mapping[str, Any], node: fx.Node) -> Match | None:
-    """A softmax over channels of tokens, in the dtype of its operand."""
-    rank = node.meta["val"].ndim
-    is_last = arguments["dim"] % rank == rank - 1 and arguments["dtype"] is None
-    return ((arguments["self"],), (), None) if is_last else None
+    return (arguments["self"],), (), ()
 
 
 def _permuted_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
@@ -142,27 +161,33 @@ def _reshaped_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
     return tuple(unknown if size == -1 else size for size in n)
 
 
-def _axis(shape: Shape, axis: Any) -> int:
-    if not -len(shape) <= axis < len(shape):
-        raise BadInput(f"expected an axis of {shape}, got {axis!r:.40}")
-    return int(axis) % len(shape)
-
-
-def _with_size(shape: Shape, axis: int, size: Any) -> Shape:
-    return (*shape[:axis], size, *shape[axis + 1 :])
-
-
 def _sliced_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
-    axis, size = _axis(shapes[0], n[0]), shapes[0][_axis(shapes[0], n[0])]
+    axis, size = axis_of(shapes[0], n[0]), shapes[0][axis_of(shapes[0], n[0])]
     if n[3] < 1:
         raise BadInput(f"expected a positive step of a slice, got {n!r:.80}")
     if type(size) is not int:
         raise BadInput(f"expected a slice of an axis of known size, got {n!r:.80}")
-    return _with_size(shapes[0], axis, len(range(*slice(*n[1:]).indices(size))))
+    return with_size(shapes[0], axis, len(range(*slice(*n[1:]).indices(size))))
 
 
 def _taken_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
-    return _with_size(shapes[0], _axis(shapes[0], n[0]), count)
+    return with_size(shapes[0], axis_of(shapes[0], n[0]), count)
+
+
+def _picked_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
+    axis = axis_of(shapes[0], n[0])
+    if not -shapes[0][axis] <= n[1] < shapes[0][axis]:
+        raise BadInput(f"expected a position along axis {axis} of {shapes[0]}, got {n[1]!r:.40}")
+    return (*shapes[0][:axis], *shapes[0][axis + 1 :])
+
+
+def _expanded_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
+    before = (1,) * (len(n) - len(shapes[0])) + tuple(shapes[0])
+    first = len(n) - len(shapes[0])
+    if first < 0 or any(k < first if new == -1 else new < 1 or (new != old and old != 1)
+                        for k, (new, old) in enumerate(zip(n, before, strict=True))):  # fmt: skip
+        raise BadInput(f"expected sizes to which {shapes[0]} can be expanded, got {n!r:.80}")
+    return tuple(old if new == -1 else new for new, old in zip(n, before, strict=True))
 
 
 def _padded_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
@@ -175,55 +200,55 @@ def _padded_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
 
 
 def _joined_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
-    axis = _axis(shapes[0], n[0])
-    same = [_with_size(shape, axis, 0) for shape in shapes if len(shape) == len(shapes[0])]
+    axis = axis_of(shapes[0], n[0])
+    same = [with_size(shape, axis, 0) for shape in shapes if len(shape) == len(shapes[0])]
     if len(same) < len(shapes) or any(shape != same[0] for shape in same):
         raise BadInput(f"expected shapes that differ only in axis {axis}, got {shapes}")
     total = shapes[0][axis]
     for shape in shapes[1:]:
         total = total + shape[axis]
-    return _with_size(shapes[0], axis, total)
-
-
-def _same_shape(shapes: Sequence[Shape], n: Numbers, count: int) -> Shape:
-    if any(tuple(shape) != tuple(shapes[0]) for shape in shapes):
-        raise BadInput(f"expected values of one shape, got {shapes}")
-    return shapes[0]
+    return with_size(shapes[0], axis, total)
 
 
 def _number(op: Any, *targets: Any) -> CalledOp:
     """A pointwise call of a value and a number."""
-    return CalledOp(op, lambda xs, n, index: (xs[0], n[0]), targets, _of_number, _same_shape,
+    return CalledOp(op, lambda xs, n, c: (xs[0], n[0]), targets, _of_number, same_shape,
                     POINTWISE, numbers=1)  # fmt: skip
 
 
 def _two(op: Any) -> CalledOp:
     """A pointwise call of two values."""
-    return CalledOp(op, lambda xs, n, index: tuple(xs), (op,), _of_two, _same_shape, POINTWISE,
+    return CalledOp(op, lambda xs, n, c: tuple(xs), (op,), _of_two, same_shape, POINTWISE,
                     operands=2, numbers=0)  # fmt: skip
 
 
 #: name in the texts of programs -> the op. Entries for the same calls are tried in this order.
 CALLED: dict[str, CalledOp] = {
     "permute": CalledOp(
-        aten.permute.default, lambda xs, n, index: (xs[0], list(n)),
+        aten.permute.default, lambda xs, n, c: (xs[0], list(n)),
         tuple(TRANSPOSES), _permuted, _permuted_shape),
     "reshape": CalledOp(
-        aten.reshape.default, lambda xs, n, index: (xs[0], list(n)),
+        aten.reshape.default, lambda xs, n, c: (xs[0], list(n)),
         (*RESHAPES, aten.unsqueeze.default), _reshaped, _reshaped_shape),
     "slice": CalledOp(
-        aten.slice.Tensor, lambda xs, n, index: (xs[0], *n), (aten.slice.Tensor,), _sliced,
+        aten.slice.Tensor, lambda xs, n, c: (xs[0], *n), (aten.slice.Tensor,), _sliced,
         _sliced_shape, numbers=4),
     "take": CalledOp(
-        aten.index_select.default, lambda xs, n, index: (xs[0], n[0], index),
-        (aten.index_select.default,), _taken, _taken_shape, numbers=1, indexed=True),
+        aten.index_select.default, lambda xs, n, c: (xs[0], n[0], c[0]),
+        (aten.index_select.default,), _taken, _taken_shape, numbers=1, constants=POSITIONS),
+    "pick": CalledOp(
+        aten.select.int, lambda xs, n, c: (xs[0], n[0], n[1]), (aten.select.int,), _picked,
+        _picked_shape, numbers=2),
+    "expand": CalledOp(
+        aten.expand.default, lambda xs, n, c: (xs[0], list(n)), (aten.expand.default,), _expanded,
+        _expanded_shape),
     "pad": CalledOp(
-        aten.constant_pad_nd.default, lambda xs, n, index: (xs[0], list(n)),
+        aten.constant_pad_nd.default, lambda xs, n, c: (xs[0], list(n)),
         (aten.constant_pad_nd.default, aten.pad.default), _padded, _padded_shape),
     **{mode: _bordered(mode) for mode in MODES},
     **RESIZES,
     "join": CalledOp(
-        aten.cat.default, lambda xs, n, index: (list(xs), n[0]), (aten.cat.default,), _joined,
+        aten.cat.default, lambda xs, n, c: (list(xs), n[0]), (aten.cat.default,), _joined,
         _joined_shape, operands=None, numbers=1),
     "times": _number(aten.mul.Tensor, aten.mul.Tensor, aten.mul.Scalar),
     "over": _number(aten.div.Tensor, aten.div.Tensor, aten.div.Scalar),
@@ -231,11 +256,9 @@ CALLED: dict[str, CalledOp] = {
     "product": _two(aten.mul.Tensor),
     "difference": _two(aten.sub.Tensor),
     "exp": CalledOp(
-        aten.exp.default, lambda xs, n, index: (xs[0],), (aten.exp.default,), _of_one, _same_shape,
+        aten.exp.default, lambda xs, n, c: (xs[0],), (aten.exp.default,), _of_one, same_shape,
         POINTWISE, numbers=0),
-    "softmax": CalledOp(
-        aten.softmax.int, lambda xs, n, index: (xs[0], -1), (aten.softmax.int,), _softmax,
-        _same_shape, SOFTMAX, numbers=0),
+    **TOKEN_CALLS,
 }  # fmt: skip
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from demask.errors import BadInput
 from demask.ops.activations import ACTIVATIONS
-from demask.sparse.called_op import MOVED
 from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_steps import (
+    CHANNELS_LAST,
     KINDS,
     LARGEST,
     MAX_SIZE,
@@ -27,6 +27,8 @@ from demask.sparse.segment_steps import (
     Span,
     SparseWeight,
     Step,
+    channel_axis,
+    has_rank,
     reads,
 )
 
@@ -40,14 +42,14 @@ def kind_of(step: Step, operands: Sequence[str]) -> str:
     """The kind of the output of a step. operands: kinds of its operands."""
     if isinstance(step, CallStep):
         entry = CALLED[step.call]
-        is_same = entry.lowering != MOVED or entry.spatial
-        if is_same and set(operands) != {step.kind}:
+        is_kept = set(operands) == {step.kind} and step.kind in entry.kinds
+        if entry.keeps_kind and not is_kept:
             raise BadInput(f"expected operands of the kind {step.kind}, got {operands}")
-        if entry.spatial and step.kind == "tokens":
-            raise BadInput(f"expected images or signals of {step.call}, got {step.kind}")
         return step.kind
     images = dict.fromkeys((PoolStep, MeanStep, FlattenStep, ScaleStep), ("image",))
-    some = {ConvStep: ("image", "signal"), LinearStep: ("tokens",), **images}
+    plain = tuple(kind for kind in KINDS if kind != "matrices")  # channels are those of one image
+    some = {ConvStep: ("image", "signal"), LinearStep: ("tokens", "pixels"),
+            ConcatStep: plain, SelectStep: plain, **images}  # fmt: skip
     allowed = some.get(type(step), KINDS)
     if operands[0] not in allowed or len(set(operands)) != 1:
         raise BadInput(f"expected values of one kind of {allowed}, got {operands}")
@@ -122,6 +124,8 @@ def _check_select(step: SelectStep) -> None:
 
 def _check_call(step: CallStep) -> None:
     entry = CALLED.get(step.call) if type(step.call) is str else None
+    if type(step.name) is not str:
+        raise BadInput(f"expected a name, got {step.name!r:.40}")
     if entry is None or step.kind not in KINDS:
         raise BadInput(f"expected a call of {sorted(CALLED)}, got {step.call!r:.40}")
     for what, number, limit in (("operands", len(step.xs), entry.operands),
@@ -130,8 +134,9 @@ def _check_call(step: CallStep) -> None:
             raise BadInput(f"expected {limit} {what} of {step.call}, got {number}")
     if not all(type(n) in entry.numeric and abs(n) <= max(LARGEST, MAX_SIZE) for n in step.numbers):
         raise BadInput(f"expected numbers of {step.call}, got {step.numbers!r:.80}")
-    if (step.index is not None) != entry.indexed:
-        raise BadInput(f"expected an index where one is read, got {step.index!r:.80}")
+    is_read = step.index is not None
+    if is_read != (entry.constants is not None) and not (entry.optional and not is_read):
+        raise BadInput(f"expected constants where some are read, got {step.index!r:.80}")
     span = step.index
     if span is not None and (len(span) != 3 or not all(map(is_count, span)) or span[1] >= span[2]):
         raise BadInput(f"expected a span (tensor, first, end), got {span!r:.80}")
@@ -202,10 +207,11 @@ def shape_of_step(step: Step, shapes: Sequence[tuple[Any, ...]], kind: str) -> t
             raise BadInput(f"expected images of one pixel, got {x}")
         return (x[0], x[1])
     if isinstance(step, ConcatStep):
-        return _joined([shapes[v] for v in step.xs], len(x) - 1 if kind == "tokens" else 1)
+        return _joined([shapes[v] for v in step.xs], channel_axis(kind) % len(x))
     if isinstance(step, SelectStep):
         if kind != "image":
-            return (*x[:-1], step.out) if kind == "tokens" else (x[0], step.out, x[2])
+            last = kind in CHANNELS_LAST
+            return (*x[:-1], step.out) if last else (x[0], step.out, x[2])
         return (x[0], step.out, *(-(-n // s) for n, s in zip(x[2:], step.stride, strict=True)))
     if isinstance(step, ScaleStep):
         if tuple(shapes[step.z]) != (x[0], x[1], 1, 1):
@@ -216,8 +222,7 @@ def shape_of_step(step: Step, shapes: Sequence[tuple[Any, ...]], kind: str) -> t
 
 def _of_kind(shape: tuple[Any, ...], kind: str) -> tuple[Any, ...]:
     """The shape. Raises BadInput if it is not one of that kind."""
-    rank = {"image": 4, "signal": 3}.get(kind)
-    if (len(shape) != rank) if rank else (len(shape) < 1):
+    if not has_rank(kind, len(shape)):
         raise BadInput(f"expected the shape of {kind}, got {shape}")
     return shape
 
@@ -235,7 +240,7 @@ def _joined(shapes: Sequence[tuple[Any, ...]], axis: int) -> tuple[Any, ...]:
 
 def check_positive(shape: tuple[Any, ...], kind: str) -> tuple[Any, ...]:
     """The shape. Raises BadInput if an image is empty or too large (symbolic sizes pass)."""
-    sizes = shape[2:] if len(shape) > 2 and kind != "tokens" else ()
+    sizes = () if kind in CHANNELS_LAST else shape[2:]
     if any(isinstance(size, int) and not 1 <= size <= MAX_SIZE for size in sizes):
         raise BadInput(f"expected windows that fit into the input, got an output of {shape}")
     return shape

@@ -7,9 +7,11 @@ untrusted until `SegmentProgram.parse` has checked it.
 
 Value k is input k, or the output of step k - len(inputs). Kinds of values, by their tensors:
 
-    image   [batch, channels, height, width]
-    signal  [batch, channels, length]
-    tokens  [..., channels]
+    image     [batch, channels, height, width]
+    signal    [batch, channels, length]
+    tokens    [..., channels]
+    pixels    [batch, height, width, channels], an image with channels last
+    matrices  [..., rows, columns], each with tokens of its own
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from demask.sparse.segment_checks import (
     shape_of_step,
     weight_spans,
 )
-from demask.sparse.segment_steps import KINDS, NAMES, STEPS, SparseWeight, Step, reads
+from demask.sparse.segment_steps import INPUTS, NAMES, STEPS, SparseWeight, Step, has_rank, reads
 
 MAX_TEXT = 4_000_000  # characters of a program: ResNet-152 has 60,000
 
@@ -84,8 +86,7 @@ class SegmentProgram:
             raise BadInput(f"expected {len(self.inputs)} inputs, got {len(inputs)}")
         shapes: list[tuple[Any, ...]] = []
         for kind, shape in zip(self.inputs, inputs, strict=True):
-            rank = {"image": 4, "signal": 3}.get(kind)
-            if (len(shape) != rank) if rank else (len(shape) < 1):
+            if not has_rank(kind, len(shape)):
                 raise BadInput(f"expected {kind}, got a tensor of shape {tuple(shape)}")
             shapes.append(tuple(shape))
         for number, step in enumerate(self.steps):
@@ -126,8 +127,8 @@ def _kinds(program: SegmentProgram) -> tuple[str, ...]:
     """The kind of each value. Raises BadInput for steps with invalid fields."""
     kinds: list[str] = []
     for kind in program.inputs:
-        if kind not in KINDS:
-            raise BadInput(f"expected inputs of the kinds {KINDS}, got {kind!r:.40}")
+        if kind not in INPUTS:
+            raise BadInput(f"expected inputs of the kinds {INPUTS}, got {kind!r:.40}")
         kinds.append(kind)
     for number, step in enumerate(program.steps):
         try:

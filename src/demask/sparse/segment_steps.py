@@ -3,20 +3,30 @@
 Value k of a program is input k, or the output of step k - len(inputs). Kinds of values, by their
 tensors:
 
-    image   [batch, channels, height, width]
-    signal  [batch, channels, length]
-    tokens  [..., channels]
+    image     [batch, channels, height, width]
+    signal    [batch, channels, length]
+    tokens    [..., channels]
+    pixels    [batch, height, width, channels], an image with channels last
+    matrices  [..., rows, columns], each with tokens of its own
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from demask.ops.activations import Act
 
-KINDS = ("image", "signal", "tokens")
+#: kind -> rank of its tensors; None for any
+RANKS: dict[str, int | None] = {
+    "image": 4, "signal": 3, "tokens": None, "pixels": 4, "matrices": None,
+}  # fmt: skip
+KINDS = tuple(RANKS)
+INPUTS = ("image", "signal", "tokens", "pixels")  # kinds of inputs of programs
+CHANNELS_LAST = ("tokens", "pixels", "matrices")
+SPATIAL = ("image", "signal")
 MAX_SIZE = 2**31 - 1
 LARGEST = 3.4e38  # fits in float32
 Span = tuple[int, int, int]  # number of the tensor, first element, end
@@ -171,7 +181,7 @@ class SelectStep:
 class CallStep:
     """An op of `segment_calls.CALLED`, by name, of several values of the same or other kinds.
 
-    kind: of the result. index: int32 positions, for ops that read some.
+    kind: of the result. index: the constants of ops that read some: int32 positions, or factors.
     """
 
     xs: tuple[int, ...]
@@ -179,6 +189,7 @@ class CallStep:
     kind: str
     numbers: tuple[Any, ...] = ()
     index: Span | None = None
+    name: str = ""
 
 
 Step = (
@@ -214,12 +225,24 @@ def reads(step: Step) -> tuple[int, ...]:
 
 
 def canonical(kind: str, shape: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
-    """(batch, channels, height, width) of a value; tokens are pixels of one row."""
+    """(batch, channels, height, width) of a value; tokens are pixels of one row, and the columns of
+    all matrices are channels of their rows."""
     if kind == "image":
         return shape[0], shape[1], shape[2], shape[3]
     if kind == "signal":
         return shape[0], shape[1], 1, shape[2]
-    count = 1
-    for size in shape[:-1]:
-        count = count * size
-    return 1, shape[-1], 1, count
+    if kind == "pixels":
+        return shape[0], shape[3], shape[1], shape[2]
+    if kind == "matrices":
+        return 1, prod(shape[:-2]) * shape[-1], 1, shape[-2]
+    return 1, shape[-1], 1, prod(shape[:-1])
+
+
+def channel_axis(kind: str) -> int:
+    """The axis of channels of a kind."""
+    return -1 if kind in CHANNELS_LAST else 1
+
+
+def has_rank(kind: str, rank: int) -> bool:
+    """Whether a kind has tensors of this rank."""
+    return rank >= (2 if kind == "matrices" else 1) if RANKS[kind] is None else rank == RANKS[kind]

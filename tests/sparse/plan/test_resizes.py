@@ -13,12 +13,12 @@ from test_segment_moves import ISAS
 
 from demask.errors import BadInput
 from demask.sparse import reference as dense
-from demask.sparse.called_op import RESIZED
+from demask.sparse.calls.called_op import RESIZED
+from demask.sparse.calls.resize_calls import RESIZES
 from demask.sparse.plan import resizes
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_resizes import RESIZES
 from demask.sparse.segment_steps import CallStep
 from guarded import guarded
 from segment_drafts import RELU, all_at_once, compare

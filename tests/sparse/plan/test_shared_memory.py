@@ -217,7 +217,7 @@ def test_what_shares_no_memory() -> None:
     program = draft.program(static=(1,))
     builder = TapeBuilder(program, draft.weights, draft.inputs, host(), 2)
     channels = [size[1] for size in builder.shapes]
-    assert find_parts(program, draft.weights, channels, builder.grids) == {a: (4, 4)}
+    assert find_parts(builder.moved, channels, builder.grids) == {a: (4, 4)}
     draft.check(static=(1,))
 
 

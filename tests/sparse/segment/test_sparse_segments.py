@@ -203,14 +203,15 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str]]] = {
         "conv relu, pool, conv relu, conv relu, conv, conv+ relu, conv relu, conv relu, "
         "conv+ relu, conv relu, conv relu, conv, conv+ relu, mean, flat, linear"]),
     "mobilenet": (mobilenet, X, ["conv clamp, conv clamp, conv clamp, conv clamp, conv clamp"]),
-    "ffn": (lambda: ffn(False), TOKENS, ["linear gelu_tanh, linear"]),
-    "ffn, residual": (lambda: ffn(True), TOKENS, ["linear gelu_tanh, linear+"]),
+    "ffn": (lambda: ffn(False), TOKENS, ["linear gelu_tanh, linear, call"]),
+    "ffn, residual": (lambda: ffn(True), TOKENS, ["linear gelu_tanh, linear+, call"]),
     "inception": (inception, X, ["conv sigmoid, conv relu, pool, conv, pool, cat, conv"]),
     "squeeze": (squeeze, X, ["conv relu, mean, conv relu, conv sigmoid, scale, conv+"]),
     "leaving": (leaving, X, ["conv relu", "conv+"]),
     "both kinds": (both_kinds, SIGNAL, ["conv relu, conv, conv relu", "linear"]),
     "twice": (twice, TOKENS, ["linear tanh, linear, add, linear"]),
-    "queries": (queries, TOKENS, ["linear, linear, linear"]),
+    "queries": (queries, TOKENS, [
+        "linear, linear, call, call, call, linear, call, call"]),
     "ups": (ups, X, ["conv leaky_relu, conv"]),
     "same": (same, X, ["conv hardswish, conv hardsigmoid"]),
     "rows": (lambda: images(nn.Linear(6, 5), nn.SiLU(), nn.Linear(5, 3)), torch.randn(3, 6),

@@ -16,17 +16,15 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.kernels.cpu.tiles.called import ElementGather, PointwiseKernel, SoftmaxKernel
-from demask.kernels.cpu.tiles.relayout import CALL, Gather
-from demask.sparse.called_op import MOVED, RESIZED, SOFTMAX
+from demask.kernels.cpu.tiles.called import ElementGather
+from demask.kernels.cpu.tiles.relayout import CALL
 from demask.sparse import reference
-from demask.sparse.plan.resizes import write_resize
+from demask.sparse.calls.called_op import MOVED, PRODUCT, RESIZED
 from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import GridLayout, at_array
-from demask.sparse.plan.value_moves import ANY_VALUE, Moves, rows_of
 from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import CallStep, Step, reads
+from demask.sparse.segment_steps import SPATIAL, CallStep, Step, reads
 
 Shape = tuple[int, ...]
 NUMBERS = 2**32  # of the elements of a value; 0 is for elements that are zero
@@ -51,6 +49,7 @@ class MovedValues:
     shapes: Sequence[Shape]
     numbered: dict[int, Tensor] = field(default_factory=dict)
     pixels: dict[int, tuple[int, np.ndarray] | None] = field(default_factory=dict)
+    in_place: dict[int, bool] = field(default_factory=dict)
 
     def step(self, value: int) -> Step | None:
         """The step that computes a value; None for an input."""
@@ -60,7 +59,8 @@ class MovedValues:
     def sources(self, step: Step) -> tuple[int, ...]:
         """The values whose memory a step reads: of moved operands of a move, their sources."""
         if not is_move(step):
-            return reads(step)
+            factors = factors_of(step)
+            return tuple(self.factor_source(x) if x in factors else x for x in reads(step))
         origins: dict[int, None] = {}
         for x in reads(step):
             inner = self.step(x)
@@ -70,9 +70,9 @@ class MovedValues:
 
     @property
     def written(self) -> set[int]:
-        """The moved values that other steps read, and outputs that are the same move of each
-        channel: those are stored as other values are."""
-        read = {x for step in self.program.steps if not is_move(step) for x in reads(step)}
+        """The moved values that other steps read, unless from where their elements are, and outputs
+        that are the same move of each channel: those are stored as other values are."""
+        read = {x for step in self.program.steps if not is_move(step) for x in self.sources(step)}
         return read | {v for v in self.program.outputs if self.by_pixel(v) is not None}
 
     def by_pixel(self, value: int) -> tuple[int, np.ndarray] | None:
@@ -84,11 +84,11 @@ class MovedValues:
 
     def _by_pixel(self, value: int) -> tuple[int, np.ndarray] | None:
         step, shape = self.step(value), self.shapes[value]
-        if step is None or not is_move(step) or self.program.kinds[value] == "tokens":
+        if step is None or not is_move(step) or self.program.kinds[value] not in SPATIAL:
             return None
         sources = self.sources(step)
         old = self.shapes[sources[0]]
-        is_plain = len(sources) == 1 and self.program.kinds[sources[0]] != "tokens"
+        is_plain = len(sources) == 1 and self.program.kinds[sources[0]] in SPATIAL
         if not is_plain or old[1] != shape[1]:
             return None
         numbers, pitch = self.numbers(value), prod(old[2:])
@@ -128,6 +128,52 @@ class MovedValues:
             self.numbered[value] = reference.call(step, kind, operands, *tensors)
         return self.numbered[value]
 
+    def by_channel(self, value: int) -> Tensor:
+        """`numbers` as an array [batch, channels, height, width]."""
+        return as_image(self.program.kinds[value], self.numbers(value))
+
+    def place(self, value: int) -> tuple[int, int] | None:
+        """The value of which a moved one is a range of channels, and the first of these."""
+        step = self.step(value)
+        if step is None or not is_move(step) or len(sources := self.sources(step)) != 1:
+            return None
+        own, source = self.by_channel(value), self.by_channel(sources[0])
+        first = (source[0, :, 0, 0] == own[0, 0, 0, 0]).nonzero().flatten().tolist()
+        is_range = len(first) == 1 and torch.equal(
+            own, source[:, first[0] : first[0] + own.shape[1]]
+        )
+        return (sources[0], first[0]) if is_range else None
+
+    def factor_source(self, value: int) -> int:
+        """The value that has the elements of a factor of a product where the kernel can read them:
+        their places are the sum of one per row and one per column. Otherwise the value itself."""
+        step = self.step(value)
+        if step is None or not is_move(step) or len(sources := self.sources(step)) != 1:
+            return value
+        if value not in self.in_place:
+            self.in_place[value] = self._is_separable(value, sources[0])
+        return sources[0] if self.in_place[value] else value
+
+    def _is_separable(self, value: int, source: int) -> bool:
+        """Whether the channels of a source depend on rows alone and its positions on columns, or
+        the other way around."""
+        numbers = self.numbers(value)
+        if not bool((numbers > 0).all()):
+            return False
+        whole = self.by_channel(source)
+        _, channels, height, width = whole.shape
+        flat = torch.zeros(whole.numel(), dtype=torch.int64)
+        first = source * NUMBERS + 1
+        flat[(whole - first).long().flatten()] = torch.arange(whole.numel())
+        rest, x = divmod_of(flat[(numbers - first).long()], height * width)
+        image, channel = divmod_of(rest, channels)
+        position = image * height * width + x
+
+        def is_fixed(places: Tensor, axis: int) -> bool:
+            return bool((places == places.narrow(axis, 0, 1)).all())
+
+        return any(is_fixed(channel, a) and is_fixed(position, b) for a, b in ((-1, -2), (-2, -1)))
+
     def keeps_images(self, counts: Sequence[int]) -> bool:
         """Whether each image is computed from that image alone, for these numbers of images.
 
@@ -148,9 +194,16 @@ class MovedValues:
 
 def elements_of(layout: GridLayout, kind: str, shape: Shape, flat: np.ndarray) -> np.ndarray:
     """The elements in a buffer of elements of a value, numbered in the order of its shape."""
-    if kind == "tokens":
+    if kind in ("tokens", "matrices"):
         x, channel = np.divmod(flat, shape[-1])
         image = y = np.zeros_like(x)
+        if kind == "matrices":
+            number, x = np.divmod(x, shape[-2])
+            channel = number * shape[-1] + channel
+    elif kind == "pixels":
+        rest, channel = np.divmod(flat, shape[3])
+        rest, x = np.divmod(rest, shape[2])
+        image, y = np.divmod(rest, shape[1])
     else:
         height, width = (1, shape[2]) if kind == "signal" else shape[2:]
         rest, x = np.divmod(flat, width)
@@ -160,6 +213,28 @@ def elements_of(layout: GridLayout, kind: str, shape: Shape, flat: np.ndarray) -
     if elements.size and int(elements.max()) >= 2**31:
         raise NoPlan("a value has more than 2**31 elements")
     return elements
+
+
+def as_image(kind: str, x: Tensor) -> Tensor:
+    """A value as an array [batch, channels, height, width] (`segment_steps.canonical`)."""
+    if kind == "pixels":
+        return x.permute(0, 3, 1, 2)
+    if kind in ("tokens", "matrices"):
+        x = x.reshape(1, -1, x.shape[-1]) if kind == "tokens" else x.reshape(-1, *x.shape[-2:])
+        return x.transpose(1, 2).reshape(1, -1, 1, x.shape[1])
+    return x.unsqueeze(2) if kind == "signal" else x
+
+
+def factors_of(step: Step) -> tuple[int, ...]:
+    """The operands of a product whose elements are read one by one."""
+    if isinstance(step, CallStep) and CALLED[step.call].lowering == PRODUCT:
+        return step.xs[1:3]
+    return ()
+
+
+def divmod_of(x: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
+    """Quotient and remainder of integers that are not negative."""
+    return x // divisor, x % divisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +248,8 @@ class MoveWriter:
 
     def to_buffer(self, value: int, out: Buffer) -> None:
         """Write a value in the layout of a buffer, without borders."""
-        layout, numbers = out.layout, self.moved.numbers(value)
-        kind, (batch, channels, height, width) = self.moved.program.kinds[value], layout.size
-        if kind == "tokens":
-            numbers = numbers.reshape(-1, channels).t()
-        by_channel = numbers.reshape(batch, channels, height, width).transpose(0, 1).numpy()
+        layout, channels = out.layout, out.layout.size[1]
+        by_channel = self.moved.by_channel(value).transpose(0, 1).numpy()
         at = at_array(layout.inside())
         image, y, x, is_inside = layout.pixels(at)
         pixel = [np.where(is_inside, a, 0) for a in (image, y, x)]
@@ -227,39 +299,3 @@ class MoveWriter:
                             "count": len(k), "table": table[k].astype(np.int32),
                             "lines": lines[k].astype(np.int32)}))  # fmt: skip
             is_first &= ~is_read
-
-
-def _move_pixels(moves: Moves, moved: MovedValues, same: tuple[int, np.ndarray], source: Buffer,
-                 out: Buffer) -> None:  # fmt: skip
-    """Write a value that has the same elements of each channel of its source."""
-    layout, (x, numbers) = out.layout, same
-    numbers = numbers.reshape(layout.size[0], *layout.size[2:])
-    flat = elements_of(source.layout, moved.program.kinds[x], moved.shapes[x], numbers.clip(0))
-    at = at_array(layout.inside())
-    image, y, column, is_inside = layout.pixels(at)
-    pixel = tuple(np.where(is_inside, a, 0) for a in (image, y, column))
-    read = np.where(numbers[pixel] < 0, -1, flat[pixel])
-    rows = rows_of(layout, at, np.where(is_inside, read, ANY_VALUE))
-    moves.moved(Gather(), (source, 0), (out, 0), layout,
-                (moves.pitch(source), moves.pitch(out)), rows)  # fmt: skip
-
-
-def write_call(
-    value: int, moves: Moves, moved: MovedValues, sources: Sequence[Buffer], out: Buffer
-) -> None:
-    """Write the call of an op to a tape, without borders. sources: as in `MovedValues.sources`."""
-    step = moved.step(value)
-    assert isinstance(step, CallStep)
-    if is_move(step):
-        buffers = dict(zip(moved.sources(step), sources, strict=True))
-        same = moved.by_pixel(value)
-        if same is not None:
-            _move_pixels(moves, moved, same, sources[0], out)
-        else:
-            MoveWriter(moves.tape, moved, buffers, moves.isa.lanes).to_buffer(value, out)
-    elif CALLED[step.call].lowering == RESIZED:
-        write_resize(step, moves, sources[0], out)
-    elif CALLED[step.call].lowering == SOFTMAX:
-        moves.over_channels(SoftmaxKernel(), sources[0], out)
-    else:
-        moves.pointwise(PointwiseKernel(step.call, step.numbers), list(sources), out)

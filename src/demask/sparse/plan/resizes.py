@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from demask.kernels.cpu.tiles.resize import CALL, ResizeKernel
+from demask.sparse.calls.resize_calls import sizes_and_factors
 from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, aligned, by_thread
 from demask.sparse.plan.tile_layout import GridLayout
 from demask.sparse.plan.value_moves import Moves
 from demask.sparse.segment_calls import CALLED
-from demask.sparse.segment_resizes import sizes_and_factors
 from demask.sparse.segment_steps import CallStep
 
 PROBED = 256  # unit vectors at once
@@ -73,7 +73,7 @@ def _write(moves: Moves, buffers: tuple[Buffer, Buffer], share: tuple[int, int, 
                              (False, (others[0], every))):  # fmt: skip
         if not all(map(len, picked)):
             continue
-        kernel = ResizeKernel(*(axis.weights.shape[1] for axis in axes), is_whole)
+        kernel = ResizeKernel(axes[0].weights.shape[1], axes[1].weights.shape[1], is_whole)
         fields: dict[str, Any] = {"begin": begin, "end": end}
         for key, buffer in zip(("x", "out"), buffers, strict=True):
             fields[f"{key}_pitch"] = moves.pitch(buffer)

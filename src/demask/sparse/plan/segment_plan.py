@@ -203,6 +203,8 @@ def _strides(kind: str, x: Tensor) -> tuple[int, int, int, int]:
         strides = x.stride()
     elif kind == "signal":
         strides = (x.stride(0), x.stride(1), 0, x.stride(2))
+    elif kind == "pixels":
+        strides = (x.stride(0), x.stride(3), x.stride(1), x.stride(2))
     else:
         tokens = x.flatten(0, -2) if x.ndim > 2 else x.reshape(-1, x.shape[-1])
         if tokens.data_ptr() != x.data_ptr():

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from demask.sparse.plan.layers.pack_weights import selected
+from demask.sparse.plan.moved_values import MovedValues, is_move
 from demask.sparse.plan.tile_layout import TileGrid
-from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConcatStep, SelectStep
 
 Place = tuple[int, int]  # a value and one of its channels
 
 
 def find_parts(
-    program: SegmentProgram, weights: Sequence[Tensor], channels: Sequence[int],
-    grids: Sequence[TileGrid],
-) -> dict[int, Place]:  # fmt: skip
+    moved: MovedValues, channels: Sequence[int], grids: Sequence[TileGrid]
+) -> dict[int, Place]:
     """Values that are channels of others, with the value and the first channel.
 
     Operands of concatenations are written into their results. A concatenation of values that are in
-    order in a longer one is a part of that, a slice of channels a part of its operand.
+    order in a longer one is a part of that, a slice of channels a part of its operand, and so is a
+    moved value that is such a slice in the layout of kernels, such as one head of several.
     """
+    program, weights = moved.program, moved.weights
     parts: dict[int, Place] = {}
 
     def place(value: int, whole: int, first: int) -> None:
@@ -49,6 +49,10 @@ def find_parts(
             numbers = selected(step, weights, channels[step.x])
             if numbers[0] >= 0 and (np.diff(numbers) == 1).all():
                 place(value, step.x, int(numbers[0]))
+        elif is_move(step) and value in moved.written:
+            whole = moved.place(value)
+            if whole is not None:
+                place(value, *whole)
     return parts
 
 

@@ -25,7 +25,14 @@ from demask.sparse.plan.layers.window_piece import (
     read_weight,
     shape_of,
 )
-from demask.sparse.plan.moved_values import MovedValues, MoveWriter, is_move, is_resize, write_call
+from demask.sparse.plan.moved_values import (
+    MovedValues,
+    MoveWriter,
+    factors_of,
+    is_move,
+    is_resize,
+)
+from demask.sparse.plan.needs import Need, grid_of_input
 from demask.sparse.plan.shared_memory import Place, find_parts, owner_of
 from demask.sparse.plan.tape import HEADER, Buffer, NoPlan, Tape
 from demask.sparse.plan.tile_layout import (
@@ -40,8 +47,10 @@ from demask.sparse.plan.tile_layout import (
     widened,
 )
 from demask.sparse.plan.value_moves import Moves, as_windows, elements, rows_of
+from demask.sparse.plan.write_call import write_call
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
+    CHANNELS_LAST,
     AddStep,
     CallStep,
     ConcatStep,
@@ -61,16 +70,6 @@ from demask.sparse.segment_steps import (
 # thread or by this one; per line copied to another grid.
 VECTOR, CROSSED, OWN, COPIED = 0.75, 40.0, 10.0, 18.0
 LEAST = -math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """How a step reads a value: grid, border and fill value."""
-
-    value: int
-    grid: TileGrid
-    border: Border
-    fill: float
 
 
 @dataclass(slots=True)
@@ -112,7 +111,7 @@ class TapeBuilder:
             costs.append((self._cost(), number, common))
         self._choose(min(costs)[2])
         channels = [size[1] for size in self.shapes]
-        self.parts = find_parts(self.program, self.weights, channels, self.grids)
+        self.parts = find_parts(self.moved, channels, self.grids)
 
     # -- grids and borders
 
@@ -168,7 +167,7 @@ class TapeBuilder:
         if is_move(step):
             return [Need(v, self.grids[v], NO_BORDER, 0.0) for v in self.moved.sources(step)]
         if isinstance(step, (ConvStep, PoolStep)):
-            input_grid = self.input_grid(step, grid)
+            input_grid = grid_of_input(step, grid)
             if isinstance(step, ConvStep):
                 border = reach(input_grid, grid, windows(step))
                 layout = GridLayout(self.shapes[x], input_grid, border, self.isa.lanes)
@@ -182,26 +181,21 @@ class TapeBuilder:
         if isinstance(step, (MeanStep, FlattenStep)) or is_resize(step):
             return [Need(x, self.grids[x], NO_BORDER, 0.0)]
         if isinstance(step, SelectStep):
-            input_grid = self.input_grid(step, grid)
+            input_grid = grid_of_input(step, grid)
             # its parts and those of `grid` may begin at different pixels
             border = reach(input_grid, grid, windows(as_windows(step)))
             return [Need(x, input_grid, border, 0.0)]
         if isinstance(step, ScaleStep):
             return [Need(x, grid, NO_BORDER, 0.0), Need(step.z, self.grids[step.z], NO_BORDER, 0.0)]
-        return [Need(v, grid, NO_BORDER, 0.0) for v in reads(step)]
+        factors = factors_of(step)
+        return [Need(s, self.grids[s] if v in factors else grid, NO_BORDER, 0.0)
+                for v, s in zip(reads(step), self.moved.sources(step), strict=True)]  # fmt: skip
 
     def _is_depthwise(self, step: Step) -> bool:
         """Whether the depthwise kernel computes a step."""
         return isinstance(step, ConvStep) and is_depthwise(
             step, self.shapes[step.x][1], self.weights
         )
-
-    def input_grid(self, step: ConvStep | PoolStep | SelectStep, grid: TileGrid) -> TileGrid:
-        """The grid of the input of a window step, for an output in `grid`."""
-        if isinstance(step, ConvStep) and step.transposed:
-            stride = step.stride
-            return replace(grid, height=grid.height // stride[0], width=grid.width // stride[1])
-        return grid.scaled(step.stride)
 
     def layout(self, value: int, grid: TileGrid, border: Border) -> GridLayout:
         """The layout of a value in a grid."""
@@ -436,16 +430,19 @@ class TapeBuilder:
     def _store(self, value: int, slot: int) -> None:
         """Write the scatter to an output."""
         self.tape.phase()  # also for a static input, which the other tape has only converted
-        step = self.moved.step(value)
-        if step is not None and is_move(step) and value not in self.moved.written:
-            sources = {v: self.main(v) for v in self.moved.sources(step)}
+        step, kind = self.moved.step(value), self.program.kinds[value]
+        if step is not None and (
+            kind == "matrices" or (is_move(step) and value not in self.moved.written)
+        ):
+            owners = self.moved.sources(step) if is_move(step) else (value,)
+            sources = {v: self.main(v) for v in owners}
             MoveWriter(self.tape, self.moved, sources, self.isa.lanes).to_output(value, slot)
             return
         source, moves = self.main(value), Moves(self.tape, self.isa)
         _, channels, height, width = self.shapes[value]
-        is_tokens = self.program.kinds[value] == "tokens"
-        stride = ((0, 1, 0, channels) if is_tokens
-                  else (channels * height * width, height * width, width, 1))  # fmt: skip
+        image = channels * height * width
+        stride = ((image, 1, width * channels, channels) if kind in CHANNELS_LAST
+                  else (image, height * width, width, 1))  # fmt: skip
         rows = elements(source.layout, stride, source.layout.inside())
         moves.moved(move.Scatter(), (source, 0), (slot, 0), source.layout,
                     (moves.pitch(source), 4 * stride[1]), rows)  # fmt: skip
@@ -453,6 +450,9 @@ class TapeBuilder:
     def _step(self, step: Step, value: int) -> None:
         """Write one step."""
         if is_move(step) and value not in self.moved.written:
+            return
+        if is_move(step) and self.parts.get(value, 0) == self.moved.place(value):
+            self.main(value)
             return
         grid = self.grids[value]
         sources = [self.buffer(need) for need in self._reads(step, grid)]

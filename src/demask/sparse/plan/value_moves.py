@@ -140,15 +140,22 @@ class Moves:
                 "out_pitch": self.pitch(out), "begin": begin, "end": end,
                 "count": len(picked), "table": table[picked]}))  # fmt: skip
 
-    def over_channels(self, kernel: Any, x: Buffer, out: Buffer) -> None:
-        """Write a kernel that computes each position from all of its channels."""
+    def over_channels(self, kernel: Any, x: Buffer, out: Buffer, groups: int = 1,
+                      factors: np.ndarray | None = None) -> None:  # fmt: skip
+        """Write a kernel that computes each position from all of its channels.
+
+        groups: of channels that are independent. factors: float32, which the kernel reads.
+        """
+        fields = {} if factors is None else {"weights": factors}
+        count = x.layout.size[1] // groups
         at, threads, grid = at_array(out.layout.inside()), self.tape.threads, out.layout.grid
         table = np.stack([x.layout.line(*at.T), out.layout.line(*at.T)], 1).astype(np.int32)
         for thread, (begin, end) in enumerate(by_thread(len(at), threads)):
             is_own = at[:, 0] == thread if grid.parts == threads else slice(begin, end)
             if len(table[is_own]):
-                share = thread, 0, x.layout.size[1]
-                self._add(kernel, x, out, share, table[is_own], {})
+                for first in range(0, x.layout.size[1], count):
+                    share = thread, first, first + count
+                    self._add(kernel, x, out, share, table[is_own], fields)
 
     def pool(self, step: PoolStep, x: Buffer, out: Buffer) -> None:
         """Write a pool."""

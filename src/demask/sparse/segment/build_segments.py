@@ -28,8 +28,10 @@ from demask.ops.activations import Act
 from demask.sparse.segment.convex_groups import SegmentRegion, Wanted, regions
 from demask.sparse.segment.match_calls import ANY, MatchedCall, matrix
 from demask.sparse.segment.prepare_calls import prepare_calls
+from demask.sparse.segment_calls import sizes_of_reshape
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
+    INPUTS,
     AddStep,
     CallStep,
     ConcatStep,
@@ -191,6 +193,7 @@ class _Steps:
         self.calls = {call.node: call for call in calls}
         outside = ((s, c) for c in calls for s in c.reads if s not in self.calls)
         sources = ((s, _kind_of_input(s, c.kind)) for s, c in outside)
+        self.converted: dict[tuple[fx.Node, str], int] = {}  # values as other kinds
         self.inputs = {source: number for number, source in enumerate(dict.fromkeys(sources))}
         self.live = input_dependent(editor.graph)
         self.steps: list[Step] = []
@@ -286,23 +289,44 @@ class _Steps:
         elif isinstance(step, ConcatStep):
             step = replace(step, xs=tuple(reads))
         elif isinstance(step, CallStep):
-            span = None if call.index is None else self.store.channels(call.index)
-            step = replace(step, xs=tuple(reads), kind=call.makes, index=span)
+            span = None if call.index is None else self.store.stored(call.index)
+            name = _name_of_factors(self.editor, call.node) if span is not None else ""
+            step = replace(step, xs=tuple(reads), kind=call.makes, index=span, name=name)
         else:
             step = replace(step, x=reads[0])
         self.steps.append(step)
         self.values[chain.last] = len(self.inputs) + len(self.steps) - 1
 
     def _value(self, source: fx.Node, kind: str) -> int:
-        """The number of a value."""
+        """The number of a value, as a kind; a step makes it one of tokens or matrices."""
         if source in self.calls:
-            return self.values[source]
-        return self.inputs[source, _kind_of_input(source, kind)]
+            value, own = self.values[source], self.calls[source].makes
+        else:
+            own = _kind_of_input(source, kind)
+            value = self.inputs[source, own]
+        if kind in (own, ANY):
+            return value
+        if (source, kind) not in self.converted:
+            sizes = sizes_of_reshape(source.meta["val"].shape, source.meta["val"].shape)
+            assert sizes is not None
+            self.steps.append(CallStep((value,), "reshape", kind, sizes))
+            self.converted[source, kind] = len(self.inputs) + len(self.steps) - 1
+        return self.converted[source, kind]
+
+
+def _name_of_factors(editor: GraphEditor, node: fx.Node) -> str:
+    """The name of the module that has the constants of a call."""
+    named = [
+        editor.constants[str(n.target)].name for n in node.all_input_nodes if n.op == "get_attr"
+    ]
+    return named[0].rpartition(".")[0] if named else ""
 
 
 def _kind_of_input(source: fx.Node, kind: str) -> str:
     """The kind as which a call with operands of a kind reads an input."""
-    return kind if kind != ANY else "image" if source.meta["val"].ndim == 4 else "tokens"
+    if kind in INPUTS:
+        return kind
+    return "image" if kind == ANY and source.meta["val"].ndim == 4 else "tokens"
 
 
 def _can_select_rows(layer: MatchedCall, reader: MatchedCall) -> bool:
@@ -378,6 +402,11 @@ class _WeightStore:
     def channels(self, numbers: Tensor) -> Span:
         """The span of the numbers of a selection of channels, or positions."""
         return self._add_span(INDEX, numbers.to(torch.int32))
+
+    def stored(self, constants: Tensor) -> Span:
+        """The span of positions, or of factors, that a call reads."""
+        is_factors = constants.is_floating_point()
+        return self._add_span(VALUES, constants) if is_factors else self.channels(constants)
 
     def constants(self, reader: fx.Node) -> list[fx.Node]:
         """The tensors as constants of the graph."""

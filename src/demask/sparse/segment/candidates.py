@@ -47,13 +47,12 @@ from demask.tune.passes.fuse_epilogues import epilogue_chain
 from demask.tune.passes.merge_activations import merge_activations
 
 ALL, EACH = "segments of all layers", "sparse layers, where each is faster"
-BY_INDEX = ", joins by index"
+BY_INDEX, OUTSIDE = ", joins by index", ", large products outside"
 DENSE, SPARSE = "dense", "sparse"
 LEAST_SHARE = 0.5  # of the multiply-adds of a network, in segments of all layers
 GAIN_OF_EACH = 0.9  # share of sparse seconds below which a mix of dense and sparse layers pays
 SETS = 3  # inputs that a layer is timed with in turns, if one would stay in the cache
-# torch multiplies dense matrices of at least this size faster than a segment.
-TOKENS, WIDTH = 64, 256
+TOKENS, WIDTH = 64, 256  # of dense matrices that torch may multiply faster than a segment
 
 
 @dataclass(slots=True)
@@ -80,7 +79,8 @@ class SegmentCandidates:
         """
         if not llvm.is_installed():
             return
-        is_useful = _share(reduced, self.asker, self.table) >= LEAST_SHARE
+        shares = [_share(reduced, self.asker, self.table, large) for large in (True, False)]
+        is_useful = shares[0] >= LEAST_SHARE
         if not is_useful and not any(map(_is_sparse, reduced.constants.values())):
             return
         cut = _elements(reduced) < _elements(original)
@@ -88,6 +88,8 @@ class SegmentCandidates:
             if is_useful:
                 tell("building segments")
                 yield from self._new(self._all(ALL + name, base))
+                if LEAST_SHARE <= shares[1] < shares[0]:
+                    yield from self._new(self._all(ALL + name + OUTSIDE, base, large=False))
             tell("measuring sparse layers")
             sparse_layers = _SparseLayers(self.asker)
             mixed = self._candidate(EACH + name, base, sparse_layers.core, _is_depthwise)
@@ -98,9 +100,9 @@ class SegmentCandidates:
             if not sparse_layers.known and name == BY_INDEX:
                 return  # dense layers with zeros left in them are slower
 
-    def _all(self, name: str, base: Whole) -> Candidate:
-        """The candidate with all layers in segments."""
-        layers = _AllLayers(self.asker)
+    def _all(self, name: str, base: Whole, large: bool = True) -> Candidate:
+        """The candidate with all layers in segments. large: also large products."""
+        layers = _AllLayers(self.asker, large)
         candidate = self._candidate(name, base, layers.core, layers.core)
         self.least = max(self.least, sum(layers.known.values()))
         return candidate
@@ -146,13 +148,14 @@ def _elements(program: Whole) -> int:
     return sum(constant.tensor.numel() for constant in program.constants.values())
 
 
-def _share(program: Whole, asker: LayerCosts, table: Table) -> float:
-    """The share of a network's multiply-adds that segments of all layers would compute."""
+def _share(program: Whole, asker: LayerCosts, table: Table, large: bool) -> float:
+    """The share of a network's multiply-adds in layers that segments would compute. large: also
+    large products."""
     relations = Analysis(program, table).relations
-    editor, wanted = GraphEditor(program), _AllLayers(asker)
+    editor, wanted = GraphEditor(program), _AllLayers(asker, large)
     calls = calls_of(editor, torch.float32)
     names = {node.name for node, call in calls.items()
-             if call.is_layer and not wanted.is_large_product(editor, call)}  # fmt: skip
+             if call.is_layer and wanted.is_wanted(editor, call)}  # fmt: skip
     inside = sum(count_macs(relation, asker.example) for node, relation in relations.items()
                  if node.name in names and isinstance(relation, Relation))  # fmt: skip
     return inside / max(sum_macs(relations, asker.example), 1)
@@ -177,21 +180,27 @@ def _is_depthwise(editor: GraphEditor, call: MatchedCall) -> bool:
 
 @dataclass(slots=True)
 class _AllLayers:
-    """All layers of a program that segments should hold. known: dense seconds by node name."""
+    """All layers of a program that segments should hold. large: also large products; known: dense
+    seconds by node name."""
 
     asker: LayerCosts
+    large: bool
     known: dict[str, float] = field(default_factory=dict)
 
     def core(self, editor: GraphEditor, call: MatchedCall) -> bool:
         """Whether a layer should be in a segment."""
-        if self.is_large_product(editor, call):
+        if not self.is_wanted(editor, call):
             return False
         name = call.node.name
         if call.affine is None and name not in self.known:
             self.known[name] = _dense_seconds(self.asker, call.node, (False, True))
         return True
 
-    def is_large_product(self, editor: GraphEditor, call: MatchedCall) -> bool:
+    def is_wanted(self, editor: GraphEditor, call: MatchedCall) -> bool:
+        """Whether a layer is none of those that should not be in a segment."""
+        return self.large or not self._is_large_product(editor, call)
+
+    def _is_large_product(self, editor: GraphEditor, call: MatchedCall) -> bool:
         """Whether a layer is a product of large dense matrices."""
         if not isinstance(call.step, LinearStep):
             return False

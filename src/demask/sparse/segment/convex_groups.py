@@ -17,6 +17,7 @@ from torch import fx
 
 from demask.graph.editor import GraphEditor
 from demask.sparse.segment.match_calls import ANY, MatchedCall, calls_of
+from demask.sparse.segment_steps import CHANNELS_LAST
 
 Wanted = Callable[[GraphEditor, MatchedCall], bool]
 
@@ -53,8 +54,12 @@ def regions(
 
 
 def _joins(source: fx.Node, call: MatchedCall, known: Mapping[fx.Node, MatchedCall]) -> bool:
-    """Whether a call can read a value within a segment: one computed there, of the same kind."""
-    return source in known and call.kind in (known[source].makes, ANY)
+    """Whether a call can read a value within a segment: one computed there, of the same kind, or
+    of one that a step makes the same."""
+    if source not in known:
+        return False
+    makes = known[source].makes
+    return call.kind in (makes, ANY) or {call.kind, makes} <= set(CHANNELS_LAST)
 
 
 def _levels(graph: fx.Graph, known: Mapping[fx.Node, MatchedCall]) -> dict[fx.Node, int]:

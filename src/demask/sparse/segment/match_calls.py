@@ -10,14 +10,18 @@ import torch
 from torch import Tensor, fx
 
 from demask.graph.editor import GraphEditor
-from demask.graph.queries import input_dependent
+from demask.graph.queries import has_shape, input_dependent
 from demask.ops import schema
 from demask.ops.activations import Act, activations_by_op
 from demask.ops.schema import same_size
 from demask.ops.traits import IDENTITIES, SQUEEZES
-from demask.sparse.called_op import MOVED, SOFTMAX
+from demask.sparse.calls.called_op import MOVED
+from demask.sparse.segment.value_kinds import is_channels_last, kind_by_rank, stored
 from demask.sparse.segment_calls import CALLED, LAST, called_by_target
 from demask.sparse.segment_steps import (
+    CHANNELS_LAST,
+    KINDS,
+    SPATIAL,
     ActivationStep,
     AddStep,
     CallStep,
@@ -31,6 +35,8 @@ from demask.sparse.segment_steps import (
     SelectStep,
     SparseWeight,
     Step,
+    channel_axis,
+    has_rank,
 )
 
 aten = torch.ops.aten
@@ -124,13 +130,16 @@ def _with_kinds(
         if not call.kind:
             kinds = [with_kinds[source].makes for source in call.reads if source in with_kinds]
             kind = next(iter(kinds), read_as)
-            kind = kind or ("image" if node.meta["val"].ndim == 4 else "tokens")
-            if _has_rank(node, kind) and _joins_channels(call, node, kind):
+            kinds_of = CALLED[call.step.call].kinds if isinstance(call.step, CallStep) else KINDS
+            if kind not in kinds_of:
+                kind = kind_by_rank(node, kinds_of)
+            if has_rank(kind, node.meta["val"].ndim) and _joins_channels(call, node, kind):
                 with_kinds[node] = replace(call, kind=kind, makes=kind)
                 continue
             call = _called(editor, node) if isinstance(call.step, ConcatStep) else call
         if call is not None and call.kind:
-            makes = call.makes or (read_as if read_as and _has_rank(node, read_as) else "tokens")
+            fits = bool(read_as) and has_rank(read_as, node.meta["val"].ndim)
+            makes = call.makes or (read_as if fits else "tokens")
             with_kinds[node] = replace(call, makes=makes)
     return with_kinds
 
@@ -143,26 +152,22 @@ def _called(editor: GraphEditor, node: fx.Node) -> MatchedCall | None:
         matched = entry.match(arguments, node) if node.meta["val"].ndim else None
         if matched is None:
             continue
-        operands, numbers, constant = matched
-        index = editor.tensor(constant)
-        if (constant is not None and index is None) or not all(map(_is_node, operands)):
+        operands, numbers, nodes = matched
+        constants = [editor.tensor(constant) for constant in nodes]
+        index = stored(constants)
+        if (nodes and index is None) or not all(isinstance(x, fx.Node) for x in operands):
             continue
-        kind = {MOVED: ANY, SOFTMAX: "tokens"}.get(entry.lowering, "")
-        if entry.spatial:
+        kind = entry.kinds[0] if len(entry.kinds) == 1 else ""
+        if entry.kinds == SPATIAL:
             kind = "image" if node.meta["val"].ndim == 4 else "signal"
+        elif entry.lowering == MOVED:
+            kind = ANY
+        elif entry.kinds == CHANNELS_LAST and is_channels_last(operands[0]):
+            kind = "pixels"
         step = CallStep((0,) * len(operands), name, "tokens", numbers)
         makes = "" if kind == ANY else kind
         return MatchedCall(node, operands, kind, makes, step, index=index)
     return None
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, fx.Node)
-
-
-def _has_rank(node: fx.Node, kind: str) -> bool:
-    rank = node.meta["val"].ndim
-    return rank > 0 if kind == "tokens" else rank == {"image": 4, "signal": 3}[kind]
 
 
 def _joins_channels(call: MatchedCall, node: fx.Node, kind: str) -> bool:
@@ -170,7 +175,9 @@ def _joins_channels(call: MatchedCall, node: fx.Node, kind: str) -> bool:
     if not isinstance(call.step, ConcatStep):
         return True
     rank = node.meta["val"].ndim
-    return schema.arguments(node)["dim"] % rank == (rank - 1 if kind == "tokens" else 1)
+    if kind == "matrices":
+        return False
+    return schema.arguments(node)["dim"] % rank == channel_axis(kind) % rank
 
 
 # ---------------------------------------------------------------------------------------- layers
@@ -226,7 +233,8 @@ def _linear(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Matched
     weight = _constants(editor, arguments)
     if weight is None or weight.ndim != 2:
         return None
-    return _layer(node, arguments, "tokens", LinearStep(0, NONE, None, weight.shape[0]))
+    kind = "pixels" if is_channels_last(arguments["input"]) else "tokens"
+    return _layer(node, arguments, kind, LinearStep(0, NONE, None, weight.shape[0]))
 
 
 def _layer(node: fx.Node, arguments: Arguments, kind: str, step: Step) -> MatchedCall | None:
@@ -300,13 +308,19 @@ def _norm(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCa
 
 
 def _scaled(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
-    """The product of an image and one factor per channel."""
+    """The product of an image and one factor per channel, computed or constant."""
     sides, shape = (arguments["self"], arguments["other"]), node.meta["val"].shape
     if len(shape) != 4 or not all(isinstance(side, fx.Node) for side in sides):
         return None
     for x, z in (sides, sides[::-1]):
         if has_shape(x, shape) and has_shape(z, (*shape[:2], 1, 1)):
             return MatchedCall(node, (x, z), "image", "image", ScaleStep(0, 0))
+        factors = editor.tensor(z)
+        if factors is not None and has_shape(x, shape) and factors.shape == (shape[1], 1, 1):
+            step = ConvStep(0, NONE, None, len(factors), (1, 1), groups=len(factors))
+            scale = factors.flatten()
+            return MatchedCall(node, (x,), "image", "image", step, z,
+                               affine=(scale, torch.zeros_like(scale)))  # fmt: skip
     return None
 
 
@@ -324,6 +338,8 @@ def _sliced(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> Matched
     start, end, step = (0 if numbers[0] is None else numbers[0]), *numbers[1:]
     shape = x.meta["val"].shape
     axis = arguments["dim"] % len(shape)
+    if start == 0 and step == 1 and has_shape(node, shape) and _reaches_end(end, shape[axis], 1):
+        return MatchedCall(node, (x,), "", "", None)
     if axis < 2:
         if not all(type(n) is int for n in (start, step, shape[axis])):
             return None
@@ -456,14 +472,6 @@ def _flat(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCa
     if not is_image_to_rows or not all(map(same_size, before[:2], after)):
         return None
     return MatchedCall(node, (x,), "image", "tokens", FlattenStep(0))
-
-
-def has_shape(node: fx.Node, shape: Sequence[Any]) -> bool:
-    """Whether a value is a tensor of this shape."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.ndim != len(shape):
-        return False
-    return all(map(same_size, value.shape, shape))
 
 
 _RULES: dict[Any, Rule] = {

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor, fx
 
 from demask.graph.editor import GraphEditor, drop_unread
-from demask.graph.queries import input_dependent
+from demask.graph.queries import has_shape, input_dependent
 from demask.ops import schema
 from demask.ops.schema import same_size
-from demask.sparse.segment.match_calls import has_shape
+from demask.sparse.segment.prepare_attention import prepare_attention
 
 aten = torch.ops.aten
 
 
 def prepare_calls(editor: GraphEditor) -> None:
     """Rewrite calls of a graph for segments."""
+    prepare_attention(editor)
     _slice_splits(editor)
     _select_added(editor)
     _expand_static_addends(editor)

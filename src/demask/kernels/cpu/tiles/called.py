@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from llvmlite import ir
@@ -87,17 +88,24 @@ class PointwiseKernel:
 class SoftmaxKernel:
     """out[line] of each channel = e**x[line] over the sum of that of all channels.
 
-    `table` has pairs (x, out) of lines.
+    `table` has pairs (x, out) of lines. safe: zeros, not NaN, where all channels are -inf (or NaN,
+    as in torch's attention).
     """
+
+    safe: bool = False
 
     arguments = 2
 
     def emit(self, e: Emitter) -> None:
-        call = CallFields(e)
+        call, lowest = CallFields(e), e.splat(-inf)
         with call.pairs() as (x, out):
-            largest, total = e.variable(e.vector, e.read(x)), e.variable(e.vector, e.splat(0.0))
+            first, larger = (lowest, e.larger) if self.safe else (e.read(x), e.largest)
+            largest, total = e.variable(e.vector, first), e.variable(e.vector, e.splat(0.0))
             with e.loop(call["begin"], call["end"]) as c:
-                largest.set(e.largest(largest.get(), e.read(call.channel("x", x, c))))
+                largest.set(larger(largest.get(), e.read(call.channel("x", x, c))))
+            is_empty = e.b.fcmp_ordered("==", largest.get(), lowest)
+            if self.safe:
+                largest.set(e.b.select(is_empty, e.splat(0.0), largest.get()))
             with e.loop(call["begin"], call["end"]) as c:
                 shifted = e.b.fsub(e.read(call.channel("x", x, c)), largest.get())
                 power = exponential(e, shifted)
@@ -105,4 +113,5 @@ class SoftmaxKernel:
                 total.set(e.b.fadd(total.get(), power))
             with e.loop(call["begin"], call["end"]) as c:
                 place = call.channel("out", out, c)
-                e.write(e.b.fdiv(e.read(place), total.get()), place)
+                share = e.b.fdiv(e.read(place), total.get())
+                e.write(e.b.select(is_empty, e.splat(0.0), share) if self.safe else share, place)

@@ -27,7 +27,10 @@ MOST_VECTORS = 4  # the same in vectors, where output channels are lanes
 # Cycles: of a multiply-add and of a load of a vector; of a block of output channels, of each of its
 # sums, and of an iteration over input channels; of as many vectors as lanes, transposed.
 PRODUCT, LOAD, BLOCK, SUM, STEP, TRANSPOSED = 0.5, 0.5, 12.0, 1.5, 1.0, 55.0
-LONG = 6  # vectors of a tile: with more and few rows, kernels take up to twice as long
+LONG = 6  # vectors of a tile: with more and few rows, kernels of taps take up to twice as long
+#: of products: bytes of a weight from which it leaves the cache between calls, and bytes per cycle
+#: at which each pass over it is then read
+FAR, STREAM = 256 * 1024, 12.0
 TIE = 1.02  # factor of cycles to the least at which tilings are as good
 WAIT = 8  # sums that hide the latency of a multiply-add
 
@@ -115,7 +118,8 @@ def _tilings(problem: DenseProblem, isa: Isa) -> Iterator[tuple[tuple[int, int],
     for h, w in sorted(tiles):
         for rows in range(1, min(problem.outputs, MOST_ROWS) + 1):
             fits = rows * h * w + min(rows, h * w) + 1 < isa.registers
-            fits = fits and not (h * w > LONG and 1 < rows <= h * w // 2)
+            is_slow = problem.taps > 1 and h * w > LONG and 1 < rows <= h * w // 2
+            fits = fits and not is_slow
             if fits and split_outputs(problem.outputs, rows) is not None:
                 yield (h, w), rows
 
@@ -138,10 +142,17 @@ def _cost(problem: DenseProblem, tiling: DenseTiling) -> float:
         return sum(count * _block_cost(problem, (rows, positions), tiling.inner)
                    for rows, count in sizes)  # fmt: skip
 
+    stream = _stream_cost(problem)
     return max(
-        sum(count * tile_cost(h * w) for h, w, count in rect_counts(*part, tiling.tile))
+        sum(count * (stream + tile_cost(h * w)) for h, w, count in rect_counts(*part, tiling.tile))
         for part in problem.parts
     )
+
+
+def _stream_cost(problem: DenseProblem | ChannelProblem) -> float:
+    """Estimated cycles of reading the weight of a product once."""
+    size = 4 * problem.outputs * problem.channels
+    return size / STREAM if problem.taps == 1 and size >= FAR else 0.0
 
 
 def _block_cost(problem: DenseProblem | ChannelProblem, sums: tuple[int, int], inner: int) -> float:
@@ -175,7 +186,7 @@ def best_channels(problem: ChannelProblem, isa: Isa) -> tuple[float, ChannelTili
 def _channels_cost(problem: ChannelProblem, tiling: ChannelTiling, isa: Isa) -> float:
     """Estimated cycles with output channels in lanes."""
     count = -(-problem.outputs // isa.lanes)
-    cycles = count * len(problem.lines) * TRANSPOSED * (1 + problem.add)
+    cycles = count * len(problem.lines) * TRANSPOSED * (1 + problem.add) + _stream_cost(problem)
     blocks = split_outputs(count, tiling.vectors) or (0, 0)
     groups = Counter(len(own) for line in problem.lines for own in groups_of(line, tiling.most))
     for vectors, of in zip((tiling.vectors, tiling.vectors - 1), blocks, strict=True):

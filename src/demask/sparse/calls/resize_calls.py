@@ -16,7 +16,8 @@ from torch import fx
 
 from demask.errors import BadInput
 from demask.ops.schema import same_size
-from demask.sparse.called_op import MOVED, RESIZED, CalledOp, Match, Numbers, Shape
+from demask.sparse.calls.called_op import MOVED, RESIZED, CalledOp, Match, Numbers, Shape
+from demask.sparse.segment_steps import SPATIAL
 
 aten = torch.ops.aten
 LARGEST_SIZE = 2**24  # of an axis, as in plans
@@ -35,7 +36,7 @@ def resized_sizes(sizes: Sequence[Any], numbers: Numbers, flags: int) -> list[An
             for size, n in zip(sizes, numbers[flags:], strict=True)]  # fmt: skip
 
 
-def _arguments(flags: int, xs: Sequence[Any], n: Numbers, index: Any) -> tuple[Any, ...]:
+def _arguments(flags: int, xs: Sequence[Any], n: Numbers, c: Any) -> tuple[Any, ...]:
     sizes, factors = sizes_and_factors(n, flags)
     return (xs[0], sizes, *map(bool, n[:flags]), factors)
 
@@ -51,7 +52,7 @@ def _match(flags: int, arguments: Mapping[str, Any], node: fx.Node) -> Match | N
     else:
         numbers = _factors(x.meta["val"].shape[2:], value.shape[2:])
     flag = [int(arguments["align_corners"])] * flags
-    return ((x,), (*flag, *numbers), None) if len(numbers) == value.ndim - 2 else None
+    return ((x,), (*flag, *numbers), ()) if len(numbers) == value.ndim - 2 else None
 
 
 def _factors(before: Shape, after: Shape) -> list[float]:
@@ -80,7 +81,7 @@ def _resize(op: Any, axes: int, lowering: str, flags: int = 0) -> CalledOp:
     """The entry of an op. flags: whether it has `align_corners`."""
     return CalledOp(
         op, partial(_arguments, flags), (op,), partial(_match, flags), partial(_shape, axes, flags),
-        lowering, numbers=axes + flags, reals=True, spatial=True)  # fmt: skip
+        lowering, numbers=axes + flags, reals=True, kinds=SPATIAL)  # fmt: skip
 
 
 #: name in the texts of programs -> the op

@@ -1,0 +1,238 @@
+"""Calls of single ops on a tape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from demask.kernels.cpu.tiles.called import PointwiseKernel, SoftmaxKernel
+from demask.kernels.cpu.tiles.norm import NormKernel
+from demask.kernels.cpu.tiles.relayout import CALL, Gather
+from demask.kernels.cpu.tiles.value_product import CALL as PRODUCT_CALL
+from demask.kernels.cpu.tiles.value_product import TILE, ValueProductKernel
+from demask.sparse.calls.called_op import OVER_CHANNELS, PRODUCT, RESIZED
+from demask.sparse.plan.moved_values import MovedValues, MoveWriter, elements_of, is_move
+from demask.sparse.plan.resizes import write_resize
+from demask.sparse.plan.tape import Buffer, KernelCall, aligned, by_thread
+from demask.sparse.plan.tile_layout import NO_BORDER, GridLayout, at_array
+from demask.sparse.plan.value_moves import ANY_VALUE, Moves, rows_of
+from demask.sparse.reference import part
+from demask.sparse.segment_calls import CALLED
+from demask.sparse.segment_steps import CallStep
+
+WIDE = 8  # lines of a tile with many registers; half as many with few
+MOST_ROWS = 8  # outputs of a block
+
+
+def write_call(
+    value: int, moves: Moves, moved: MovedValues, sources: Sequence[Buffer], out: Buffer
+) -> None:
+    """Write the call of an op to a tape, without borders. sources: as in `MovedValues.sources`."""
+    step = moved.step(value)
+    assert isinstance(step, CallStep)
+    lowering = CALLED[step.call].lowering
+    if is_move(step) and (same := moved.by_pixel(value)) is not None:
+        _move_pixels(moves, moved, same, sources[0], out)
+    elif is_move(step):
+        buffers = dict(zip(moved.sources(step), sources, strict=True))
+        MoveWriter(moves.tape, moved, buffers, moves.isa.lanes).to_buffer(value, out)
+    elif lowering == RESIZED:
+        write_resize(step, moves, sources[0], out)
+    elif lowering == OVER_CHANNELS:
+        _over_channels(value, step, moves, moved, sources[0], out)
+    elif lowering == PRODUCT:
+        products = _ValueProducts(step, moves, moved, sources, out)
+        products.write()
+    else:
+        moves.pointwise(PointwiseKernel(step.call, step.numbers), list(sources), out)
+
+
+def _move_pixels(moves: Moves, moved: MovedValues, same: tuple[int, np.ndarray], source: Buffer,
+                 out: Buffer) -> None:  # fmt: skip
+    """Write a value that has the same elements of each channel of its source."""
+    layout, (x, numbers) = out.layout, same
+    numbers = numbers.reshape(layout.size[0], *layout.size[2:])
+    flat = elements_of(source.layout, moved.program.kinds[x], moved.shapes[x], numbers.clip(0))
+    at = at_array(layout.inside())
+    image, y, column, is_inside = layout.pixels(at)
+    pixel = tuple(np.where(is_inside, a, 0) for a in (image, y, column))
+    read = np.where(numbers[pixel] < 0, -1, flat[pixel])
+    rows = rows_of(layout, at, np.where(is_inside, read, ANY_VALUE))
+    moves.moved(Gather(), (source, 0), (out, 0), layout,
+                (moves.pitch(source), moves.pitch(out)), rows)  # fmt: skip
+
+
+def _over_channels(
+    value: int, step: CallStep, moves: Moves, moved: MovedValues, x: Buffer, out: Buffer
+) -> None:
+    """Write a norm or a softmax."""
+    shape, kind = moved.shapes[value], moved.program.kinds[value]
+    groups = prod(shape[:-2]) if kind == "matrices" else 1
+    if step.call == "softmax":
+        moves.over_channels(SoftmaxKernel(), x, out, groups)
+        return
+    factors = np.zeros(1, np.float32)
+    if step.index is not None:
+        factors = aligned(part(step.index, moved.weights).detach().float().numpy())
+    count = 0 if step.index is None else len(factors) // shape[-1]
+    kernel = NormKernel(step.call == "norm", float(step.numbers[1]), count)
+    moves.over_channels(kernel, x, out, groups, factors)
+
+
+_FactorPlaces = tuple[np.ndarray, np.ndarray]  # bytes of the elements of a factor: terms, outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _RowShare:
+    """Lines of one part that a thread computes, for some matrices."""
+
+    thread: int
+    part: int
+    begin: int
+    end: int
+    items: range
+
+
+@dataclass(frozen=True, slots=True)
+class _ColumnRange:
+    """Channels of a buffer from a first one."""
+
+    buffer: Buffer
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class _ValueProducts:
+    """Writes products of two values, and attention: for each matrix, the scores of a share of the
+    rows, their softmax, and the product with the values, by one thread, in its cache."""
+
+    step: CallStep
+    moves: Moves
+    moved: MovedValues
+    sources: Sequence[Buffer]
+    out: Buffer
+
+    def write(self) -> None:
+        x, out = self.sources[0], self.out
+        shapes = [self.moved.shapes[v] for v in self.step.xs]
+        factors = [self._factors(k, transposed=k == 1 and self.step.call == "attention")
+                   for k in range(1, len(shapes[:3]))]  # fmt: skip
+        columns, out_columns = shapes[0][-1], out.layout.size[1] // max(prod(shapes[0][:-2]), 1)
+        for share in self._shares(prod(shapes[0][:-2])):
+            if self.step.call != "attention":
+                for item in share.items:
+                    self._product(share, _ColumnRange(x, item * columns), (1, factors[0][item]),
+                                  _ColumnRange(out, item * out_columns))  # fmt: skip
+                continue
+            keys = shapes[1][-2]
+            scaled, scores = self._scratch(columns), self._scratch(keys)
+            for item in share.items:
+                add = _ColumnRange(self.sources[3], item * keys) if len(shapes) > 3 else None
+                first = _ColumnRange(scaled, 0), _ColumnRange(scores, 0)
+                self._times(share, _ColumnRange(x, item * columns), first[0], columns**-0.5)
+                self._product(share, first[0], (1, factors[0][item]), first[1], add)
+                self._softmax(share, scores)
+                self._product(
+                    share, first[1], (2, factors[1][item]), _ColumnRange(out, item * out_columns)
+                )
+
+    def _shares(self, items: int) -> Iterator[_RowShare]:
+        """The shares of threads: positions of their parts, or else whole matrices."""
+        grid, threads = self.out.layout.grid, self.moves.tape.threads
+        for thread in range(threads):
+            if grid.parts == threads:
+                _, _, _, width = grid.part(thread)
+                yield _RowShare(thread, thread, 0, width, range(items))
+                continue
+            begin, end = by_thread(items, threads)[thread]
+            for part_number in range(grid.parts):
+                _, _, _, width = grid.part(part_number)
+                yield _RowShare(thread, part_number, 0, width, range(begin, end))
+
+    def _scratch(self, channels: int) -> Buffer:
+        """Memory of one thread for so many channels of its positions."""
+        layout = self.out.layout
+        size = (1, channels, 1, layout.size[3])
+        grid = replace(layout.grid, parts=1)
+        return Buffer(GridLayout(size, grid, NO_BORDER, layout.lanes))
+
+    def _line(self, buffer: Buffer, share: _RowShare) -> int:
+        """The first line of a share; memory of one thread starts with that."""
+        layout = buffer.layout
+        is_own = layout.grid == self.out.layout.grid
+        return int(layout.line(share.part, 0, share.begin)) if is_own else 0
+
+    def _location(self, columns: _ColumnRange) -> tuple[Buffer, int]:
+        return columns.buffer, columns.first * self.moves.pitch(columns.buffer)
+
+    def _factors(self, operand: int, transposed: bool) -> list[_FactorPlaces]:
+        """Bytes of the elements of a factor per matrix: for each term, and for each output."""
+        value = self.step.xs[operand]
+        source, numbers = self.moved.factor_source(value), self.moved.numbers(value)
+        if source == value:
+            numbers = value * 2**32 + 1 + np.arange(numbers.numel()).reshape(numbers.shape)
+        flat = np.asarray(numbers) - (source * 2**32 + 1)
+        flat = flat.reshape(-1, *flat.shape[-2:]).astype(np.int64)
+        flat = flat.swapaxes(1, 2) if transposed else flat
+        kind, shape = self.moved.program.kinds[source], self.moved.shapes[source]
+        at = 4 * elements_of(self.sources[operand].layout, kind, shape, flat)
+        return [(np.ascontiguousarray(a[:, 0]), a[0] - a[0, 0]) for a in at]
+
+    def _product(self, share: _RowShare, x: _ColumnRange, factor: tuple[int, _FactorPlaces],
+                 out: _ColumnRange, add: _ColumnRange | None = None) -> None:  # fmt: skip
+        """Write one product for a share."""
+        tape, isa = self.moves.tape, self.moves.isa
+        operand, (terms, outputs) = factor
+        added = out if add is None else add
+        firsts = [self._line(c.buffer, share) for c in (x, out, added)]
+        most = WIDE if isa.registers >= 32 else WIDE // 2
+        pieces = -(-(share.end - share.begin) // most)
+        by_size: dict[int, list[int]] = {}
+        for begin, end in by_thread(share.end - share.begin, pieces) if pieces else ():
+            by_size.setdefault(end - begin, []).append(begin)
+        for lines, begins in by_size.items():
+            rows = max(1, min(MOST_ROWS, (isa.registers - 2 - lines) // lines))
+            tiles = np.zeros(len(begins), TILE)
+            for key, first in zip(("x", "out", "add"), firsts, strict=True):
+                tiles[key] = first + np.array(begins)
+            buffers = {"x": self._location(x), "y": (self.sources[operand], 0),
+                       "out": self._location(out), "add": self._location(added)}  # fmt: skip
+            tape.add(share.thread, KernelCall(
+                ValueProductKernel(lines, rows, add is not None), PRODUCT_CALL, buffers, {
+                    "x_pitch": self.moves.pitch(x.buffer),
+                    "out_pitch": self.moves.pitch(out.buffer),
+                    "add_pitch": self.moves.pitch(added.buffer), "terms": len(terms),
+                    "outputs": len(outputs), "term_offsets": terms, "output_offsets": outputs,
+                    "tiles": tiles, "count": len(tiles)}))  # fmt: skip
+
+    def _times(self, share: _RowShare, x: _ColumnRange, out: _ColumnRange, factor: float) -> None:
+        """Write the product of some columns and a number."""
+        count = share.end - share.begin
+        table = np.zeros((count, 3), np.int32)
+        for k, columns in enumerate((x, x, out)):
+            table[:, k] = self._line(columns.buffer, share) + np.arange(count)
+        self._call(PointwiseKernel("times", (factor,)), share, (x, out), table,
+                   out.buffer.layout.size[1])  # fmt: skip
+
+    def _softmax(self, share: _RowShare, scores: Buffer) -> None:
+        """Write the softmax of scores, over them."""
+        count, columns = share.end - share.begin, _ColumnRange(scores, 0)
+        table = self._line(scores, share) + np.arange(count, dtype=np.int32).repeat(2)
+        self._call(SoftmaxKernel(True), share, (columns, columns), table.reshape(-1, 2),
+                   scores.layout.size[1])  # fmt: skip
+
+    def _call(self, kernel: Any, share: _RowShare, columns: tuple[_ColumnRange, _ColumnRange],
+              table: np.ndarray, channels: int) -> None:  # fmt: skip
+        """Write a call of a kernel of all channels."""
+        x, out = columns
+        buffers = {"x": self._location(x), "z": self._location(x), "out": self._location(out)}
+        pitches = self.moves.pitch(x.buffer), self.moves.pitch(out.buffer)
+        if len(table):
+            self.moves.tape.add(share.thread, KernelCall(kernel, CALL, buffers, {
+                "x_pitch": pitches[0], "z_pitch": pitches[0], "out_pitch": pitches[1],
+                "begin": 0, "end": channels, "count": len(table),
+                "table": table.astype(np.int32)}))  # fmt: skip
