@@ -165,9 +165,12 @@ def test_the_caller_alone_computes_the_same(monkeypatch):
     together = [made([y])[0] for y in inputs]
     monkeypatch.setattr(team, "COMPANY", company := team.Company())
     company.until = float("inf")
-    monkeypatch.setattr(team.Job, "_by_python", None)
+    job, counts = made.batches[0].spare[0].job, []
+    start = job.start
+    job.start = lambda address, threads: (counts.append(threads), start(address, threads))
     for y, wanted in zip(inputs, together, strict=True):
         assert torch.equal(made([y])[0], wanted)
+    assert counts == [1, 1, 1]
 
 
 def test_outputs_are_float32_in_memory_of_their_own():
