@@ -20,7 +20,7 @@ from demask.pilot.chains.chain_op import chain
 from demask.pilot.chains.ordered_chain import OrderedLayer
 from demask.pilot.simplifiers.rounding import Bits
 from demask.sparse import reference as dense
-from demask.sparse.plan.segment_plan import SegmentPlan
+from demask.sparse.plan.segment_plan import SegmentPlan, SpareOutputs
 from demask.sparse.plan.tape import TapeArena
 from demask.sparse.segment.segment_op import segment
 from sparse_cases import layer, matrix
@@ -137,3 +137,56 @@ def test_registers_of_macs(monkeypatch):
         assert isa.host().registers == 32
     finally:
         isa.host.cache_clear()
+
+
+def test_calls_after_a_stall_are_alone():
+    """For a multiple of the time that was lost, longer where stalls follow each other; jitter and
+    small losses are no stalls."""
+    company = team.Company()
+    company.note(0.0, 0.002, 0.001)  # twice as slow
+    company.note(0.0, 0.0009, 0.0001)  # short
+    assert company.until == 0.0
+    company.note(1.0, 1.011, 0.001)
+    assert company.until == pytest.approx(1.011 + company.LEAST * 0.010)
+    begin = company.until + 0.001  # together for a shorter time than it was alone
+    company.note(begin, begin + 0.011, 0.001)
+    assert company.until == pytest.approx(begin + 0.011 + 2 * company.LEAST * 0.010)
+    begin = company.until + 1.0
+    company.note(begin, begin + 0.011, 0.001)
+    assert company.until == pytest.approx(begin + 0.011 + company.LEAST * 0.010)
+    company.note(begin, begin + 100, 0.001)
+    assert company.alone == company.LONGEST
+
+
+def test_the_caller_alone_computes_the_same(monkeypatch):
+    """Equal bits while others use the cores, in every call: claims are reset."""
+    made, x, _ = case(2)
+    inputs = [x + k for k in range(3)]
+    together = [made([y])[0] for y in inputs]
+    monkeypatch.setattr(team, "COMPANY", company := team.Company())
+    company.until = float("inf")
+    job, counts = made.batches[0].spare[0].job, []
+    start = job.start
+    job.start = lambda address, threads: (counts.append(threads), start(address, threads))
+    for y, wanted in zip(inputs, together, strict=True):
+        assert torch.equal(made([y])[0], wanted)
+    assert counts == [1, 1, 1]
+
+
+def test_outputs_are_float32_in_memory_of_their_own():
+    """Also those that are allocated ahead, and with another default dtype; in inference mode they
+    are inference tensors, elsewhere they are not."""
+    made, x, wanted = case(1)
+    made.outputs = SpareOutputs([tuple(wanted.shape)])
+    made.outputs.count = 3
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = [made([x])[0] for _ in range(4)]
+        with torch.inference_mode():
+            found += (inference := [made([x])[0] for _ in range(4)])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len({y.untyped_storage().data_ptr() for y in found}) == 8
+    assert [y.is_inference() for y in found] == [False] * 4 + [True] * 4 and len(inference) == 4
+    for y in found:
+        torch.testing.assert_close(y, wanted)
