@@ -148,17 +148,17 @@ def runs(setting: Setting, console: Console) -> list[Run]:
         raise SystemExit(f"{setting.network}: {whole.reason}")
     tasks = [(tiled, whole.peak // share) for share in SHARES]
     tasks += [(chunked, overlap) for overlap in OVERLAPS]
-    found = [whole]
+    results = [whole]
     for task, number in tasks:
         run = fresh(task, setting, number)
         if isinstance(run, Failed):
             raise SystemExit(f"{setting.network}, {task.__name__} {number}: {run.reason}")
-        found.append(run)
+        results.append(run)
         console.print("; ".join(run.cells()))
-    return found
+    return results
 
 
-def page(found: list[Run], options: argparse.Namespace, words: str) -> str:
+def page(results: list[Run], options: argparse.Namespace, words: str) -> str:
     frames, size = 4 * (options.frames - 1) + 1, 8 * options.size
     return f"""# Decoders of videos
 
@@ -173,7 +173,7 @@ some before them, whose frames are dropped; a causal network remembers more than
 over all frames (CogVideoX) see a chunk alone, so that frames differ. Wan's values end at -1 and 1,
 so that an error of 2 is the largest there is.
 
-{markdown(HEAD, [run.cells() for run in found])}
+{markdown(HEAD, [run.cells() for run in results])}
 """
 
 
@@ -185,16 +185,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS / "video.md")
     options = parser.parse_args()
-    before, console, found = load_average(), Console(markup=False), []
+    before, console, results = load_average(), Console(markup=False), []
     for name in options.only:
         with TemporaryDirectory() as folder:
             expected = str(Path(folder, "untiled.pt"))
             setting = Setting(name, options.frames, options.size, options.threads, expected)
-            found += runs(setting, console)
+            results += runs(setting, console)
         words = provenance("video", before=before)
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(page(found, options, words))
-        data = {"words": words, "rows": [asdict(run) for run in found]}
+        options.output.write_text(page(results, options, words))
+        data = {"words": words, "rows": [asdict(run) for run in results]}
         options.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
     console.print(options.output.read_text())
 

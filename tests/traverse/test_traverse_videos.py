@@ -95,9 +95,9 @@ def test_a_stream_of_latents(layout: str | None, tmp_path) -> None:
     source, target = tmp_path / "latents.npy", tmp_path / "videos.npy"
     np.save(source, z.permute(ORDERS[layout]).numpy())
     stream(model, source, target, memory="16MiB", layout=layout)
-    found = torch.from_numpy(np.load(target))
-    assert found.shape == (2, 3, 9, 18, 12)
-    same(model, lambda _: found, z)
+    result = torch.from_numpy(np.load(target))
+    assert result.shape == (2, 3, 9, 18, 12)
+    same(model, lambda _: result, z)
 
 
 def test_a_stream_of_latents_to_zarr(tmp_path) -> None:
@@ -105,8 +105,8 @@ def test_a_stream_of_latents_to_zarr(tmp_path) -> None:
     model, z = build("part of Wan", torch.float32)
     source = zarr.create_array(tmp_path / "z.zarr", data=z.numpy(), chunks=(1, 4, 1, 4, 4))
     stream(model, source, tmp_path / "y.zarr", memory="16MiB", chunk=8)
-    found = torch.from_numpy(np.asarray(zarr.open_group(tmp_path / "y.zarr")["0"]))
-    same(model, lambda _: found[None], z)
+    result = torch.from_numpy(np.asarray(zarr.open_group(tmp_path / "y.zarr")["0"]))
+    same(model, lambda _: result[None], z)
 
 
 def test_frames_as_a_series_of_images_are_refused() -> None:
