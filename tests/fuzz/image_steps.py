@@ -70,6 +70,36 @@ def conv(net, x, values, weight, bias, *geometry) -> Tensor:
     return call(x, net.weights[weight], None if bias is None else net.weights[bias], *geometry)
 
 
+def draw_residual(net, values, at) -> tuple:
+    """The sum of two convolutions, one of them a shortcut, as it is or below an activation."""
+    width, inner, rank = net.draw.randint(1, 8), values[at].shape[1], spatial(values[at])
+    weights = net.weight((width, inner, *[3] * rank)), net.weight((width, inner, *[1] * rank))
+    return *weights, net.draw.choice(["relu", "none", "other first"])
+
+
+def residual(net, x, values, long, short, how) -> Tensor:
+    y, shortcut = conv(net, x, values, long, None, 1, 1), conv(net, x, values, short, None)
+    y = shortcut + y if how == "other first" else y + shortcut
+    return F.relu(y) if how == "relu" else y
+
+
+def draw_causal(net, values, at) -> tuple:
+    """Of frames, each with earlier ones: before the first are zeros or copies of it."""
+    before = net.draw.randint(1, 3)
+    weight = net.weight((net.draw.randint(1, 8), values[at].shape[1], before + 1, 3, 1))
+    return weight, before, net.draw.choice(["zeros", "first", "first apart"])
+
+
+def causal(net, x, values, weight, before, how) -> Tensor:
+    if how == "zeros":
+        y = F.pad(x, (0, 0, 1, 1, before, 0))
+        return conv(net, y, values, weight, None)
+    if how == "first apart":  # which others follow twice, as where frames become two
+        x = torch.cat([x[:, :, :1], F.interpolate(x[:, :, 1:], scale_factor=(2, 1, 1))], 2)
+    y = torch.cat([*[x[:, :, :1]] * before, x], 2)
+    return conv(net, y, values, weight, None, 1, (0, 1, 0))
+
+
 def draw_padded(net, values, at) -> tuple:
     """As convolutions with a padding mode."""
     mode = net.draw.choice(["reflect", "replicate", "circular"])
@@ -271,6 +301,8 @@ def centred(x: Tensor) -> Tensor:
 
 KINDS = {
     "conv": Kind(draw_conv, conv, often=7),
+    "residual": Kind(draw_residual, residual, often=2),
+    "causal": Kind(draw_causal, causal, often=4, rank=5),
     "padded": Kind(draw_padded, padded),
     "transposed": Kind(draw_transposed, transposed, rank=4),
     "max": Kind(draw_max, maximum),

@@ -1,7 +1,7 @@
 """Random networks of images, sequences and volumes for traversal.
 
-Weights and inputs are small whole numbers in float64, so that every sum is exact and any order of
-summation gives the same bits; `smooth` networks have real weights, norms and resizes.
+Weights and inputs are small whole numbers, in float64 unless told, so that every sum is exact and
+any order of summation gives the same bits; `smooth` networks have real weights, norms and resizes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ class Images(nn.Module):
     """A network of `depth` drawn calls. exact: every value is a whole number (or half of one).
     rank: spatial axes. example: of one image."""
 
-    def __init__(self, seed: int, depth: int = 7, *, exact: bool = True, rank: int = 2):
+    def __init__(self, seed: int, depth: int = 7, *, exact: bool = True, rank: int = 2,
+                 dtype: torch.dtype = torch.float64):  # fmt: skip
         super().__init__()
+        self.dtype = dtype
         self.draw, self.exact, self.pair = random.Random(seed), exact, seed % 3 == 0
         self.generator = torch.Generator().manual_seed(seed)
         self.weights = nn.ParameterList()
@@ -34,8 +36,8 @@ class Images(nn.Module):
 
     def numbers(self, shape) -> Tensor:
         if self.exact:
-            return torch.randint(-2, 3, shape, generator=self.generator).double()
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+            return torch.randint(-2, 3, shape, generator=self.generator).to(self.dtype)
+        return torch.randn(shape, generator=self.generator, dtype=self.dtype)
 
     def weight(self, shape) -> int:
         """The index of new weights."""

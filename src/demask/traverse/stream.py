@@ -119,8 +119,10 @@ def stream(
             largest channel, (N, 1, H, W). Default None: the dtype of the network's output, or of
             `destination` if it is an array or tensor.
         layout: a letter for each axis of the source, of N, C, D, H, W, L or of T, Z, Y, X, S, such
-            as "HWC" or "TCZYX"; default None: what the file says, else N and C first. An array or
-            tensor as destination has the same axes, or those of the network.
+            as "HWC" or "TCZYX"; default None: what the file says, else N and C first. T is a series
+            of images, each on its own; next to N, as in "NCTHW", the frames that a network of
+            videos takes together. An array or tensor as destination has the same axes, or those of
+            the network.
         region: (first row, first column, rows, columns) of each image to read; the result is that
             of this part alone. Default None, the whole image.
         mask: bools (rows, columns) of any size, scaled to the result: what is computed. Where they

@@ -10,7 +10,8 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.traverse.storage.boxes import Box
 
-# Letters of other conventions: T time and P position (series of images), S samples, Z, Y, X.
+# Letters of other conventions: T time and P position (series of images), S samples, Z, Y, X. T next
+# to N names the frames of videos, which a network takes together as it does D.
 ALIASES = {"T": "N", "P": "N", "S": "C", "Z": "D", "Y": "H", "X": "W"}
 KINDS = ("NCHW", "NCDHW", "NCL")
 
@@ -41,7 +42,7 @@ class AxisOrder:
         >>> AxisOrder.of("HWC", (64, 48, 3)).shape
         (1, 3, 64, 48)
         """
-        letters = [ALIASES.get(letter, letter) for letter in text.upper()]
+        letters = _letters(text.upper())
         if len(letters) != len(shape):
             raise BadInput(
                 f"{name} has {len(shape)} axes {tuple(shape)}, layout={text!r} names "
@@ -107,6 +108,13 @@ class AxisOrder:
             if axis is not None:
                 sizes[axis] = size
         return tuple(sizes)
+
+
+def _letters(text: str) -> list[str]:
+    """The letters of KINDS that the letters of other conventions stand for."""
+    is_video = "N" in text and "T" in text and not {"D", "Z"} & set(text)
+    aliases = ALIASES | ({"T": "D"} if is_video else {})
+    return [aliases.get(letter, letter) for letter in text]
 
 
 def _axis_of(letter: str, letters: Sequence[str], shape: Sequence[int]) -> int | None:
