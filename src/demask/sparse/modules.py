@@ -166,8 +166,7 @@ class SparseConv(SparseLayer):
     def _padding(self, padding: Sizes | str) -> tuple[Pair, ...]:
         """Padding before and after each axis."""
         if isinstance(padding, str) and self.transposed:
-            raise BadInput(f"expected numbers as padding of a transposed convolution, got "
-                           f"{padding!r}; such as 0 for 'valid'")  # fmt: skip
+            raise BadInput(f"expected padding of numbers, such as 0, got {padding!r}")
         if padding == "valid":
             return ((0, 0),) * self.axes
         if padding == "same":

@@ -42,8 +42,8 @@ def kind_of(step: Step, operands: Sequence[str]) -> str:
     """The kind of the output of a step. operands: kinds of its operands."""
     if isinstance(step, CallStep):
         entry = CALLED[step.call]
-        is_kept = set(operands) == {step.kind} and step.kind in entry.kinds
-        if entry.keeps_kind and not is_kept:
+        is_of_kind = set(operands) == {step.kind} and step.kind in entry.kinds
+        if entry.keeps_kind and not is_of_kind:
             raise BadInput(f"expected operands of the kind {step.kind}, got {operands}")
         return step.kind
     images = dict.fromkeys((PoolStep, MeanStep, FlattenStep, ScaleStep), ("image",))

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from demask.errors import BadInput
-from demask.kernels.cpu.tiles.called import SoftmaxKernel
-from demask.kernels.cpu.tiles.norm import NormKernel
+from demask.kernels.cpu.tiles.called import NormKernel, SoftmaxKernel
 from demask.kernels.cpu.tiles.value_product import ValueProductKernel
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa
 from demask.kernels.llvm.jit import assembly

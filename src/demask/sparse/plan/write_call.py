@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from demask.kernels.cpu.tiles.called import PointwiseKernel, SoftmaxKernel
-from demask.kernels.cpu.tiles.norm import NormKernel
+from demask.kernels.cpu.tiles.called import NormKernel, PointwiseKernel, SoftmaxKernel
 from demask.kernels.cpu.tiles.relayout import CALL, Gather
 from demask.kernels.cpu.tiles.value_product import CALL as PRODUCT_CALL
 from demask.kernels.cpu.tiles.value_product import TILE, ValueProductKernel

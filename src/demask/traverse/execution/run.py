@@ -216,7 +216,7 @@ def _use_in_place(place: PlacedSegment, call: ImageRun, ends: SourcesAndSinks) -
 
 def _delete_spills(layout: MemoryLayout, k: int, spills: dict[fx.Node, Spill]) -> None:
     """Delete maps on disk that no later segment reads. Named ones stay until the image is done: a
-    stream that goes on skips the tasks that wrote them, and may read them again."""
+    resumed stream skips the tasks that wrote them, and may read them again."""
     later = {v for place in layout.places[k + 1 :] for v in place.stage.enters}
     for v in [v for v in spills if v not in later and not spills[v].is_named]:
         spills.pop(v).delete()

@@ -27,6 +27,7 @@ from demask.files.onnx.check import OutputComparator, add_row, draws
 from demask.files.onnx.check import check as check_file
 from demask.files.onnx.quantized_weights import opset_for, quantize_constants, translations
 from demask.files.onnx.read.reader import installed
+from demask.files.onnx.write.arguments import check_opset, check_tolerance
 from demask.files.onnx.write.canonical_calls import canonicalize
 from demask.files.onnx.write.clean import clean
 from demask.files.onnx.write.functions import functions
@@ -107,7 +108,7 @@ def to_onnx(
     """
     check_writable(path)
     check_tolerance(tolerance)
-    _check_opset(opset)
+    check_opset(opset)
     slim = _network(module, args, kwargs, dynamic_shapes)
     try:
         model = _model(slim, opset)
@@ -129,12 +130,6 @@ def to_onnx(
         _check_values(slim, data, (args, kwargs or {}), tolerance, table)
     with write(path) as file:
         file.write(data)
-
-
-def check_tolerance(tolerance: float | None) -> None:
-    """Raise BadInput where a tolerance is not a positive finite number."""
-    if tolerance is not None and not 0 < tolerance < float("inf"):
-        raise BadInput(f"expected tolerance=None or a number above 0, got {tolerance}")
 
 
 def proto_of(
@@ -363,18 +358,6 @@ def _translated(slim: Demasked, opset: int | None) -> Any:
         message = next((n for n in lines if "No ONNX function" in n or "aten." in n), lines[0])
         advice = "write .pt2 instead, or demask a part: modules=[...]"
         raise NotExportable(f"torch.onnx: {message}", "the demasked graph", advice) from error
-
-
-def _check_opset(opset: int | None) -> None:
-    """Raise BadInput for a version that the installed onnx does not know."""
-    if opset is None:
-        return
-    installed()
-    import onnx
-
-    latest = onnx.defs.onnx_opset_version()
-    if isinstance(opset, bool) or opset not in range(1, latest + 1):
-        raise BadInput(f"expected a version of ONNX's op set from 1 to {latest}, got {opset!r}")
 
 
 def _functions() -> dict[Any, Any]:
