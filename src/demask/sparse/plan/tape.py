@@ -206,7 +206,7 @@ class TapeArena:
 
     def set_slots(self, addresses: Sequence[int]) -> None:
         """Store the addresses of inputs and outputs."""
-        struct.pack_into(f"={len(addresses)}q", self.slots, 8, *addresses)
+        struct.pack_into(f"={len(addresses)}q", self.slots.data, 8, *addresses)
 
 
 def by_thread(count: int, threads: int) -> Sequence[tuple[int, int]]:
