@@ -158,14 +158,13 @@ def test_calls_after_a_stall_are_alone():
     assert company.alone == company.LONGEST
 
 
-def test_the_caller_alone_computes_the_same(monkeypatch):
+def test_the_caller_alone_computes_the_same():
     """Equal bits while others use the cores, in every call: claims are reset."""
     made, x, _ = case(2)
     inputs = [x + k for k in range(3)]
     together = [made([y])[0] for y in inputs]
-    monkeypatch.setattr(team, "COMPANY", company := team.Company())
-    company.until = float("inf")
     job, counts = made.batches[0].spare[0].job, []
+    job.company.until = float("inf")
     start = job.start
     job.start = lambda address, threads: (counts.append(threads), start(address, threads))
     for y, wanted in zip(inputs, together, strict=True):

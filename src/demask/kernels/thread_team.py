@@ -12,7 +12,7 @@ If fewer threads arrive than the plan has, each does the work of several.
 
 Where other processes use the cores, a thread can lose its core for a whole time slice in the middle
 of a list or of OpenMP's end of a region, and all others wait for it. `Company` notices calls that
-take far longer than others of the same tape, and lets the caller run alone for a while after them.
+take far longer than others of the same job, and lets the caller run alone for a while after them.
 """
 
 from __future__ import annotations
@@ -251,9 +251,6 @@ class Company:
             self.until, self.factor = end + self.alone, min(2 * self.factor, self.MOST)
 
 
-COMPANY = Company()  # other processes take cores from all jobs
-
-
 class Job:
     """The memory of one call of a tape, in addition to the tape; not for two calls at once."""
 
@@ -277,7 +274,8 @@ class Job:
             parallel[2], shared, alone, (2 + threads) * PAD // 8,
         )  # fmt: skip
         self.address = self.fields.ctypes.data
-        self.omp, self.steady, self.best = omp, steady, float("inf")
+        self.omp, self.best = omp, float("inf")
+        self.company = Company() if steady else None
 
     def run(self, threads: int) -> None:
         """Run the tape with at most `threads` threads."""
@@ -285,7 +283,7 @@ class Job:
             self.start(self.address, 1)
             return
         begin = perf_counter()
-        if begin < COMPANY.until:
+        if self.company is not None and begin < self.company.until:
             self.start(self.address, 1)
             return
         if self.omp is not None and self.omp.process == os.getpid():
@@ -293,10 +291,10 @@ class Job:
         else:
             self.memory[:] = 0
             self._by_python(threads)
-        if self.steady:
+        if self.company is not None:
             end = perf_counter()
             self.best = min(self.best, end - begin)
-            COMPANY.note(begin, end, self.best)
+            self.company.note(begin, end, self.best)
 
     def _by_python(self, threads: int) -> None:
         """Start Python threads, which begin once their number is known: some may be refused."""
