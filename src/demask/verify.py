@@ -15,7 +15,6 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from demask.compat.dispatch import TorchDispatchMode
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.failures import described, public
 from demask.graph.capture.capture import capture
@@ -28,8 +27,8 @@ from demask.graph.provenance import Cut, Provenance
 from demask.graph.result.class_result import as_graph
 from demask.graph.result.demasked_module import Demasked, build_plain
 from demask.graph.result.uncalled_modules import is_holder
+from demask.graph.rounding import narrows
 from demask.numerics import (
-    NARROW,
     RELATIVE,
     ULPS,
     compare,
@@ -370,10 +369,9 @@ def _outputs(name: str, network: nn.Module, inputs: Any, where: str) -> Any:
         return network(*inputs[0], **inputs[1])
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
         shapes = [tuple(t.shape) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
-        raise BadInput(
-            f"{name} fails on inputs of shapes {shapes} ({where}): {described(error)}. Both must "
-            "take the same inputs: pass args, kwargs that both accept"
-        ) from error
+        raise BadInput(f"{name} fails on inputs of shapes {shapes} ({where}): {described(error)}. "
+                       "Both must take the same inputs: pass args, kwargs that both accept"
+                       ) from error  # fmt: skip
 
 
 def _own(model, slim) -> tuple[nn.Module, nn.Module]:
@@ -409,40 +407,16 @@ def _doubles(model, slim, args, kwargs, table: Table) -> tuple[nn.Module, nn.Mod
 
 
 def _double(network: Any, args: Any, kwargs: Any) -> nn.Module:
-    """A copy in float64, without casts to narrower floats: those of a network's own code can be
-    widened only in its graph."""
-    given: tuple[Any, ...] = ()
+    """A copy in float64; casts in a network's own code can be widened only in its graph."""
+    inputs: tuple[Any, ...] = ()
     if not isinstance(network, ExportedProgram):
-        copy, given = _eval(network, share=False).double(), (args, kwargs)
+        copy, inputs = _eval(network, share=False).double(), (args, kwargs)
         widen_dtypes(copy)
-        if isinstance(network, Demasked) or not _narrows(copy, args, kwargs):
+        if isinstance(network, Demasked) or not narrows(copy, args, kwargs):
             return copy
-    graph = build_plain(fold_constants(functionalize(capture(network, *given)))).double()
+    graph = build_plain(fold_constants(functionalize(capture(network, *inputs)))).double()
     widen_dtypes(graph)
     return graph
-
-
-class _NarrowFloats(TorchDispatchMode):
-    """Records whether a call returns floats narrower than float64."""
-
-    found = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        leaves = pytree.tree_leaves(result)
-        self.found |= any(isinstance(t, Tensor) and t.dtype in NARROW for t in leaves)
-        return result
-
-
-def _narrows(network: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether a network in float64 computes narrower floats, or cannot run since its code casts."""
-    inputs = pytree.tree_map(to_double, (args, kwargs))
-    with torch.no_grad(), _NarrowFloats() as mode:
-        try:
-            network(*inputs[0], **inputs[1])
-        except RuntimeError:
-            return True
-    return mode.found
 
 
 def _refined(

@@ -27,14 +27,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from demask.errors import BadInput, DemaskError
 from demask.facts.analysis import Analysis
-from demask.failures import described as describe_error
 from demask.failures import public
 from demask.graph.editor import GraphEditor
 from demask.machine.cost import Costs
 from demask.machine.describe import describe_machine as described
 from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import sample_seconds
-from demask.numerics import is_number
 from demask.ops import TABLE, Table
 from demask.pilot.chains.chain_cost import NOMINAL, ChainRates, Reads, Uses, cached_shares, measured
 from demask.pilot.chains.chain_op import ROWS
@@ -51,6 +49,7 @@ from demask.pilot.chains.find import LinearChain, find_chains, remove_dropout
 from demask.pilot.chains.ordered_graph import Order
 from demask.pilot.condition import condition_of
 from demask.pilot.conditions.base import text
+from demask.pilot.explain_checks import check_arguments, check_inputs
 from demask.pilot.routing.router import call_copy
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.pipeline import capture_program
@@ -209,7 +208,7 @@ def explain(
         >>> result.summary  # the layers are too small
         'use none: nothing pays here'
     """
-    _check(model, loss, candidates)
+    check_arguments(model, loss, candidates)
     model = call_copy(model)
     several = [one if isinstance(one, tuple) else (one,) for one in islice(inputs, MOST)]
     if not several:
@@ -226,34 +225,6 @@ def explain(
     lines = _compared(lines)
     where = described() + ("; bandwidths are nominal" if machine is NOMINAL else "")
     return Explanation(tuple(lines), network.seconds, len(several), count, where, _summary(lines))
-
-
-def _check(model: Any, loss: Any, candidates: Any) -> None:
-    """Raise BadInput for arguments of `explain` that cannot be used."""
-    if not isinstance(model, nn.Module):
-        raise BadInput(f"expected an nn.Module as model, got {type(model).__name__}; of an "
-                       "ExportedProgram pass its module()")  # fmt: skip
-    if not is_number(loss) or not 0 <= loss <= 1:
-        raise BadInput(f"expected a loss of 0 to 1, as a share of inputs, got {loss!r}")
-    pairs = candidates if isinstance(candidates, Sequence) else [candidates]
-    for pair in pairs:
-        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
-        if not is_pair or not all(isinstance(text, str) for text in pair):
-            raise BadInput("expected pairs of texts (pilot, condition) as candidates, such as "
-                           f"('bits:8', 'skip:0.5'), got {pair!r:.60}")  # fmt: skip
-
-
-def _check_inputs(model: nn.Module, inputs: Sequence[tuple[Any, ...]]) -> None:
-    """Raise BadInput unless each input fits the model and its first output has answers."""
-    for k, args in enumerate(inputs):
-        try:
-            leaves = pytree.tree_leaves(model(*args))
-        except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-            raise BadInput(f"input {k} does not fit the model: {describe_error(error)}; inputs are "
-                           "one tensor or tuple of arguments for each call") from error  # fmt: skip
-        if not leaves or not isinstance(leaves[0], Tensor) or leaves[0].ndim == 0:
-            raise BadInput("expected a tensor with an axis of answers as the first output, got "
-                           f"{leaves[0] if leaves else 'none'!r:.40}")  # fmt: skip
 
 
 def _summary(lines: Sequence[ExplainedPair]) -> str:
@@ -311,7 +282,7 @@ class _ExplainedNetwork:
         cls, model: nn.Module, inputs: list[tuple[Any, ...]], clock: Any, table: Table
     ) -> _ExplainedNetwork:
         editor = GraphEditor(capture_program(model, inputs[0], None, None))
-        _check_inputs(model, inputs)
+        check_inputs(model, inputs)
         remove_dropout(editor)
         where, left = find_chains(editor)
         came: list[list[Tensor]] = [[] for _ in where]

@@ -80,8 +80,7 @@ def to_onnx(
         kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
         dynamic_shapes: sizes that may differ from call to call, as for `demask.demask`.
         opset: version of ONNX's op set, an int such as 20. Where torch's exporter cannot convert to
-            it, the file has version 18, with a warning. Default: None, for the default of torch's
-            exporter.
+            it, the file has version 18, with a warning. Default: None, for its default.
         check: whether to compare the outputs of file and network before the file is written, on the
             example inputs, zeros, and tiny, large, negative and random numbers. The file runs in
             ONNX Runtime if that is installed, else in onnx's reference implementation. Not compared
@@ -367,13 +366,11 @@ def _translated(slim: Demasked, opset: int | None) -> Any:
 
 def _check_opset(opset: int | None) -> None:
     """Raise BadInput for a version that the installed onnx does not know."""
-    if opset is None:
-        return
     installed()
-    import onnx
+    from onnx.defs import onnx_opset_version
 
-    latest = onnx.defs.onnx_opset_version()
-    if isinstance(opset, bool) or opset not in range(1, latest + 1):
+    latest = onnx_opset_version()
+    if opset is not None and (isinstance(opset, bool) or opset not in range(1, latest + 1)):
         raise BadInput(f"expected a version of ONNX's op set from 1 to {latest}, got {opset!r}")
 
 
