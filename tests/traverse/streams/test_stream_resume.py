@@ -20,7 +20,6 @@ import demask
 from demask.errors import BadInput
 from demask.traverse import stream
 from demask.traverse.execution.journal import Journal
-from night import at_night
 
 SRC = Path(demask.__file__).parents[1]
 MEMORY = "14MiB"
@@ -85,7 +84,7 @@ def kill_after(folder, count):
         process.kill()
 
 
-@pytest.mark.parametrize("kills", [1, *at_night(2, 20)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
 def test_a_stream_that_is_killed_goes_on_and_writes_the_same_bytes(folder, kills):
     stream(network(), "image.npy", "whole.npy", memory=MEMORY)
     random.seed(kills)
