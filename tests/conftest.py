@@ -49,6 +49,11 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "sampled(n): by day each n-th case runs, the others by night"
     )
+    # Hypothesis parses all modules for constants to draw, 4 s in each process; the laws draw seeds.
+    with suppress(ImportError, AttributeError):
+        from hypothesis.internal.conjecture import providers
+
+        providers._get_local_constants = lambda: providers._local_constants
     with suppress(ImportError):  # llvmlite is optional
         from demask.kernels.llvm.jit import CODE
 

@@ -20,7 +20,6 @@ from demask.failures import described, public
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
-from demask.graph.capture.narrow_floats import narrows
 from demask.graph.capture.shared_captures import share_captures
 from demask.graph.example_inputs import batch_axes, draw_examples, draw_like, resize_batch
 from demask.graph.module_copy import structural_copy, without_caches
@@ -28,6 +27,7 @@ from demask.graph.provenance import Cut, Provenance
 from demask.graph.result.class_result import as_graph
 from demask.graph.result.demasked_module import Demasked, build_plain
 from demask.graph.result.uncalled_modules import is_holder
+from demask.graph.rounding import narrows
 from demask.numerics import (
     RELATIVE,
     ULPS,
@@ -369,10 +369,9 @@ def _outputs(name: str, network: nn.Module, inputs: Any, where: str) -> Any:
         return network(*inputs[0], **inputs[1])
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
         shapes = [tuple(t.shape) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
-        raise BadInput(
-            f"{name} fails on inputs of shapes {shapes} ({where}): {described(error)}. Both must "
-            "take the same inputs: pass args, kwargs that both accept"
-        ) from error
+        raise BadInput(f"{name} fails on inputs of shapes {shapes} ({where}): {described(error)}. "
+                       "Both must take the same inputs: pass args, kwargs that both accept"
+                       ) from error  # fmt: skip
 
 
 def _own(model, slim) -> tuple[nn.Module, nn.Module]:
@@ -408,15 +407,14 @@ def _doubles(model, slim, args, kwargs, table: Table) -> tuple[nn.Module, nn.Mod
 
 
 def _double(network: Any, args: Any, kwargs: Any) -> nn.Module:
-    """A copy in float64, without casts to narrower floats: those of a network's own code can be
-    widened only in its graph."""
-    example: tuple[Any, ...] = ()
+    """A copy in float64; casts in a network's own code can be widened only in its graph."""
+    inputs: tuple[Any, ...] = ()
     if not isinstance(network, ExportedProgram):
-        copy, example = _eval(network, share=False).double(), (args, kwargs)
+        copy, inputs = _eval(network, share=False).double(), (args, kwargs)
         widen_dtypes(copy)
         if isinstance(network, Demasked) or not narrows(copy, args, kwargs):
             return copy
-    graph = build_plain(fold_constants(functionalize(capture(network, *example)))).double()
+    graph = build_plain(fold_constants(functionalize(capture(network, *inputs)))).double()
     widen_dtypes(graph)
     return graph
 

@@ -1,7 +1,9 @@
 """`demask pilot`: what its commands print and write, and what they refuse."""
 
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,17 +20,26 @@ run = test_cli.run  # a fixture
 
 
 @pytest.fixture
-def model(tmp_path) -> nn.Module:
+def model(stored, tmp_path) -> nn.Module:
+    net, folder = stored
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return net
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> tuple[nn.Module, Path]:
+    """A network, and a folder with its files and inputs."""
+    folder = tmp_path_factory.mktemp("stored")
     net, args = networks()["residual"]
     batch = torch.export.Dim("batch")
     exported = torch.export.export(net, args, dynamic_shapes=({0: batch},))
-    torch.export.save(exported, tmp_path / "model.pt2")
-    demask.save(demask.demask(net, args), tmp_path / "model.demask")
+    torch.export.save(exported, folder / "model.pt2")
+    demask.save(demask.demask(net, args), folder / "model.demask")
     images = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
-    np.save(tmp_path / "images.npy", images.numpy())
-    np.savez(tmp_path / "images.npz", x=images.numpy())
-    save_file({"any": images.float() / 255}, tmp_path / "images.safetensors")
-    return net
+    np.save(folder / "images.npy", images.numpy())
+    np.savez(folder / "images.npz", x=images.numpy())
+    save_file({"any": images.float() / 255}, folder / "images.safetensors")
+    return net, folder
 
 
 def test_compare(run, model, tmp_path):

@@ -42,6 +42,7 @@ class Net(nn.Module):
         return self.b(self.formula(y, n, h, w))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bias", [0.0, 0.5])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_exact_at_any_size(name: str, bias: float) -> None:

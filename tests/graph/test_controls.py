@@ -140,6 +140,7 @@ WAKING = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WAKING)
 def test_a_dead_channel_wakes(name):
     """f(0) != 0, and both a Linear and a padded convolution read it."""

@@ -191,6 +191,7 @@ CASES = [
 
 
 # Every third by day: each mask with several layers.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("config", "mask"), every(3, CASES))
 def test_exact_small_and_minimal(config: Config, mask: str, result: Callable[..., None]) -> None:
     result(suite="recurrent", network=config.name, mask=mask)
@@ -213,6 +214,7 @@ def test_exact_small_and_minimal(config: Config, mask: str, result: Callable[...
         assert missed(slim, example(config, 8, 48)) == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize(("config", "mask"), [c for c in CASES if c.values[1] == "units"])
 def test_an_ordinary_module(config: Config, mask: str) -> None:

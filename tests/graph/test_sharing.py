@@ -237,6 +237,7 @@ LOOK_EQUAL: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:the hooks of")
 @pytest.mark.parametrize("kind", LOOK_EQUAL)
 def test_blocks_that_look_equal_share_nothing(kind: str) -> None:

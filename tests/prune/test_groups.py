@@ -48,6 +48,7 @@ def members(model: nn.Module, inputs) -> list[set[tuple[str, int, bool]]]:
     return [{(m.parameter, m.axis, m.produces) for m in g.members} for g in groups(model, inputs)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_what_hangs_together(name: str) -> None:
     model, inputs = network(name)
@@ -55,6 +56,7 @@ def test_what_hangs_together(name: str) -> None:
     assert both == EXPECTED[name]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_zero_slices_of_a_group_are_removed_everywhere_and_nothing_else(name: str) -> None:
     model, inputs = network(name)
@@ -68,6 +70,7 @@ def test_zero_heads_are_removed_with_the_keys_they_share(shared: int) -> None:
     assert broken_law(model, (torch.randn(2, 5, 8),), structure="head") == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_drawn_networks_obey_the_law(seed: int) -> None:
     torch.manual_seed(seed)

@@ -111,6 +111,7 @@ def test_a_config_that_cannot_say_it_is_not_written(tmp_path: Path) -> None:
     torch.testing.assert_close(again(ids).logits, even(ids).logits)
 
 
+@pytest.mark.nightly  # by day three rounds of smaller networks, in tests/shrink/training
 def test_three_rounds_of_an_encoder() -> None:
     transformers = architectures.transformers()
     config = transformers.BertConfig(

@@ -69,6 +69,7 @@ def test_idempotent(case: Micro) -> None:
     assert len(once.graph.nodes) == len(twice.graph.nodes), (str(once.graph), str(twice.graph))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", every(2, [c for c in MICROS if c.resizable]), ids=lambda c: c.name)
 def test_exact_at_any_image_size(case: Micro) -> None:
     model, args = made(case)
@@ -81,6 +82,7 @@ def test_exact_at_any_image_size(case: Micro) -> None:
     assert weights(slim) <= case.weights
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", every(6, MICROS), ids=lambda c: c.name)
 def test_an_ordinary_module(case: Micro) -> None:
     model, args, shared = demasked(case)

@@ -108,6 +108,7 @@ def test_class_attributes_and_methods_stay_and_numbers_follow() -> None:
     assert demask.verify(net, slim, (x,)).ok
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", every(4, MICROS), ids=lambda c: c.name)
 def test_exact_and_small_whatever_comes_back(case: Micro) -> None:
     model, args = made(case)

@@ -81,6 +81,7 @@ DAILY += [(2, "zeros behind", window) for window in WINDOWS if window not in ("d
 DAILY += [(1, "zeros behind", "dense"), (3, "zeros and crop", "strided")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("d", "pad", "window"), [*DAILY, *at_night(*(case for case in ALL if case not in DAILY))]
 )
@@ -144,6 +145,7 @@ CHAINS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CHAINS)
 def test_constants_leave_through_chains(name: str) -> None:
     torch.manual_seed(0)

@@ -61,6 +61,7 @@ def close(found, wanted):
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("density", [0.0, 0.05, 0.5, 1.0])
 @pytest.mark.parametrize(
@@ -76,6 +77,7 @@ def test_products_with_any_number_of_columns(size, density, index):
         close(spmm(x.T, as_csr(w, index).to_dense().T.to_sparse_csc()), exact(w, x).T)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("n", [17, *at_night(0, 1, 2)])
 @pytest.mark.parametrize("activation", [*presets(), None])
 def test_bias_and_activation(n, activation):

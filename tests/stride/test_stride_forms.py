@@ -26,6 +26,7 @@ def found(axes: Any, forms: dict[str, StrideForm] | None = None, **more: Any) ->
     return list(itertools.islice(misses(axes, forms or FORMS, **more), 5))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_sample_of_the_grid_has_no_misses(kernel: int) -> None:
     axes = [axis for axis in sample(3, seed=kernel) if axis.kernel == kernel]

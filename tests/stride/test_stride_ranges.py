@@ -124,6 +124,7 @@ CASES: list[tuple[Function, Range]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_a_functions_range(case: int) -> None:
     function, expected = CASES[case]

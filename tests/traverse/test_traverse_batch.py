@@ -176,6 +176,7 @@ def check(result, model, x, dtype):
         assert (ours - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "place"), PLACED)
 def test_same_results_at_any_batch_and_traffic_as_predicted(kind, place, tmp_path):
     model, x = made(kind)

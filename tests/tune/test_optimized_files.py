@@ -114,6 +114,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", CHANGES)
 def test_another_network_or_option_is_measured(what: str, cache) -> None:
     model = network()

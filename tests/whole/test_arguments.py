@@ -141,7 +141,7 @@ def several(
     share: float | None = None,
     kind: Kind | None = None,
     *,
-    names: list[str] = [],  # noqa: B006
+    names: list[str] | None = None,
 ):
     raise TypeError("inside")
 
@@ -150,7 +150,7 @@ def several(
     ({"count": "a"}, "count must be int, got 'a' (str)"),
     ({"count": 1, "share": "a"}, "share must be float or None, got 'a' (str)"),
     ({"count": 1, "share": 1, "kind": 5}, "kind must be Kind or None, got 5 (int)"),
-    ({"count": 1, "names": "a"}, "names must be list, got 'a' (str)"),
+    ({"count": 1, "names": "a"}, "names must be list or None, got 'a' (str)"),
 ])  # fmt: skip
 def test_what_fails_inside_names_the_argument_of_another_type(arguments, words):
     with strict(False), pytest.raises(BadInput) as error:

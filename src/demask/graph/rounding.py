@@ -12,12 +12,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from demask.compat.dispatch import TorchDispatchMode
 from demask.graph.module_copy import structural_copy
 from demask.graph.result.module_calls import lower_modules
-from demask.numerics import NARROW, widen_dtypes
+from demask.numerics import NARROW, to_double, widen_dtypes
 from demask.ops import Table, op_name
 
 SEEDS = 4
@@ -101,3 +102,26 @@ def _scale(node: fx.Node, value: Tensor, table: Table) -> Tensor | float | None:
         return value.abs()
     finite = value[value.isfinite()]
     return finite.abs().max() if finite.numel() else 0.0
+
+
+class _NarrowFloats(TorchDispatchMode):
+    """Records whether a call returns floats narrower than float64."""
+
+    is_narrow = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        leaves = pytree.tree_leaves(result)
+        self.is_narrow |= any(isinstance(t, Tensor) and t.dtype in NARROW for t in leaves)
+        return result
+
+
+def narrows(network: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a network in float64 computes narrower floats, or cannot run since its code casts."""
+    inputs = pytree.tree_map(to_double, (args, kwargs))
+    with torch.no_grad(), _NarrowFloats() as mode:
+        try:
+            network(*inputs[0], **inputs[1])
+        except RuntimeError:
+            return True
+    return mode.is_narrow

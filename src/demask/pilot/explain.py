@@ -49,7 +49,7 @@ from demask.pilot.chains.find import LinearChain, find_chains, remove_dropout
 from demask.pilot.chains.ordered_graph import Order
 from demask.pilot.condition import condition_of
 from demask.pilot.conditions.base import text
-from demask.pilot.explain_arguments import check_arguments, check_inputs
+from demask.pilot.explain_checks import check_arguments, check_inputs
 from demask.pilot.routing.router import call_copy
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.pipeline import capture_program

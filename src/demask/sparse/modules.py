@@ -147,10 +147,8 @@ class SparseConv(SparseLayer):
         self.groups, self.padding_mode, self.padding = groups, padding_mode, padding
         group_channels, remainder = divmod(self.columns, math.prod(self.kernel_size))
         if remainder:
-            raise BadInput(
-                f"expected a multiple of the {self.kernel_size} kernel positions as columns, "
-                f"got {self.columns} columns"
-            )
+            raise BadInput(f"expected a multiple of the {self.kernel_size} kernel positions as "
+                           f"columns, got {self.columns} columns")  # fmt: skip
         self.in_channels, self.out_channels = group_channels * groups, self.rows
         self._pads = self._padding(padding)
         self._check()
@@ -165,17 +163,16 @@ class SparseConv(SparseLayer):
 
     def _padding(self, padding: Sizes | str) -> tuple[Pair, ...]:
         """Padding before and after each axis."""
-        if isinstance(padding, str) and self.transposed:
-            raise BadInput(f"expected padding of numbers, such as 0, got {padding!r}")
-        if padding == "valid":
+        if padding == "valid" and not self.transposed:
             return ((0, 0),) * self.axes
-        if padding == "same":
+        if padding == "same" and not self.transposed:
             if any(n != 1 for n in self.stride):
                 raise BadInput(f"expected a stride of 1 with padding 'same', got {self.stride}")
             totals = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
             return tuple((n // 2, n - n // 2) for n in totals)
         if isinstance(padding, str):
-            raise BadInput(f"expected padding 'same', 'valid' or numbers, got {padding!r}")
+            words = "" if self.transposed else "'same', 'valid' or "
+            raise BadInput(f"expected padding {words}numbers, got {padding!r}")
         return tuple((n, n) for n in self._sizes("padding", padding, 0))
 
     def _check(self) -> None:

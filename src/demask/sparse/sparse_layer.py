@@ -132,7 +132,7 @@ class SparseLayer(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         self._set_program()
-        # The number of columns is not stored: a smaller one looks like zeros.
+        # The number of columns is not stored: a smaller one is not recognized.
         if is_complete and col.numel() and not col.is_meta and int(col.max()) >= self.columns:
             error_msgs.append(f"size mismatch for {prefix}col: expected columns below "
                               f"{self.columns}, got {int(col.max())}: weights of another "

@@ -151,6 +151,7 @@ def test_zeros_that_nobody_declares_stay() -> None:
     equal(slim, net, inputs())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(WIDE, IN), (WIDE, 1)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 def test_given_masks_are_multiplied_onto_their_parameters(

@@ -175,6 +175,7 @@ def test_a_row_is_what_export_captures(layer, shape) -> None:
 
 
 # By day half of the layers are tried with a file, and the others without their model.
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layer, shape", every(2, MADE), ids=lambda v: str(v)[:40])
 def test_a_layer_comes_back_and_through_a_file(layer, shape, tmp_path) -> None:
     model, x = Holder(copy.deepcopy(layer)).eval(), drawn(layer, shape)
@@ -195,6 +196,7 @@ def test_a_layer_comes_back_and_through_a_file(layer, shape, tmp_path) -> None:
         assert len(network.graph.find_nodes(op="call_module")) == 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layer, shape", every(2, MADE, start=1), ids=lambda v: str(v)[:40])
 def test_a_layer_comes_back_without_its_model(layer, shape) -> None:
     model, x = Holder(copy.deepcopy(layer)).eval(), drawn(layer, shape)

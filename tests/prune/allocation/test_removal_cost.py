@@ -74,6 +74,7 @@ def draw_masks(pruner: Pruner, seed: int) -> dict[str, Tensor]:
     return masks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*list(CASES)[:7], *at_night(*list(CASES)[7:])])
 def test_predicted_sizes_are_those_after_demask(name: str) -> None:
     build, structure = CASES[name]

@@ -173,6 +173,7 @@ def test_proposals_get_better_than_chance(budget):
 # -- storage --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["search.journal", "search.sqlite"])
 def test_a_search_goes_on_from_its_storage(reference, tmp_path, name):
     count = []

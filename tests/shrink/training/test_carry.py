@@ -142,6 +142,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_where_it_was(name: str) -> None:
     expected, actual, masked, slim = run_both(residual, images(10), OPTIMIZERS[name])

@@ -67,6 +67,7 @@ def edges(request, monkeypatch) -> str:
     return request.param
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("place", range(len(GEOMETRY)))
 def test_convolutions(place, isa, edges, emitted):
@@ -102,6 +103,7 @@ def test_wide_rows_are_cut(edges, emitted):
     assert len(emitted) >= 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_with_a_sum(name, emitted):
     act = (name, (-0.5, 2.0)[: ACTIVATIONS[name].count])
@@ -162,6 +164,7 @@ def bottleneck(channels: int, inner: int):
     return SegmentProgram(("image",), steps, (3,)), weights
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("batch, size, threads", [(1, 7, 1), (1, 14, 2), (3, 14, 2), (1, 31, 3)])
 def test_bottlenecks(batch, size, threads, isa, emitted):

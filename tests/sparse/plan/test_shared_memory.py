@@ -159,6 +159,7 @@ SHARED: dict[str, Callable[[Draft], int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_memory(name: str) -> None:
     """For one size by day, for all by night."""

@@ -117,6 +117,7 @@ def test_convolutions(place, isa):
         check(program, weights, [draw(batch, 12, height, width)], 1 + place % 3, isa)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 16, 17, 100])
 def test_tokens(count, isa):
@@ -180,6 +181,7 @@ def network(batch: int, size: int):
     return program, weights, [draw(batch, 3, size, size)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("isa", WIDTHS, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("batch, size, threads", [(1, 57, 2), (1, 64, 3), (3, 30, 2), (4, 9, 1)])
 def test_networks(batch, size, threads, isa):

@@ -222,6 +222,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_becomes_these_segments_and_comes_back(name: str) -> None:
     make, x, expected = NETWORKS[name]

@@ -201,6 +201,7 @@ LAYERS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", every(2, LAYERS))
 def test_each_layer_is_exact_and_tight(name):
     make, scale = LAYERS[name]

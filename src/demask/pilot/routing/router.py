@@ -127,10 +127,10 @@ class Router(nn.Module):
 
     def __init__(self, full: nn.Module, pilot: nn.Module, route: ThresholdRoute, words: str = ""):
         super().__init__()
-        for argument, kind in ((full, nn.Module), (pilot, nn.Module), (route, ThresholdRoute)):
-            if not isinstance(argument, kind):
+        for value, kind in ((full, nn.Module), (pilot, nn.Module), (route, ThresholdRoute)):
+            if not isinstance(value, kind):
                 raise BadInput("expected two networks (nn.Module) and a Route, such as "
-                               f"Route(0.5), got {argument!r:.40}")  # fmt: skip
+                               f"Route(0.5), got {value!r:.40}")  # fmt: skip
         self.full, self.pilot, self.route = full, pilot, route
         self.last = Routed(0, 0, 0)
         self.whole = route.threshold == math.inf

@@ -27,7 +27,6 @@ from demask.files.onnx.check import OutputComparator, add_row, draws
 from demask.files.onnx.check import check as check_file
 from demask.files.onnx.quantized_weights import opset_for, quantize_constants, translations
 from demask.files.onnx.read.reader import installed
-from demask.files.onnx.write.arguments import check_opset, check_tolerance
 from demask.files.onnx.write.canonical_calls import canonicalize
 from demask.files.onnx.write.clean import clean
 from demask.files.onnx.write.functions import functions
@@ -81,8 +80,7 @@ def to_onnx(
         kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
         dynamic_shapes: sizes that may differ from call to call, as for `demask.demask`.
         opset: version of ONNX's op set, an int such as 20. Where torch's exporter cannot convert to
-            it, the file has version 18, with a warning. Default: None, for the default of torch's
-            exporter.
+            it, the file has version 18, with a warning. Default: None, for its default.
         check: whether to compare the outputs of file and network before the file is written, on the
             example inputs, zeros, and tiny, large, negative and random numbers. The file runs in
             ONNX Runtime if that is installed, else in onnx's reference implementation. Not compared
@@ -108,7 +106,7 @@ def to_onnx(
     """
     check_writable(path)
     check_tolerance(tolerance)
-    check_opset(opset)
+    _check_opset(opset)
     slim = _network(module, args, kwargs, dynamic_shapes)
     try:
         model = _model(slim, opset)
@@ -130,6 +128,12 @@ def to_onnx(
         _check_values(slim, data, (args, kwargs or {}), tolerance, table)
     with write(path) as file:
         file.write(data)
+
+
+def check_tolerance(tolerance: float | None) -> None:
+    """Raise BadInput where a tolerance is not a positive finite number."""
+    if tolerance is not None and not 0 < tolerance < float("inf"):
+        raise BadInput(f"expected tolerance=None or a number above 0, got {tolerance}")
 
 
 def proto_of(
@@ -358,6 +362,16 @@ def _translated(slim: Demasked, opset: int | None) -> Any:
         message = next((n for n in lines if "No ONNX function" in n or "aten." in n), lines[0])
         advice = "write .pt2 instead, or demask a part: modules=[...]"
         raise NotExportable(f"torch.onnx: {message}", "the demasked graph", advice) from error
+
+
+def _check_opset(opset: int | None) -> None:
+    """Raise BadInput for a version that the installed onnx does not know."""
+    installed()
+    from onnx.defs import onnx_opset_version
+
+    latest = onnx_opset_version()
+    if opset is not None and (isinstance(opset, bool) or opset not in range(1, latest + 1)):
+        raise BadInput(f"expected a version of ONNX's op set from 1 to {latest}, got {opset!r}")
 
 
 def _functions() -> dict[Any, Any]:

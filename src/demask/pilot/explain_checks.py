@@ -1,4 +1,4 @@
-"""Checks of arguments of `explain`."""
+"""Checks of the arguments of `explain`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
-from demask.failures import described as describe_error
+from demask.failures import described
 from demask.numerics import is_number
 
 
@@ -34,7 +34,7 @@ def check_inputs(model: nn.Module, inputs: Sequence[tuple[Any, ...]]) -> None:
         try:
             leaves = pytree.tree_leaves(model(*args))
         except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-            raise BadInput(f"input {k} does not fit the model: {describe_error(error)}; inputs are "
+            raise BadInput(f"input {k} does not fit the model: {described(error)}; inputs are "
                            "one tensor or tuple of arguments for each call") from error  # fmt: skip
         if not leaves or not isinstance(leaves[0], Tensor) or leaves[0].ndim == 0:
             raise BadInput("expected a tensor with an axis of answers as the first output, got "
