@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from demask.errors import BadInput
 from demask.ops.schema import same_size
-from demask.ops.traits import RESHAPES, TRANSPOSES
+from demask.ops.traits import PADS, RESHAPES, TRANSPOSES
 from demask.sparse.called_op import POINTWISE, SOFTMAX, CalledOp, Match, Numbers, Shape
 from demask.sparse.segment_resizes import RESIZES
 
@@ -219,7 +219,7 @@ CALLED: dict[str, CalledOp] = {
         (aten.index_select.default,), _taken, _taken_shape, numbers=1, indexed=True),
     "pad": CalledOp(
         aten.constant_pad_nd.default, lambda xs, n, index: (xs[0], list(n)),
-        (aten.constant_pad_nd.default, aten.pad.default), _padded, _padded_shape),
+        tuple(PADS), _padded, _padded_shape),
     **{mode: _bordered(mode) for mode in MODES},
     **RESIZES,
     "join": CalledOp(

@@ -18,8 +18,8 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.kernels.cpu.tiles.called import ElementGather, PointwiseKernel, SoftmaxKernel
 from demask.kernels.cpu.tiles.relayout import CALL, Gather
-from demask.sparse.called_op import MOVED, RESIZED, SOFTMAX
 from demask.sparse import reference
+from demask.sparse.called_op import MOVED, RESIZED, SOFTMAX
 from demask.sparse.plan.resizes import write_resize
 from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import GridLayout, at_array
