@@ -58,8 +58,8 @@ def _factors(before: Shape, after: Shape) -> list[float]:
     """The factors of sizes that are known only at run time; none unless they are powers of two."""
     factors = []
     for old, new in zip(before, after, strict=True):
-        found = [f for f in FACTORS if same_size(new, old * int(f))]
-        factors += found[:1] or ([1.0] if same_size(new, old) else [])
+        same = [f for f in FACTORS if same_size(new, old * int(f))]
+        factors += same[:1] or ([1.0] if same_size(new, old) else [])
     return factors
 
 

@@ -73,7 +73,8 @@ def _write(moves: Moves, buffers: tuple[Buffer, Buffer], share: tuple[int, int, 
                              (False, (others[0], every))):  # fmt: skip
         if not all(map(len, picked)):
             continue
-        kernel = ResizeKernel(*(axis.weights.shape[1] for axis in axes), is_whole)
+        rows, columns = (axis.weights.shape[1] for axis in axes)
+        kernel = ResizeKernel(rows, columns, is_whole)
         fields: dict[str, Any] = {"begin": begin, "end": end}
         for key, buffer in zip(("x", "out"), buffers, strict=True):
             fields[f"{key}_pitch"] = moves.pitch(buffer)
