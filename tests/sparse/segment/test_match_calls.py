@@ -165,7 +165,6 @@ OTHERS: dict[str, Callable[[nn.ModuleDict, Tensor], Tensor]] = {
     "channels cut off": lambda m, x: constant_pad(x, (0, 0, 0, 0, -1, 0)),
     "channels cut off and added": lambda m, x: constant_pad(x, (0, 0, 0, 0, 2, -1)),
     "images of zeros": lambda m, x: constant_pad(x, (0, 0, 0, 0, 0, 0, 1, 0)),
-    "reflected": lambda m, x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
     "indexed images": lambda m, x: x.index_select(0, numbers(1, 0)),
     "indexed rows": lambda m, x: x.index_select(2, numbers(1, 0)),
     "sliced images": lambda m, x: x[1:],
@@ -189,7 +188,7 @@ def test_calls_that_do_not_match(name: str) -> None:
     assert not [c for c in calls(model, IMAGE) if isinstance(c.step, (SelectStep, ScaleStep))]
 
 
-@pytest.mark.parametrize("name", ["channels of ones", "channels cut off", "reflected",
+@pytest.mark.parametrize("name", ["channels of ones", "channels cut off",
                                   "one factor per image", "one factor per pixel"])  # fmt: skip
 def test_what_does_not_match_stays_between_segments(name: str) -> None:
     out = {"channels of ones": 6, "channels cut off": 3}.get(name, 4)
