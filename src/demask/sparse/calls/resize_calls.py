@@ -51,7 +51,7 @@ def _match(flags: int, arguments: Mapping[str, Any], node: fx.Node) -> Match | N
         numbers = list(sizes)
     else:
         numbers = _factors(x.meta["val"].shape[2:], value.shape[2:])
-    flag = [int(arguments["align_corners"])] * flags
+    flag = [int(arguments["align_corners"])] if flags else []
     return ((x,), (*flag, *numbers), ()) if len(numbers) == value.ndim - 2 else None
 
 
@@ -59,8 +59,8 @@ def _factors(before: Shape, after: Shape) -> list[float]:
     """The factors of sizes that are known only at run time; none unless they are powers of two."""
     factors = []
     for old, new in zip(before, after, strict=True):
-        found = [f for f in FACTORS if same_size(new, old * int(f))]
-        factors += found[:1] or ([1.0] if same_size(new, old) else [])
+        same = [f for f in FACTORS if same_size(new, old * int(f))]
+        factors += same[:1] or ([1.0] if same_size(new, old) else [])
     return factors
 
 

@@ -106,8 +106,10 @@ class MovedValues:
         outputs: set[int] = set()
         for value in self.program.outputs:
             step = self.step(value)
-            is_moved = step is not None and is_move(step) and value not in self.written
-            outputs.update(self.sources(step) if is_moved else (value,))  # type: ignore[arg-type]
+            if step is None or not is_move(step) or value in self.written:
+                outputs.add(value)
+            else:
+                outputs.update(self.sources(step))
         return outputs
 
     def numbers(self, value: int) -> Tensor:
