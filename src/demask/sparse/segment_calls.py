@@ -17,7 +17,7 @@ from torch import fx
 from demask.errors import BadInput
 from demask.graph.queries import has_shape
 from demask.ops.schema import same_size
-from demask.ops.traits import RESHAPES, TRANSPOSES
+from demask.ops.traits import PADS, RESHAPES, TRANSPOSES
 from demask.sparse.calls.called_op import (
     POINTWISE,
     POSITIONS,
@@ -244,7 +244,7 @@ CALLED: dict[str, CalledOp] = {
         _expanded_shape),
     "pad": CalledOp(
         aten.constant_pad_nd.default, lambda xs, n, c: (xs[0], list(n)),
-        (aten.constant_pad_nd.default, aten.pad.default), _padded, _padded_shape),
+        tuple(PADS), _padded, _padded_shape),
     **{mode: _bordered(mode) for mode in MODES},
     **RESIZES,
     "join": CalledOp(

@@ -51,7 +51,7 @@ def _match(flags: int, arguments: Mapping[str, Any], node: fx.Node) -> Match | N
         numbers = list(sizes)
     else:
         numbers = _factors(x.meta["val"].shape[2:], value.shape[2:])
-    flag = [int(arguments["align_corners"])] * flags
+    flag = [int(arguments["align_corners"])] if flags else []
     return ((x,), (*flag, *numbers), ()) if len(numbers) == value.ndim - 2 else None
 
 

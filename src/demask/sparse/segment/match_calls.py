@@ -14,7 +14,7 @@ from demask.graph.queries import has_shape, input_dependent
 from demask.ops import schema
 from demask.ops.activations import Act, activations_by_op
 from demask.ops.schema import same_size
-from demask.ops.traits import IDENTITIES, SQUEEZES
+from demask.ops.traits import IDENTITIES, PADS, SQUEEZES
 from demask.sparse.calls.called_op import MOVED
 from demask.sparse.segment.value_kinds import is_channels_last, kind_by_rank, stored
 from demask.sparse.segment_calls import CALLED, LAST, called_by_target
@@ -484,7 +484,7 @@ _RULES: dict[Any, Rule] = {
     aten.batch_norm.default: _norm,
     aten.index_select.default: _selected,
     aten.slice.Tensor: _sliced,
-    aten.constant_pad_nd.default: _padded, aten.pad.default: _padded,
+    **dict.fromkeys(PADS, _padded),
     aten.cat.default: _joined,
     aten.max_pool2d.default: _largest,
     aten.avg_pool2d.default: _averaged,
