@@ -274,6 +274,6 @@ def other_lanes(monkeypatch) -> None:
 )
 def test_a_planted_fault_is_seen(fault, monkeypatch, always) -> None:
     fault(monkeypatch)
-    program, weights, x = made("7x7")
+    program, weights, x = made("groups")  # lines with gaps, of any layout
     with pytest.raises(AssertionError):
         check(program, weights, [x], 1)

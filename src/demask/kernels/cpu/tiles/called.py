@@ -91,8 +91,8 @@ class PointwiseKernel:
 class SoftmaxKernel:
     """out[line] of each channel = e**x[line] over the sum of that of all channels.
 
-    `table` has pairs (x, out) of lines. safe: zeros, not NaN, where all channels are -inf (or NaN,
-    as in torch's attention).
+    `table` has pairs (x, out) of lines. safe: zeros, not NaN, where all channels are -inf, as in
+    attention whose mask hides all keys of a query.
     """
 
     safe: bool = False
@@ -102,10 +102,9 @@ class SoftmaxKernel:
     def emit(self, e: Emitter) -> None:
         call, lowest = CallFields(e), e.splat(-inf)
         with call.pairs() as (x, out):
-            first, larger = (lowest, e.larger) if self.safe else (e.read(x), e.largest)
-            largest, total = e.variable(e.vector, first), e.variable(e.vector, e.splat(0.0))
+            largest, total = e.variable(e.vector, lowest), e.variable(e.vector, e.splat(0.0))
             with e.loop(call["begin"], call["end"]) as c:
-                largest.set(larger(largest.get(), e.read(call.channel("x", x, c))))
+                largest.set(e.largest(largest.get(), e.read(call.channel("x", x, c))))
             is_empty = e.b.fcmp_ordered("==", largest.get(), lowest)
             if self.safe:
                 largest.set(e.b.select(is_empty, e.splat(0.0), largest.get()))
