@@ -25,7 +25,8 @@ class MACs:
     one scale, as `Taylor` has.
 
     Args:
-        budget: multiply-adds, an int; or a share of the original ones, a float from 0 to 1.
+        budget: multiply-adds, an int; or a share of those at the start (without tokens that nothing
+            reads), a float from 0 to 1.
         floor: the share of its slices that each group retains at least; one slice always stays.
 
     Example:
