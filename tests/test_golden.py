@@ -39,6 +39,7 @@ def raised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return errors
 
 
+@pytest.mark.nightly
 def test_a_dump_is_the_same_twice_and_another_for_other_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: list[str]
 ) -> None:

@@ -91,6 +91,7 @@ def test_the_check_sees_a_layer_in_the_place_of_another(monkeypatch: pytest.Monk
     assert any(isinstance(part, fx.GraphModule) for part in slim.modules())
 
 
+@pytest.mark.nightly
 def test_a_config_that_cannot_say_it_is_not_written(tmp_path: Path) -> None:
     model, ids = llama(8)
     slim: Any = demask.demask(model, (), {"input_ids": ids})

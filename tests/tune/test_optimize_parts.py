@@ -190,6 +190,7 @@ def test_names_are_those_of_demask() -> None:
     assert type(fast.blocks[0]) is Block and isinstance(fast.blocks[1], Optimized)
 
 
+@pytest.mark.nightly
 def test_a_language_model_whose_layers_take_no_cache_uses_none() -> None:
     model, ids = llama(0)
     fast: Any = demask.optimize(model, (), {"input_ids": ids}, modules="auto", cache=False)

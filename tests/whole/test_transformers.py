@@ -205,6 +205,7 @@ def test_nothing_is_missed(name: str, kind: str) -> None:
     assert [n for n in names if not any(fnmatchcase(n, known) for known in INHERENT)] == []
 
 
+@pytest.mark.nightly
 def test_the_oracle_sees_a_planted_miss() -> None:
     chosen, draw = ARCHITECTURES["fused_qkv"], generator()
     model = built("fused_qkv", draw)

@@ -183,6 +183,7 @@ def test_outputs_that_do_not_depend_on_the_input_are_reported() -> None:
     assert demask.verify(model, slim, (x,)).vacuous == ("output",)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("little")
 def test_a_language_model_in_bfloat16() -> None:
     model, ids = llama(0)
