@@ -31,7 +31,7 @@ CALL = np.dtype([(key, "<i8") for key in (
 
 
 @dataclass(frozen=True, slots=True)
-class _Cell:
+class _UnitState:
     """Where the state of a block of a row is: of the step before, of this step, the cell state."""
 
     before: Value
@@ -39,7 +39,7 @@ class _Cell:
     cell: Value
 
 
-def _lstm(e: Emitter, sums: Sequence[Value], x: Value, at: _Cell) -> None:
+def _lstm(e: Emitter, sums: Sequence[Value], x: Value, at: _UnitState) -> None:
     """c = f c + i g; h = o tanh(c)."""
     i, f, o = (activated(e, sums[k], ("sigmoid", ())) for k in (0, 1, 3))
     g = activated(e, sums[2], ("tanh", ()))
@@ -48,7 +48,7 @@ def _lstm(e: Emitter, sums: Sequence[Value], x: Value, at: _Cell) -> None:
     e.write(e.b.fmul(o, activated(e, c, ("tanh", ()))), at.after)
 
 
-def _gru(e: Emitter, sums: Sequence[Value], x: Value, at: _Cell) -> None:
+def _gru(e: Emitter, sums: Sequence[Value], x: Value, at: _UnitState) -> None:
     """n = tanh(x + r sum); h = (h - n) z + n. x: what the input contributes to n."""
     r, z = (activated(e, sums[k], ("sigmoid", ())) for k in (0, 1))
     n = activated(e, e.b.fadd(x, e.b.fmul(r, sums[2])), ("tanh", ()))
@@ -57,7 +57,7 @@ def _gru(e: Emitter, sums: Sequence[Value], x: Value, at: _Cell) -> None:
 
 
 #: name in `segment_calls.CALLED` -> gates, and the function that writes the state of a step
-CELLS: dict[str, tuple[int, Callable[[Emitter, Sequence[Value], Value, _Cell], None]]] = {
+CELLS: dict[str, tuple[int, Callable[[Emitter, Sequence[Value], Value, _UnitState], None]]] = {
     "lstm": (4, _lstm),
     "gru": (3, _gru),
 }
@@ -105,7 +105,7 @@ class RecurrentKernel:
                     shift = e.b.add(e.b.mul(fields["row"], I64(row)), first)
                     state = e.at(before, shift)
                     cell = e.at(e.at(rows, shift), fields["cell"])
-                    at = _Cell(state, e.at(state, fields["step"]), cell)
+                    at = _UnitState(state, e.at(state, fields["step"]), cell)
                     added = self._gate(e, fields, e.at(x, first), row, self.gates - 1)
                     CELLS[self.name][1](e, gate_sums, added, at)
 

@@ -21,9 +21,9 @@ from demask.graph.editor import GraphEditor, drop_unread
 from demask.graph.normalize.split_recurrent import split_calls
 from demask.graph.result.recurrent_modules import is_zeros
 from demask.ops import schema
+from demask.ops.entries.recurrent import GATES
 
 aten = torch.ops.aten
-TARGETS = (aten.lstm.input, aten.gru.input)
 LAST = 2**63 - 1  # end of a slice without an end
 
 
@@ -58,22 +58,18 @@ class RecurrentCall:
 
 def prepare_recurrent(editor: GraphEditor, dtype: torch.dtype) -> None:
     """Rewrite the recurrent calls on values of a dtype that segments can hold."""
-    split_calls(editor, lambda node: _is_supported(editor, node, dtype))
-    for node in editor.calls(*TARGETS):
-        if _is_supported(editor, node, dtype):
+    split_calls(editor, lambda node: is_recurrent(editor, node, dtype))
+    for node in editor.calls():
+        if is_recurrent(editor, node, dtype):
             with editor.graph.inserting_before(node.next):
                 _read_rows(editor, node)
     drop_unread(editor.graph)
 
 
 def is_recurrent(editor: GraphEditor, node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a node is a recurrent call that segments can hold."""
-    return node.target in TARGETS and _is_supported(editor, node, dtype)
-
-
-def _is_supported(editor: GraphEditor, node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a call has parameters that are constants, and no projection and no dropout."""
-    if node.target not in TARGETS:
+    """Whether a node is a recurrent call that segments can hold: with parameters that are
+    constants, without projection and dropout."""
+    if not _has_gates(node):
         return False
     arguments = schema.arguments(node)
     directions = arguments["num_layers"] * (2 if arguments["bidirectional"] else 1)
@@ -84,6 +80,11 @@ def _is_supported(editor: GraphEditor, node: fx.Node, dtype: torch.dtype) -> boo
         return False
     values = [x.meta.get("val") for x in (arguments["input"], *_states(node))]
     return all(_is_plain(value, dtype) for value in (*values, *params))
+
+
+def _has_gates(node: fx.Node) -> bool:
+    """Whether a node is a call of an LSTM or a GRU."""
+    return GATES.get(str(node.target), 0) > 1
 
 
 def _is_plain(value: Any, dtype: torch.dtype) -> bool:
@@ -104,9 +105,9 @@ def initial_states(node: fx.Node) -> list[fx.Node]:
     return [] if all(map(_is_zero, states)) else states
 
 
-def _is_zero(state: fx.Node) -> bool:
+def _is_zero(state: Any) -> bool:
     while state.target is aten.slice.Tensor:
-        state = state.args[0]  # type: ignore[assignment]
+        state = state.args[0]
     return is_zeros(state)
 
 
@@ -132,7 +133,8 @@ def _read_rows(editor: GraphEditor, node: fx.Node) -> None:
     for user in flips if backwards else ():
         user.replace_all_uses_with(parts[0])
     for read in reads:
-        read.replace_all_uses_with(parts[read.args[1]])  # type: ignore[index]
+        number: Any = read.args[1]
+        read.replace_all_uses_with(parts[number])
 
 
 def _is_flip(node: Any, time: int) -> bool:
@@ -147,10 +149,10 @@ def recurrence_of(rows: fx.Node) -> RecurrentCall | None:
     if not isinstance(out, fx.Node) or not isinstance(last, fx.Node):
         return None
     backwards = out.target is aten.flip.default
-    out, last = (part.args[0] if part.target in (aten.flip.default, aten.transpose.int) else part
-                 for part in (out, last))  # fmt: skip
+    out = out.args[0] if backwards else out
+    last = last.args[0] if last.target is aten.transpose.int else last
     node = out.args[0] if isinstance(out, fx.Node) and out.target is operator.getitem else None
-    if not isinstance(node, fx.Node) or node.target not in TARGETS:
+    if not isinstance(node, fx.Node) or not _has_gates(node):
         return None
     x: Any = schema.arguments(node)["input"]
     call = RecurrentCall(node, x.args[0] if backwards else x, backwards)
@@ -162,14 +164,14 @@ def _are_rows(call: RecurrentCall, rows: fx.Node, last: Any) -> bool:
     arguments = schema.arguments(rows)
     out, end = arguments["tensors"]
     is_last = isinstance(last, fx.Node) and last.args == (call.node, len(_states(call.node)))
-    is_turned = end.target is aten.transpose.int and set(end.args[1:]) == {0, 1}
+    is_transposed = end.target is aten.transpose.int and set(end.args[1:]) == {0, 1}
     is_flipped = not call.backwards or (
         _is_flip(out, call.time) and _is_flip(schema.arguments(call.node)["input"], call.time)
     )
     is_first = (out.args[0] if call.backwards else out).args == (call.node, 0)
     return (
         is_last and is_first and is_flipped
-        and is_turned == bool(call.time)
+        and is_transposed == bool(call.time)
         and arguments["dim"] == call.time
         and schema.arguments(call.node)["num_layers"] == 1
         and not schema.arguments(call.node)["bidirectional"]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from heapq import heappop, heappush
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -25,11 +26,12 @@ from demask.graph.program import Program as Whole
 from demask.graph.queries import input_dependent
 from demask.ops import schema
 from demask.ops.activations import Act
+from demask.sparse.calls.called_op import RECURRENT
 from demask.sparse.calls.recurrent_rows import prepare_recurrent
 from demask.sparse.segment.convex_groups import SegmentRegion, Wanted, regions
 from demask.sparse.segment.match_calls import ANY, MatchedCall, matrix
 from demask.sparse.segment.prepare_calls import prepare_calls
-from demask.sparse.segment_calls import sizes_of_reshape
+from demask.sparse.segment_calls import CALLED, lowering_of, sizes_of_reshape
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
     INPUTS,
@@ -97,6 +99,8 @@ def layers(program: SegmentProgram, shapes: Sequence[Sequence[int]]) -> list[Seg
     """The layers of a segment for inputs of these shapes."""
     value_shapes, segment_layers = program.shapes(shapes), []
     for step, out_shape in zip(program.steps, value_shapes[len(program.inputs) :], strict=True):
+        if isinstance(step, CallStep) and lowering_of(step) == RECURRENT:
+            segment_layers.append(_recurrent_layer(step, value_shapes[step.xs[0]]))
         if not isinstance(step, (ConvStep, LinearStep)):
             continue
         kind, (_, first, end) = program.kinds[step.x], step.weight.values
@@ -110,6 +114,14 @@ def layers(program: SegmentProgram, shapes: Sequence[Sequence[int]]) -> list[Seg
             SegmentLayer(step.name, end - first, step.out * columns, (end - first) * pixels)
         )
     return segment_layers
+
+
+def _recurrent_layer(step: CallStep, x: Sequence[int]) -> SegmentLayer:
+    """A recurrent layer, all weights of which are stored: every step multiplies by each once."""
+    parts = CALLED[step.call].parts
+    assert parts is not None
+    weights = sum(prod(shape) for shape in parts(x[2], step.numbers) if len(shape) == 2)
+    return SegmentLayer(step.name, weights, weights, weights * x[0] * x[1])
 
 
 def layers_of(whole: Whole) -> list[SegmentLayer]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.proxy import GraphAppendingTracer
+from torch.utils import _pytree as pytree
 
 from demask.compat.fake_tensors import FakeTensorMode
 from demask.compat.tracing import make_fx
@@ -150,8 +152,10 @@ class _InlinedSegment:
         """The node of the result of an op, or of a function of several ops."""
         last, graph = self.node.prev, self.editor.graph
         with graph.inserting_before(self.node):
-            tracer = fx.proxy.GraphAppendingTracer(graph)
-            result = entry.op(*fx.map_arg(arguments, lambda node: fx.Proxy(node, tracer)))
+            tracer = GraphAppendingTracer(graph)
+            result = entry.op(
+                *pytree.tree_map_only(fx.Node, lambda node: fx.Proxy(node, tracer), arguments)
+            )
         while last.next is not self.node:
             last = last.next
             if all("val" in source.meta for source in last.all_input_nodes):

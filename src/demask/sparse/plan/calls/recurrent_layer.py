@@ -53,11 +53,11 @@ def write_recurrent(
     """Write a recurrent layer. sources: its input, and initial states if there are any."""
     step = moved.step(value)
     assert isinstance(step, CallStep)
-    _Layer(step, moves, moved, sources, out).write()
+    _RecurrentLayer(step, moves, moved, sources, out).write()
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _RecurrentLayer:
     """Writes one recurrent layer.
 
     The memory of the recurrence: for each row of the batch one line of hidden units per state,
@@ -164,7 +164,7 @@ class _Layer:
 
     def _from_rows(self, states: Buffer) -> None:
         """Write the result: the states of all steps, then the last state."""
-        steps, batch = self.sizes
+        steps, _ = self.sizes
         first = 0 if self.backwards else 1
         last = steps + 1
         if self.step.call == "gru":
