@@ -89,13 +89,14 @@ class CalledOp:
         module, _, leaf = constant.rpartition(".")
         if self.constants != PARAMETERS:
             return module
-        return f"{module}.{leaf.removeprefix(PARAMETER_NAMES[0] + '_')}"
+        layer = leaf.removeprefix(f"{PARAMETER_NAMES[0]}_")
+        return f"{module}.{layer}" if module else layer
 
     def names_of_constants(self, name: str) -> list[str]:
         """The names of the constants of a step with this name."""
         if self.constants == PARAMETERS:
-            module, _, layer = name.rpartition(".")
-            return [f"{module or 'segment'}.{leaf}_{layer}" for leaf in PARAMETER_NAMES]
+            module, dot, layer = name.rpartition(".")
+            return [f"{module}{dot}{leaf}_{layer}" for leaf in PARAMETER_NAMES]
         return [f"{name}.{leaf}" for leaf in
                 (FACTOR_NAMES if self.constants == FACTORS else (POSITIONS,))]  # fmt: skip
 
