@@ -188,6 +188,11 @@ FAULTS = (
     fault("zeros-of-pads-lost", "sparse/plan/write_call.py",
           "read = np.where(numbers[pixel] < 0, -1, flat[pixel])", "read = flat[pixel]",
           "called_steps"),
+    fault("bias-of-the-state-twice", "sparse/plan/calls/recurrent_layer.py",
+          'if self.step.call == "gru":  # that of gate n', "if False:  # that of gate n",
+          "recurrent_steps"),
+    fault("last-state-at-the-end-of-time", "sparse/plan/calls/recurrent_layer.py",
+          "last = 0 if self.backwards else steps", "last = steps", "recurrent_steps"),
     # traverse
     fault("row-too-few-kept", "traverse/planning/schedule.py",
           "return max(self.end - self.keep, 0)", "return max(self.end - self.keep - 1, 0)",

@@ -331,13 +331,16 @@ def test_networks_whose_work_is_elsewhere_have_no_segments() -> None:
     class Head(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lstm, self.last = nn.LSTM(16, 32), nn.Linear(32, 4)
+            self.rnn, self.last = nn.RNN(16, 32), nn.Linear(32, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.lstm(x)[0])
+            return self.last(self.rnn(x)[0])
 
     torch.manual_seed(0)
     assert not names(Head(), torch.randn(5, 2, 16)) & {ALL, EACH}
+    network = Head()
+    network.rnn = nn.LSTM(16, 32)
+    assert ALL in names(network, torch.randn(5, 2, 16))
 
 
 def test_without_kernels_there_are_no_segments(monkeypatch) -> None:

@@ -29,8 +29,10 @@ from demask.sparse.calls.called_op import (
     same_shape,
     with_size,
 )
+from demask.sparse.calls.recurrent_calls import RECURRENCES
 from demask.sparse.calls.resize_calls import RESIZES
 from demask.sparse.calls.token_calls import TOKEN_CALLS
+from demask.sparse.segment_steps import CallStep
 
 aten = torch.ops.aten
 LAST = 2**63 - 1  # end of a slice without an end
@@ -247,6 +249,7 @@ CALLED: dict[str, CalledOp] = {
         tuple(PADS), _padded, _padded_shape),
     **{mode: _bordered(mode) for mode in MODES},
     **RESIZES,
+    **RECURRENCES,
     "join": CalledOp(
         aten.cat.default, lambda xs, n, c: (list(xs), n[0]), (aten.cat.default,), _joined,
         _joined_shape, operands=None, numbers=1),
@@ -260,6 +263,11 @@ CALLED: dict[str, CalledOp] = {
         POINTWISE, numbers=0),
     **TOKEN_CALLS,
 }  # fmt: skip
+
+
+def lowering_of(step: Any) -> str:
+    """How plans compute the op that a step calls; "" for other steps."""
+    return CALLED[step.call].lowering if isinstance(step, CallStep) else ""
 
 
 def called_by_target() -> dict[Any, list[str]]:

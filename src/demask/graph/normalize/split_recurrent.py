@@ -9,6 +9,7 @@ layers(x)   == layer_n(... layer_1(x))       directions of a layer joined along 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +31,16 @@ def split_recurrent(program: Program) -> Program:
     if not any(map(_splits, program.graph.nodes)):
         return program
     editor = GraphEditor(program)
-    for node in filter(_splits, editor.calls()):
-        with editor.graph.inserting_before(node):
-            _split(editor, node)
+    split_calls(editor, lambda node: True)
     return editor.finish()
+
+
+def split_calls(editor: GraphEditor, wanted: Callable[[fx.Node], bool]) -> None:
+    """Split the recurrent calls of a graph that are wanted."""
+    for node in filter(_splits, editor.calls()):
+        if wanted(node):
+            with editor.graph.inserting_before(node):
+                _split(editor, node)
 
 
 def _splits(node: fx.Node) -> bool:

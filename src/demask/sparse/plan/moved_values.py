@@ -19,10 +19,10 @@ from demask.errors import BadInput
 from demask.kernels.cpu.tiles.called import ElementGather
 from demask.kernels.cpu.tiles.relayout import CALL
 from demask.sparse import reference
-from demask.sparse.calls.called_op import MOVED, PRODUCT, RESIZED
+from demask.sparse.calls.called_op import MOVED, PRODUCT, RECURRENT, RESIZED
 from demask.sparse.plan.tape import Buffer, KernelCall, NoPlan, Tape, by_thread
 from demask.sparse.plan.tile_layout import GridLayout, at_array
-from demask.sparse.segment_calls import CALLED
+from demask.sparse.segment_calls import lowering_of
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import SPATIAL, CallStep, Step, reads
 
@@ -32,12 +32,13 @@ NUMBERS = 2**32  # of the elements of a value; 0 is for elements that are zero
 
 def is_move(step: Step) -> bool:
     """Whether a step only moves elements, and adds zeros."""
-    return isinstance(step, CallStep) and CALLED[step.call].lowering == MOVED
+    return lowering_of(step) == MOVED
 
 
-def is_resize(step: Step) -> bool:
-    """Whether a step resizes by weighted sums."""
-    return isinstance(step, CallStep) and CALLED[step.call].lowering == RESIZED
+def reads_own_grids(step: Step) -> bool:
+    """Whether a step reads its operands in their grids, whatever that of its result: a resize by
+    weighted sums, a recurrent layer."""
+    return lowering_of(step) in (RESIZED, RECURRENT)
 
 
 @dataclass(slots=True)
@@ -229,7 +230,7 @@ def as_image(kind: str, x: Tensor) -> Tensor:
 
 def factors_of(step: Step) -> tuple[int, ...]:
     """The operands of a product whose elements are read one by one."""
-    if isinstance(step, CallStep) and CALLED[step.call].lowering == PRODUCT:
+    if isinstance(step, CallStep) and lowering_of(step) == PRODUCT:
         return step.xs[1:3]
     return ()
 

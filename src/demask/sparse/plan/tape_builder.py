@@ -30,7 +30,7 @@ from demask.sparse.plan.moved_values import (
     MoveWriter,
     factors_of,
     is_move,
-    is_resize,
+    reads_own_grids,
 )
 from demask.sparse.plan.needs import Need, grid_of_input
 from demask.sparse.plan.shared_memory import Place, find_parts, owner_of
@@ -47,7 +47,7 @@ from demask.sparse.plan.tile_layout import (
     widened,
 )
 from demask.sparse.plan.value_moves import Moves, as_windows, elements, rows_of
-from demask.sparse.plan.write_call import write_call
+from demask.sparse.plan.write_call import call_cycles, write_call
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
     CHANNELS_LAST,
@@ -178,8 +178,8 @@ class TapeBuilder:
             border = reach(input_grid, grid, windows(as_windows(step)))
             needs_minimum = not step.mean and not self.positive[x]
             return [Need(x, input_grid, border, LEAST if needs_minimum else 0.0)]
-        if isinstance(step, (MeanStep, FlattenStep)) or is_resize(step):
-            return [Need(x, self.grids[x], NO_BORDER, 0.0)]
+        if isinstance(step, (MeanStep, FlattenStep)) or reads_own_grids(step):
+            return [Need(v, self.grids[v], NO_BORDER, 0.0) for v in reads(step)]
         if isinstance(step, SelectStep):
             input_grid = grid_of_input(step, grid)
             # its parts and those of `grid` may begin at different pixels
@@ -351,10 +351,10 @@ class TapeBuilder:
 
     def estimate(self) -> float:
         """Estimated cycles of the layers."""
-        first = len(self.program.inputs)
-        layers = [first + k for k, step in enumerate(self.program.steps)
-                  if isinstance(step, (ConvStep, LinearStep))]  # fmt: skip
-        return sum(best(self._shape(v), self.threads, self.isa)[0] for v in layers)
+        steps = enumerate(self.program.steps, len(self.program.inputs))
+        layers = [v for v, step in steps if isinstance(step, (ConvStep, LinearStep))]
+        cycles = sum(best(self._shape(v), self.threads, self.isa)[0] for v in layers)
+        return cycles + call_cycles(self.moved)
 
     def largest(self) -> int:
         """Bytes of the largest value."""

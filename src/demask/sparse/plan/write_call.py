@@ -13,7 +13,8 @@ from demask.kernels.cpu.tiles.called import NormKernel, PointwiseKernel, Softmax
 from demask.kernels.cpu.tiles.relayout import CALL, Gather
 from demask.kernels.cpu.tiles.value_product import CALL as PRODUCT_CALL
 from demask.kernels.cpu.tiles.value_product import TILE, ValueProductKernel
-from demask.sparse.calls.called_op import OVER_CHANNELS, PRODUCT, RESIZED
+from demask.sparse.calls.called_op import OVER_CHANNELS, PRODUCT, RECURRENT, RESIZED
+from demask.sparse.plan.calls.recurrent_layer import recurrent_cycles, write_recurrent
 from demask.sparse.plan.moved_values import MovedValues, MoveWriter, elements_of, is_move
 from demask.sparse.plan.resizes import write_resize
 from demask.sparse.plan.tape import Buffer, KernelCall, aligned, by_thread
@@ -41,6 +42,8 @@ def write_call(
         MoveWriter(moves.tape, moved, buffers, moves.isa.lanes).to_buffer(value, out)
     elif lowering == RESIZED:
         write_resize(step, moves, sources[0], out)
+    elif lowering == RECURRENT:
+        write_recurrent(value, moves, moved, sources, out)
     elif lowering == OVER_CHANNELS:
         _over_channels(value, step, moves, moved, sources[0], out)
     elif lowering == PRODUCT:
@@ -48,6 +51,11 @@ def write_call(
         products.write()
     else:
         moves.pointwise(PointwiseKernel(step.call, step.numbers), list(sources), out)
+
+
+def call_cycles(moved: MovedValues) -> float:
+    """Estimated cycles of the calls of a program that take as long as layers."""
+    return recurrent_cycles(moved)
 
 
 def _move_pixels(moves: Moves, moved: MovedValues, same: tuple[int, np.ndarray], source: Buffer,

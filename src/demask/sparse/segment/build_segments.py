@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from heapq import heappop, heappush
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -25,10 +26,12 @@ from demask.graph.program import Program as Whole
 from demask.graph.queries import input_dependent
 from demask.ops import schema
 from demask.ops.activations import Act
+from demask.sparse.calls.called_op import RECURRENT
+from demask.sparse.calls.recurrent_rows import prepare_recurrent
 from demask.sparse.segment.convex_groups import SegmentRegion, Wanted, regions
 from demask.sparse.segment.match_calls import ANY, MatchedCall, matrix
 from demask.sparse.segment.prepare_calls import prepare_calls
-from demask.sparse.segment_calls import sizes_of_reshape
+from demask.sparse.segment_calls import CALLED, lowering_of, sizes_of_reshape
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
     INPUTS,
@@ -62,6 +65,7 @@ def segmented(
     "int8" (with a scale per row), or None to leave them as they are.
     """
     editor = GraphEditor(program)
+    prepare_recurrent(editor, dtype)
     prepare_calls(editor)
     replacements: dict[fx.Node, fx.Node] = {}  # node of a region -> output of its segment
     for region in regions(editor, dtype, core, allowed):
@@ -95,6 +99,8 @@ def layers(program: SegmentProgram, shapes: Sequence[Sequence[int]]) -> list[Seg
     """The layers of a segment for inputs of these shapes."""
     value_shapes, segment_layers = program.shapes(shapes), []
     for step, out_shape in zip(program.steps, value_shapes[len(program.inputs) :], strict=True):
+        if isinstance(step, CallStep) and lowering_of(step) == RECURRENT:
+            segment_layers.append(_recurrent_layer(step, value_shapes[step.xs[0]]))
         if not isinstance(step, (ConvStep, LinearStep)):
             continue
         kind, (_, first, end) = program.kinds[step.x], step.weight.values
@@ -108,6 +114,14 @@ def layers(program: SegmentProgram, shapes: Sequence[Sequence[int]]) -> list[Seg
             SegmentLayer(step.name, end - first, step.out * columns, (end - first) * pixels)
         )
     return segment_layers
+
+
+def _recurrent_layer(step: CallStep, x: Sequence[int]) -> SegmentLayer:
+    """A recurrent layer, all weights of which are stored: every step multiplies by each once."""
+    parts = CALLED[step.call].parts
+    assert parts is not None
+    weights = sum(prod(shape) for shape in parts(x[2], step.numbers) if len(shape) == 2)
+    return SegmentLayer(step.name, weights, weights, weights * x[0] * x[1])
 
 
 def layers_of(whole: Whole) -> list[SegmentLayer]:
@@ -126,7 +140,7 @@ def _replaced(
     precision: str | None,
 ) -> dict[fx.Node, fx.Node]:
     """Replace a region by the call of a segment; returns region node -> output of the segment."""
-    nodes = region.nodes
+    nodes = _within(region)
     outputs = [c.node for c in region.calls if any(user not in nodes for user in c.node.users)]
     steps = _Steps(editor, region.calls, set(outputs), _WeightStore(editor, precision))
     program, reader = steps.program(outputs), region.calls[-1].node.next
@@ -138,9 +152,24 @@ def _replaced(
             for number, node in enumerate(outputs)}  # fmt: skip
     for node, replacement in replacements.items():
         node.replace_all_uses_with(replacement, lambda user: user not in nodes)
-    for call in reversed(region.calls):
-        editor.graph.erase_node(call.node)
+    for node in [node for node in reversed(editor.graph.nodes) if node in nodes]:
+        editor.graph.erase_node(node)
     return replacements
+
+
+def _within(region: SegmentRegion) -> set[fx.Node]:
+    """The nodes of a region, and those between a call and what it reads: of rows, the recurrent
+    call and its results."""
+    nodes, reads = region.nodes, {source for call in region.calls for source in call.reads}
+    for call in region.calls:
+        waiting = [node for node in call.node.all_input_nodes if node not in call.reads]
+        while waiting:
+            node = waiting.pop()
+            is_call = node.op == "call_function" and node not in reads
+            if is_call and node not in nodes and set(node.users) <= nodes:
+                nodes.add(node)
+                waiting += node.all_input_nodes
+    return nodes
 
 
 def _in_order(graph: fx.Graph) -> None:
@@ -290,8 +319,7 @@ class _Steps:
             step = replace(step, xs=tuple(reads))
         elif isinstance(step, CallStep):
             span = None if call.index is None else self.store.stored(call.index)
-            name = _name_of_factors(self.editor, call.node) if span is not None else ""
-            step = replace(step, xs=tuple(reads), kind=call.makes, index=span, name=name)
+            step = replace(step, xs=tuple(reads), kind=call.makes, index=span)
         else:
             step = replace(step, x=reads[0])
         self.steps.append(step)
@@ -312,14 +340,6 @@ class _Steps:
             self.steps.append(CallStep((value,), "reshape", kind, sizes))
             self.converted[source, kind] = len(self.inputs) + len(self.steps) - 1
         return self.converted[source, kind]
-
-
-def _name_of_factors(editor: GraphEditor, node: fx.Node) -> str:
-    """The name of the module that has the constants of a call."""
-    named = [
-        editor.constants[str(n.target)].name for n in node.all_input_nodes if n.op == "get_attr"
-    ]
-    return named[0].rpartition(".")[0] if named else ""
 
 
 def _kind_of_input(source: fx.Node, kind: str) -> str:

@@ -25,6 +25,7 @@ from demask.kernels.llvm import availability as llvm
 from demask.machine.cost import Question
 from demask.ops import Relation, Table, schema
 from demask.shrink.program_size import count_macs, sum_macs
+from demask.sparse.calls.recurrent_rows import is_recurrent
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment.build_segments import (
     DENSE_FROM,
@@ -149,13 +150,14 @@ def _elements(program: Whole) -> int:
 
 
 def _share(program: Whole, asker: LayerCosts, table: Table, large: bool) -> float:
-    """The share of a network's multiply-adds in layers that segments would compute. large: also
-    large products."""
+    """The share of a network's multiply-adds in layers that segments would compute, recurrent ones
+    among them. large: also large products."""
     relations = Analysis(program, table).relations
     editor, wanted = GraphEditor(program), _AllLayers(asker, large)
     calls = calls_of(editor, torch.float32)
     names = {node.name for node, call in calls.items()
              if call.is_layer and wanted.is_wanted(editor, call)}  # fmt: skip
+    names |= {node.name for node in editor.calls() if is_recurrent(editor, node, torch.float32)}
     inside = sum(count_macs(relation, asker.example) for node, relation in relations.items()
                  if node.name in names and isinstance(relation, Relation))  # fmt: skip
     return inside / max(sum_macs(relations, asker.example), 1)

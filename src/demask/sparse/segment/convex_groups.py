@@ -16,7 +16,9 @@ import torch
 from torch import fx
 
 from demask.graph.editor import GraphEditor
+from demask.sparse.calls.called_op import RECURRENT
 from demask.sparse.segment.match_calls import ANY, MatchedCall, calls_of
+from demask.sparse.segment_calls import lowering_of
 from demask.sparse.segment_steps import CHANNELS_LAST
 
 Wanted = Callable[[GraphEditor, MatchedCall], bool]
@@ -36,13 +38,15 @@ class SegmentRegion:
 def regions(
     editor: GraphEditor, dtype: torch.dtype, core: Wanted, allowed: Wanted
 ) -> list[SegmentRegion]:
-    """The largest possible regions of a graph.
+    """The largest possible regions of a graph. Recurrent layers are in segments.
 
-    core: whether a layer should be in a segment. allowed: whether another layer may be between such
+    core: whether another layer should be in a segment. allowed: whether a layer may be between such
     layers.
     """
     calls = calls_of(editor, dtype)
-    core_layers = {node for node, call in calls.items() if call.is_layer and core(editor, call)}
+    core_layers = {node for node, call in calls.items()
+                   if lowering_of(call.step) == RECURRENT
+                   or (call.is_layer and core(editor, call))}  # fmt: skip
     known = {node: call for node, call in calls.items()
              if not call.is_layer or node in core_layers or allowed(editor, call)}  # fmt: skip
     segment_regions = []

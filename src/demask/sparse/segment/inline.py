@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.proxy import GraphAppendingTracer
+from torch.utils import _pytree as pytree
 
 from demask.compat.fake_tensors import FakeTensorMode
 from demask.compat.tracing import make_fx
@@ -20,7 +22,7 @@ from demask.ops import schema
 from demask.ops.custom import CustomOp
 from demask.registry import CUSTOM_OPS
 from demask.sparse import reference as dense
-from demask.sparse.calls.called_op import FACTOR_NAMES, FACTORS, POSITIONS
+from demask.sparse.calls.called_op import POSITIONS, CalledOp
 from demask.sparse.segment.build_segments import segments_of
 from demask.sparse.segment.segment_call import bound
 from demask.sparse.segment_calls import CALLED
@@ -137,18 +139,28 @@ class _InlinedSegment:
         """Append the call of a step that calls one op."""
         entry = CALLED[step.call]
         stored = dense.call_constants(step, self.weights, self.dtype)
-        parts = entry.split(stored, self.channels[step.xs[0]])
-        names = FACTOR_NAMES if entry.constants == FACTORS else (POSITIONS,)
-        constants = [self.editor.add_constant(f"{_name(step)}.{name}", part, self.node,
-                                              parameter=entry.constants == FACTORS)
-                     for name, part in zip(names, parts, strict=False)]  # fmt: skip
-        with self.editor.graph.inserting_before(self.node):
-            arguments = entry.arguments(operands, step.numbers, constants)
-            node = self.editor.graph.call_function(entry.op, arguments)
-        if all("val" in source.meta for source in node.all_input_nodes):
-            self.editor.set_value(node)
+        parts = entry.split(stored, self.channels[step.xs[0]], step.numbers)
+        constants = [self.editor.add_constant(name, part, self.node,
+                                              parameter=entry.constants != POSITIONS)
+                     for name, part in zip(entry.names_of_constants(_name(step)), parts,
+                                           strict=False)]  # fmt: skip
+        node = self._called(entry, entry.arguments(operands, step.numbers, constants))
         self.channels.append(self._width(len(self.values), step.kind))
         self.values.append(node)
+
+    def _called(self, entry: CalledOp, arguments: tuple[Any, ...]) -> fx.Node:
+        """The node of the result of an op, or of a function of several ops."""
+        last, graph = self.node.prev, self.editor.graph
+        with graph.inserting_before(self.node):
+            tracer = GraphAppendingTracer(graph)
+            result = entry.op(
+                *pytree.tree_map_only(fx.Node, lambda node: fx.Proxy(node, tracer), arguments)
+            )
+        while last.next is not self.node:
+            last = last.next
+            if all("val" in source.meta for source in last.all_input_nodes):
+                self.editor.set_value(last)
+        return result.node
 
     def _width(self, value: int, kind: str) -> int:
         """The channels of a value, which do not depend on sizes that are known at run time only."""

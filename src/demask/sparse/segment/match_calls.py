@@ -16,7 +16,8 @@ from demask.ops.activations import Act, activations_by_op
 from demask.ops.schema import same_size
 from demask.ops.traits import IDENTITIES, PADS, SQUEEZES
 from demask.sparse.calls.called_op import MOVED
-from demask.sparse.segment.value_kinds import is_channels_last, kind_by_rank, stored
+from demask.sparse.calls.recurrent_rows import recurrence_of
+from demask.sparse.segment.value_kinds import constants_of, is_channels_last, kind_by_rank
 from demask.sparse.segment_calls import CALLED, LAST, called_by_target
 from demask.sparse.segment_steps import (
     CHANNELS_LAST,
@@ -153,8 +154,7 @@ def _called(editor: GraphEditor, node: fx.Node) -> MatchedCall | None:
         if matched is None:
             continue
         operands, numbers, nodes = matched
-        constants = [editor.tensor(constant) for constant in nodes]
-        index = stored(constants)
+        named, index = constants_of(editor, nodes)
         if (nodes and index is None) or not all(isinstance(x, fx.Node) for x in operands):
             continue
         kind = entry.kinds[0] if len(entry.kinds) == 1 else ""
@@ -164,7 +164,7 @@ def _called(editor: GraphEditor, node: fx.Node) -> MatchedCall | None:
             kind = ANY
         elif entry.kinds == CHANNELS_LAST and is_channels_last(operands[0]):
             kind = "pixels"
-        step = CallStep((0,) * len(operands), name, "tokens", numbers)
+        step = CallStep((0,) * len(operands), name, "tokens", numbers, name=entry.name_of(named))
         makes = "" if kind == ANY else kind
         return MatchedCall(node, operands, kind, makes, step, index=index)
     return None
@@ -414,7 +414,8 @@ def _sum(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCal
 def _joined(editor: GraphEditor, node: fx.Node, arguments: Arguments) -> MatchedCall | None:
     parts = tuple(arguments["tensors"])
     rank = node.meta["val"].ndim
-    if any(part.meta["val"].ndim != rank for part in parts):  # torch ignores empty vectors
+    has_empty = any(part.meta["val"].ndim != rank for part in parts)  # which torch ignores
+    if has_empty or recurrence_of(node) is not None:
         return None
     return MatchedCall(node, parts, "", "", ConcatStep((0,)))
 

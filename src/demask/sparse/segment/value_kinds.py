@@ -8,16 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.graph.editor import GraphEditor
 from demask.ops.activations import activations_by_op
 from demask.ops.traits import IDENTITIES, OVER_LAST_AXIS
 
 aten = torch.ops.aten
 
 
-def stored(constants: Sequence[Tensor | None]) -> Tensor | None:
-    """The constants of a call one after another; None if there is none, or one is not known."""
-    known = [constant.flatten() for constant in constants if constant is not None]
-    return torch.cat(known) if known and len(known) == len(constants) else None
+def constants_of(editor: GraphEditor, nodes: Sequence[fx.Node]) -> tuple[str, Tensor | None]:
+    """The name of the first of the constants of a call, and all one after another; "" and None if
+    there is none, or one is not known."""
+    tensors = [editor.tensor(node) for node in nodes]
+    known = [tensor.flatten() for tensor in tensors if tensor is not None]
+    if not known or len(known) < len(nodes):
+        return "", None
+    return editor.constants[str(nodes[0].target)].name, torch.cat(known)
 
 
 def kind_by_rank(node: fx.Node, kinds: Sequence[str]) -> str:
