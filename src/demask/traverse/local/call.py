@@ -110,6 +110,11 @@ class LocalKind:
         Returns the bytes that the compiler takes; 0 where there is nothing to compile."""
         return 0
 
+    @property
+    def without_compiler(self) -> LocalKind:
+        """The same call by torch's ops, which take no compiler."""
+        return self
+
     def macs(self, window: Window) -> int:
         """Multiply-adds of a window."""
         return 0
