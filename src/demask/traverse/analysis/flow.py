@@ -70,6 +70,11 @@ class Flow:
         return count_macs(relation) if isinstance(relation, Relation) else 0
 
     @property
+    def compiler_bytes(self) -> int:
+        """Bytes that the compiler of kernels takes; 0 where there is nothing to compile."""
+        return max((here.kind.compiler_bytes for here in self.local.values()), default=0)
+
+    @property
     def without_compiler(self) -> Flow:
         """The flow whose calls run by torch's ops, which take no compiler."""
         local = {node: replace(here, kind=here.kind.without_compiler)

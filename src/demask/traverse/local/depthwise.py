@@ -82,6 +82,8 @@ class _CompiledWindows(LocalKind):
         channels = -1 - len(kind.axes)
         return cls(call, windows, PartDims(rows, columns, channels, call.shape[channels]), kind)  # type: ignore[arg-type]
 
+    compiler_bytes = LLVM
+
     @property
     def without_compiler(self) -> LocalKind:
         return self.fallback
@@ -147,9 +149,8 @@ class CompiledDepthwise(_CompiledWindows):
             if activated is not into:
                 into.copy_(activated)
 
-    def compile(self, after: Epilogue | None, add: bool) -> int:
+    def compile(self, after: Epilogue | None, add: bool) -> None:
         self._runner("conv", 1, fused(after), add).compile()
-        return LLVM
 
     def pack_weight(self, weight: Tensor, window: Part) -> Tensor:
         """The weight as it is: the kernel packs it itself."""
@@ -160,10 +161,9 @@ class CompiledDepthwise(_CompiledWindows):
 class CompiledPool(_CompiledWindows):
     """A max pool, or an average pool whose windows are all divided by the same number."""
 
-    def compile(self, after: Epilogue | None, add: bool) -> int:
+    def compile(self, after: Epilogue | None, add: bool) -> None:
         window: Any = tuple((0, 1 if k is None else self.call.shape[k]) for k in self.call.axes)
         self._runner(self._mode, self._divisor(window) or self._taps, None, False).compile()
-        return LLVM
 
     @property
     def _mode(self) -> str:

@@ -92,8 +92,9 @@ def _doubled(kind: LocalConv, s: Sliding) -> bool:
         return False
     if not op_name(x.target).startswith(RESIZES):
         return False
-    source, value = x.args[0].meta["val"], x.meta["val"]  # type: ignore[union-attr]
-    arguments, axis = schema.arguments(x), s.axis + 2
+    resized: Any = x.args[0]
+    source, value, axis = resized.meta["val"], x.meta["val"], s.axis + 2
+    arguments = schema.arguments(x)
     names = ("scales_h", "scales_w")
     factors = arguments.get("scale_factors") or [arguments.get(name) for name in names]
     return value.shape[s.axis] == 2 * source.shape[s.axis] and factors[axis] in (None, 2.0)
@@ -121,6 +122,7 @@ class CompiledWinograd(LocalKind):
     runners: dict[tuple[Act | None, bool], WinogradRunner] = field(default_factory=dict)
 
     adds = True
+    compiler_bytes = LLVM
 
     @property
     def without_compiler(self) -> LocalKind:
@@ -187,9 +189,8 @@ class CompiledWinograd(LocalKind):
             runner = self.runners.setdefault((act, add), WinogradRunner(kernel))
         return runner
 
-    def compile(self, after: Epilogue | None, add: bool) -> int:
+    def compile(self, after: Epilogue | None, add: bool) -> None:
         self._runner(fused(after), add).compile()
-        return LLVM
 
     def _scratch_floats(self, window: Part) -> int:
         """Floats of memory for the tiles of a window: of all, or of blocks of them."""
