@@ -22,9 +22,9 @@ from demask.traverse.analysis.flow import Flow, flow_of, read
 from demask.traverse.analysis.split_global_ops import with_reductions
 from demask.traverse.axes import Axes, axes_of
 from demask.traverse.execution.tiled_module import Tiled, tiled
+from demask.traverse.planning.kernel_choice import plan_flow
 from demask.traverse.planning.plan import TilePlan
 from demask.traverse.planning.plan_memory import WORKERS, MemoryLayout
-from demask.traverse.planning.planner import plan_tiles
 
 
 @public
@@ -148,7 +148,7 @@ def _planned(
         raise BadInput(
             "no input has rows to cut: expected images (N, C, H, W), volumes or sequences"
         )
-    tile_plan, layout = plan_tiles(flow, budget, workers=workers)
+    flow, tile_plan, layout = plan_flow(flow, budget, workers=workers)
     return program, flow, replace(tile_plan, images=has_several), layout
 
 

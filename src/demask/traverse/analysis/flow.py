@@ -9,7 +9,7 @@ waits until all of them are computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,18 @@ class Flow:
         if here is not None:
             return here.macs(whole(node, self.axes[node]))
         return count_macs(relation) if isinstance(relation, Relation) else 0
+
+    @property
+    def compiler_bytes(self) -> int:
+        """Bytes that the compiler of kernels takes; 0 where there is nothing to compile."""
+        return max((here.kind.compiler_bytes for here in self.local.values()), default=0)
+
+    @property
+    def without_compiler(self) -> Flow:
+        """The flow whose calls run by torch's ops, which take no compiler."""
+        local = {node: replace(here, kind=here.kind.without_compiler)
+                 for node, here in self.local.items()}  # fmt: skip
+        return replace(self, local=local)
 
     @property
     def calls(self) -> tuple[fx.Node, ...]:

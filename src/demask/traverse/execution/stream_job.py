@@ -35,9 +35,9 @@ from demask.traverse.execution.stream_inputs import (
 )
 from demask.traverse.execution.tasks import RecordingStore, TaskMask, TaskRunner, is_intact
 from demask.traverse.normalization.statistics import IMAGE, Statistics
+from demask.traverse.planning.kernel_choice import plan_flow
 from demask.traverse.planning.plan import TilePlan
 from demask.traverse.planning.plan_memory import MemoryLayout, PlacedSegment
-from demask.traverse.planning.planner import plan_tiles
 from demask.traverse.planning.schedule import target_rows
 from demask.traverse.planning.tasks import check_shared, cut_into_tasks
 from demask.traverse.storage.adjusted_ends import (
@@ -389,7 +389,7 @@ def prepare_stream(
         raise BadInput(f"spill: expected a folder that exists, got {folder}")
     if options.shared and target is None:
         raise BadInput("client: the destination must be a file, which all workers can open")
-    plan, layout = _planned(flow, budget, images.image(0), end, target, options.stripe)
+    flow, plan, layout = _planned(flow, budget, images.image(0), end, target, options.stripe)
     if options.shared:
         check_shared(flow, layout)
     shape = target.images.shape if target is not None else sink.shape
@@ -427,16 +427,17 @@ def _result_end(
 
 def _planned(
     flow: Flow, budget: int, source: Any, sink: Any, target: FileTarget | None, stripe: int | None
-) -> tuple[TilePlan, MemoryLayout]:
-    """The plan of one image; for a file, cut into tasks."""
-    reserved, cut = _reserved(source, sink), None
-    if target is not None:
-        cut = partial(cut_into_tasks, flow, rows=target.rows, stripe=stripe)
-    plan, layout = plan_tiles(flow, budget, reserved=reserved, cut=cut)
-    compiler = layout.compile_kernels()
-    if compiler:
-        plan, layout = plan_tiles(flow, budget, reserved=reserved + compiler, cut=cut)
-    return plan, layout
+) -> tuple[Flow, TilePlan, MemoryLayout]:
+    """The flow with its kernels, which are compiled, and the plan of one image; for a file, cut
+    into tasks."""
+
+    def cut(flow: Flow) -> Callable[[MemoryLayout], MemoryLayout]:
+        return partial(cut_into_tasks, flow, rows=target.rows if target else 0, stripe=stripe)
+
+    flow, plan, layout = plan_flow(flow, budget, reserved=_reserved(source, sink), compiles=True,
+                                   cut=None if target is None else cut)  # fmt: skip
+    layout.compile_kernels()
+    return flow, plan, layout
 
 
 def _reserved(source: Any, sink: Any) -> int:

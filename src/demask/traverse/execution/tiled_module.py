@@ -26,8 +26,9 @@ from demask.shrink.pipeline import input_specs
 from demask.traverse.analysis.flow import Flow, flow_of
 from demask.traverse.execution.run import ImageRun, OnStep, execute, rehearse
 from demask.traverse.execution.segment_executor import Counter
+from demask.traverse.planning.kernel_choice import lay_out_plan
 from demask.traverse.planning.plan import TilePlan
-from demask.traverse.planning.plan_memory import MemoryLayout, lay_out_checked
+from demask.traverse.planning.plan_memory import MemoryLayout
 from demask.traverse.storage.sources_and_sinks import tensor_sink, tensor_source
 
 # Runs an image of a call: module, its flow and layout, inputs, results to fill, index, count.
@@ -118,7 +119,7 @@ class Tiled(Demasked):
         """
         if self.prepared is None:
             flow = flow_of(program_of(self), self.table)
-            self.prepared = Prepared(flow, lay_out_checked(flow, self.plan.segments))
+            self.prepared = Prepared(*lay_out_plan(flow, self.plan))
             self.prepared.layout.compile_kernels()
         return self.prepared
 

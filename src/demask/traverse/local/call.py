@@ -83,11 +83,13 @@ class LocalKind:
     """A way to run a call on parts.
 
     pointwise: whether the output may be written over an operand. adds: whether the call can add to
-    the values in the output's memory.
+    the values in the output's memory. compiler_bytes: that the compiler of its kernel takes; 0
+    where there is nothing to compile.
     """
 
     pointwise = False
     adds = False
+    compiler_bytes = 0
 
     def computed_window(self, window: Window) -> Window:
         """The window that `run` fills. It contains the requested one."""
@@ -105,10 +107,14 @@ class LocalKind:
         """Bytes that torch allocates during `run`, in addition to scratch."""
         return 0
 
-    def compile(self, after: Epilogue | None, add: bool) -> int:
-        """Compile a kernel of ours for this activation, with or without adding to the output.
-        Returns the bytes that the compiler takes; 0 where there is nothing to compile."""
-        return 0
+    def compile(self, after: Epilogue | None, add: bool) -> None:
+        """Compile a kernel of ours, if any, for this activation, with or without adding to the
+        output."""
+
+    @property
+    def without_compiler(self) -> LocalKind:
+        """The same call by torch's ops, which take no compiler."""
+        return self
 
     def macs(self, window: Window) -> int:
         """Multiply-adds of a window."""

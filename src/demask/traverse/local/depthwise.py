@@ -6,37 +6,40 @@ straight into the output's memory: nothing is padded, filled with zeros or alloc
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from demask.kernels.cpu.window import LARGEST_WINDOW, WindowKernel, WindowRunner, WindowSizes
-from demask.kernels.llvm import availability as llvm
-from demask.kernels.llvm.isa import host
-from demask.ops.activations import Act, find_onednn_activation
-from demask.ops.entry import Declined
+from demask.ops.activations import Act
 from demask.ops.regions import Interval
 from demask.traverse.axes import COLUMNS, ROWS
 from demask.traverse.axes import Window as Part
 from demask.traverse.local.call import LocalCall, LocalKind, Scratch, Sliding
+from demask.traverse.local.compiled import (
+    LLVM,
+    PartDims,
+    across,
+    compiles,
+    fused,
+    is_float32,
+    is_laid_out,
+)
 from demask.traverse.local.pools import LocalAvgPool, LocalMaxPool
 from demask.traverse.local.windows import LocalConv
 from demask.tune.epilogue import Epilogue, apply_activation
 
-LLVM = 40 * 2**20  # bytes that the compiler takes, measured
 
-
-def faster_kind(kind: LocalKind | Declined) -> LocalKind | Declined:
-    """The call with a compiled kernel, where that is available; else the kind as it is."""
-    if isinstance(kind, LocalConv) and is_supported(kind):
-        return CompiledDepthwise.of(kind)
-    if isinstance(kind, (LocalAvgPool, LocalMaxPool)) and is_supported(kind):
-        return CompiledPool.of(kind)
-    return kind
+def compiled_windows(kind: LocalKind) -> LocalKind | None:
+    """The depthwise convolution or pool with the compiled kernel; None where none applies."""
+    if isinstance(kind, LocalConv):
+        return CompiledDepthwise.of(kind) if is_supported(kind) else None
+    if isinstance(kind, (LocalAvgPool, LocalMaxPool)):
+        return CompiledPool.of(kind) if is_supported(kind) else None
+    return None
 
 
 def is_supported(kind: LocalConv | LocalAvgPool | LocalMaxPool) -> bool:
@@ -45,13 +48,9 @@ def is_supported(kind: LocalConv | LocalAvgPool | LocalMaxPool) -> bool:
     It takes float32 on the CPU, one image (or sequence) whose windows slide along rows and columns,
     kernels of at most 7 x 7.
     """
-    call, value = kind.call, kind.call.node.meta["val"]
-    is_too_large = [s.geometry.kernel > LARGEST_WINDOW for s in kind.axes]
-    tensors = [value, *(o.value.meta["val"] for o in call.relation.operands
-                        if hasattr(o.value, "meta"))]  # fmt: skip
-    if any(t.dtype is not torch.float32 or t.device.type != "cpu" for t in tensors):
-        return False
-    if any(is_too_large) or not _laid_out(call, kind.axes) or not _compiles():
+    call = kind.call
+    is_too_large = any(s.geometry.kernel > LARGEST_WINDOW for s in kind.axes)
+    if is_too_large or not is_float32(call) or not is_laid_out(call, kind.axes) or not compiles():
         return False
     return not isinstance(kind, LocalConv) or _is_depthwise(call)
 
@@ -60,59 +59,6 @@ def _is_depthwise(call: LocalCall) -> bool:
     """Whether each channel has one kernel, and each kernel one channel."""
     weight = call.bound["weight"].meta["val"]
     return weight.shape[1] == 1 and weight.shape[0] == call.bound["groups"]
-
-
-def _laid_out(call: LocalCall, axes: tuple[Sliding, ...]) -> bool:
-    """Whether parts are stored as rows, columns, channels of one image."""
-    rank, cut = len(call.shape), call.cuts[0]
-    sliding, cut_axes = {s.axis + rank for s in axes}, [a for a in call.axes if a is not None]
-    channels = rank - len(sliding) - 1
-    is_cut_alike = cut.axes == call.axes and all(cut.arrives[: len(cut_axes)])
-    is_one_image = channels >= 0 and math.prod(call.shape[:channels]) == 1
-    return (
-        is_cut_alike
-        and is_one_image
-        and sliding == set(cut_axes)
-        and len(cut_axes) == len(axes) <= 2
-    )
-
-
-@functools.cache
-def _compiles() -> bool:
-    """Whether LLVM compiles for this machine, and the kernels run on this system."""
-    try:
-        return llvm.is_installed() and host().lanes > 0
-    except (OSError, RuntimeError):
-        return False
-
-
-def _across(call: LocalCall, axes: tuple[Sliding, ...]) -> tuple[Sliding | None, Sliding]:
-    """The windows along rows and columns. A sequence is one row: its axis is that of columns."""
-    by_axis = {s.axis + len(call.shape): s for s in axes}
-    if call.axes[COLUMNS] is None:
-        return None, by_axis[call.axes[ROWS]]  # type: ignore[index]
-    return by_axis[call.axes[ROWS]], by_axis[call.axes[COLUMNS]]  # type: ignore[index]
-
-
-class _PartDims(NamedTuple):
-    """A part's axes of rows (None in a sequence), columns and channels; width: its channels."""
-
-    rows: int | None
-    columns: int
-    channels: int
-    width: int
-
-    def of(self, part: Tensor) -> tuple[int, int, int] | None:
-        """Rows, columns and the stride of rows in floats; None where columns are not dense."""
-        shape, strides = part.shape, part.stride()
-        columns, width = shape[self.columns], self.width
-        if columns > 1 and strides[self.columns] != width:
-            return None
-        if width > 1 and strides[self.channels] != 1:
-            return None
-        if self.rows is None:
-            return 1, columns, columns * width
-        return shape[self.rows], columns, strides[self.rows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,16 +71,22 @@ class _CompiledWindows(LocalKind):
 
     call: LocalCall
     across: tuple[Sliding | None, Sliding]
-    layout: _PartDims
+    layout: PartDims
     fallback: LocalConv | LocalAvgPool | LocalMaxPool
     runners: dict[tuple[Act | None, bool], WindowRunner] = field(default_factory=dict)
 
     @classmethod
     def of(cls, kind: LocalConv | LocalAvgPool | LocalMaxPool) -> Self:
-        call, across = kind.call, _across(kind.call, kind.axes)
-        rows, columns = (None if s is None else s.axis for s in across)
+        call, windows = kind.call, across(kind.call, kind.axes)
+        rows, columns = (None if s is None else s.axis for s in windows)
         channels = -1 - len(kind.axes)
-        return cls(call, across, _PartDims(rows, columns, channels, call.shape[channels]), kind)  # type: ignore[arg-type]
+        return cls(call, windows, PartDims(rows, columns, channels, call.shape[channels]), kind)  # type: ignore[arg-type]
+
+    compiler_bytes = LLVM
+
+    @property
+    def without_compiler(self) -> LocalKind:
+        return self.fallback
 
     def macs(self, window: Part) -> int:
         return self.fallback.macs(window)
@@ -197,34 +149,21 @@ class CompiledDepthwise(_CompiledWindows):
             if activated is not into:
                 into.copy_(activated)
 
-    def compile(self, after: Epilogue | None, add: bool) -> int:
+    def compile(self, after: Epilogue | None, add: bool) -> None:
         self._runner("conv", 1, fused(after), add).compile()
-        return LLVM
 
     def pack_weight(self, weight: Tensor, window: Part) -> Tensor:
         """The weight as it is: the kernel packs it itself."""
         return weight
 
 
-def fused(after: Epilogue | None) -> Act | None:
-    """An activation for the kernel; None where torch computes it: with an exponential, or a NaN
-    parameter."""
-    if after is None or any(map(math.isnan, after.scalars)):
-        return None
-    activation = find_onednn_activation(after.name, after.algorithm)
-    if activation is None or activation.exponential:
-        return None
-    return activation.name, tuple(after.scalars)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledPool(_CompiledWindows):
     """A max pool, or an average pool whose windows are all divided by the same number."""
 
-    def compile(self, after: Epilogue | None, add: bool) -> int:
+    def compile(self, after: Epilogue | None, add: bool) -> None:
         window: Any = tuple((0, 1 if k is None else self.call.shape[k]) for k in self.call.axes)
         self._runner(self._mode, self._divisor(window) or self._taps, None, False).compile()
-        return LLVM
 
     @property
     def _mode(self) -> str:
@@ -273,4 +212,4 @@ def _last(s: Sliding) -> int:
     return (g.output - 1) * g.step - g.padding + g.kernel
 
 
-__all__ = ["faster_kind", "is_supported"]
+__all__ = ["compiled_windows", "is_supported"]

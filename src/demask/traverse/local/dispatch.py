@@ -24,7 +24,7 @@ from demask.traverse import axes as parts
 from demask.traverse.axes import COLUMNS, NONE, ROWS, Axes, Window
 from demask.traverse.local.call import LocalCall, LocalKind, OperandCut, Scratch, narrowed, nbytes
 from demask.traverse.local.carried import LocalApply, LocalRearrange, is_rearranged
-from demask.traverse.local.depthwise import faster_kind
+from demask.traverse.local.kernels import faster_kind
 from demask.traverse.local.moves import LocalMove
 from demask.traverse.local.resize import LocalResize
 from demask.traverse.local.windows import windowed

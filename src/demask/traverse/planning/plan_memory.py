@@ -99,14 +99,13 @@ class MemoryLayout:
         pairs = zip(self.places, self.whole_bytes, strict=True)
         return self.size + max((place.allocated + whole for place, whole in pairs), default=0)
 
-    def compile_kernels(self) -> int:
-        """Compile the plan's kernels. Returns the bytes that the compiler takes."""
-        calls = (((u, place.stage.flow.local.get(u.node)) for u in place.stage.units)
-                 for place in self.places)  # fmt: skip
-        compiler_bytes = [local.kind.compile(unit.after, unit.addend is not None)
-                          for pairs in calls for unit, local in pairs
-                          if local is not None]  # fmt: skip
-        return max(compiler_bytes, default=0)
+    def compile_kernels(self) -> None:
+        """Compile the plan's kernels."""
+        for place in self.places:
+            for unit in place.stage.units:
+                local = place.stage.flow.local.get(unit.node)
+                if local is not None:
+                    local.kind.compile(unit.after, unit.addend is not None)
 
     @property
     def overhead(self) -> int:
