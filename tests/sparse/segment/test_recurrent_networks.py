@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,8 @@ from test_sparse_segments import all_sparse, always, and_back, check, made, step
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+import demask
 from demask.graph.editor import GraphEditor
-from demask.optimize import optimize
 from demask.shrink.pipeline import capture_program
 from demask.sparse.segment.build_segments import layers_of, segmented, segments_of
 from demask.sparse.segment.match_calls import MatchedCall
@@ -150,16 +152,19 @@ def test_other_layers_stay_as_they_are(make: Callable[[], nn.Module]) -> None:
     assert str(after.graph) == str(program.graph)
 
 
-def test_an_optimized_network() -> None:
-    """With the outputs of torch, for other batches too."""
+def test_an_optimized_network(tmp_path: Path) -> None:
+    """With the outputs of torch, for other batches too, after it was saved, and in float64."""
     torch.manual_seed(4)
-    model = Speech(batch_first=True).eval()
+    model = Speech(bidirectional=True, batch_first=True).eval()
     with torch.no_grad():
-        fast = optimize(model, (SIGNAL,), cache=False)
+        fast = demask.optimize(model, (SIGNAL,), cache=False)
+        demask.save(fast, tmp_path / "fast.demask")
+        loaded = demask.load(tmp_path / "fast.demask")
         for x in (SIGNAL, SIGNAL[:1]):
-            for y, want in zip(*map(tree_leaves, (fast(x), model(x))),
-                               strict=True):  # fmt: skip
-                assert torch.allclose(y, want, 1e-5, 1e-6)
+            wanted = tree_leaves(model(x))
+            for result in (fast(x), loaded(x), copy.deepcopy(fast).double()(x.double())):
+                for y, want in zip(tree_leaves(result), wanted, strict=True):
+                    assert torch.allclose(y.float(), want, 1e-5, 1e-6)
 
 
 def test_layers_of_any_length() -> None:
