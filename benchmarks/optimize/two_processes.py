@@ -164,7 +164,8 @@ def verdict(rows: Sequence[Row]) -> str:
     shares: Mapping[tuple[str, int, str], float] = {
         (row.name, row.threads, row.kind): row.throughput for row in rows
     }
-    settings = dict.fromkeys((row.name, row.threads) for row in rows)
+    settings = [(name, count) for name, count, kind in shares
+                if kind == OURS and (name, count, TORCH) in shares]  # fmt: skip
     worse = [f"{name}, {count} threads" for name, count in settings
              if shares[name, count, OURS] < shares[name, count, TORCH]]  # fmt: skip
     return ", ".join(worse) or "nowhere"
