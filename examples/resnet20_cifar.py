@@ -387,19 +387,20 @@ def outcomes(
 def sizes_of(model: nn.Module) -> Sizes:
     """Parameters and MACs of one image; zeros in convolutions count for neither."""
     example = (torch.zeros(1, 3, 32, 32),)
-    sizes = demask.report(demask.demask(model, example, check=False)).after
+    slim = demask.demask(model, example, check=False)
+    sizes = demask.report(slim).after
     positions: dict[str, int] = {}
     hooks = [
         layer.register_forward_hook(
             lambda _, __, y, name=name: positions.update({name: y[0, 0].numel()})
         )
-        for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d)
+        for name, layer in slim.named_modules() if isinstance(layer, nn.Conv2d)
     ]  # fmt: skip
     with torch.inference_mode():
-        model(*example)
+        slim(*example)
     for hook in hooks:
         hook.remove()
-    zeros = {name: int((model.get_submodule(name).weight == 0).sum()) for name in positions}
+    zeros = {name: int((slim.get_submodule(name).weight == 0).sum()) for name in positions}
     return replace(
         sizes, parameters=sizes.parameters - sum(zeros.values()),
         macs=sizes.macs - sum(count * positions[name] for name, count in zeros.items()),
