@@ -130,7 +130,7 @@ class Experiment:
         )  # fmt: skip
         pruner.step()
         model.zero_grad()
-        return demask.demask(model, (IMAGE,))
+        return demask.demask(model, (IMAGE,), dynamic_shapes="all")  # crops have other sizes
 
     def trained(self, slim: nn.Module, title: str) -> tuple[float, float, int]:
         """Accuracy, milliseconds and MACs of a small network after its training."""

@@ -259,7 +259,7 @@ def prune_ours(run: Run) -> nn.Module:
         pruner.step()
     pruner.remove()
     masked = run.model.eval()
-    slim = demask.demask(masked, example)
+    slim = demask.demask(masked, example, dynamic_shapes="all")  # crops have other sizes
     demask.verify(masked, slim, example)
     demask.carry(slim, run.optimizer)
     run.model = slim
