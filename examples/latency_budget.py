@@ -23,19 +23,8 @@ from statistics import mean
 
 import numpy as np
 import torch
-from resnet20_cifar import (
-    BATCH,
-    QUICK,
-    RATE,
-    RESULTS,
-    Images,
-    Run,
-    accuracy,
-    interval,
-    normalized,
-    pretrained,
-    seconds_per_step,
-)
+from cifar_resnet20 import Images, accuracy, normalized, pretrained
+from resnet20_cifar import BATCH, QUICK, RATE, RESULTS, Run, interval, seconds_per_step
 from rich.console import Console
 from rich.progress import Progress
 from torch import nn

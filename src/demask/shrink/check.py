@@ -272,7 +272,7 @@ def _cache_paths(output: Any) -> tuple[str, ...]:
     object of transformers' `Cache` under any name, or what older versions return as tuples."""
     named = pytree.tree_flatten_with_path(output, is_leaf=_is_cache)[0]
     return tuple(
-        path for path, leaf in ((pytree.keystr(keys), leaf) for keys, leaf in named)
+        path for path, leaf in ((pytree.keystr(keys), leaf) for keys, leaf in named if keys)
         if _is_cache(leaf) or path.startswith("['past_key_values']")
     )  # fmt: skip
 

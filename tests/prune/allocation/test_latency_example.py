@@ -22,7 +22,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import latency_budget
 
     yield latency_budget
-    for name in ("latency_budget", "resnet20_cifar"):
+    for name in ("latency_budget", "resnet20_cifar", "cifar_resnet20"):
         sys.modules.pop(name, None)
 
 

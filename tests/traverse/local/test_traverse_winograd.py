@@ -218,7 +218,7 @@ def test_resizes_by_two_are_noticed(factors, padding):
     model, x = Enlarged(factors, padding).eval(), torch.randn(1, 32, 22, 26)
     flow = flow_of(captured(network_of(model), tuple(x.shape), torch.float32), TABLE)
     kind = next(h.kind for h in flow.local.values() if isinstance(h.kind, CompiledWinograd))
-    assert kind._kernel().doubled == tuple(f == 2.0 and padding == 1 for f in factors)
+    assert kind.kernel.doubled == tuple(f == 2.0 and padding == 1 for f in factors)
     with torch.no_grad():
         close(tile(model, (x,), memory="64MiB")(x), model.double()(x.double()))
 

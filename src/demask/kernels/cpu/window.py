@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 
+from demask.kernels.cpu.spare_tasks import SpareTasks
 from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import BIT, FLOAT, I32, I64, POINTER, VOID, Emitter, Value
 from demask.kernels.llvm.isa import Isa, host
@@ -42,7 +43,6 @@ ADDRESSES = 4  # the first fields, addresses that change from call to call
 LARGEST_WINDOW = 7  # longest side of a window; taps are unrolled
 TABLE = 1 << 13  # bytes up to which weights are repeated to a whole period
 WORK = 1 << 18  # products for which one more thread pays
-SIZES = 64  # for which tasks are cached
 LINE = 64  # bytes of a cache line
 
 
@@ -378,7 +378,7 @@ class WindowRunner:
 
     def __init__(self, window: WindowKernel, isa: Isa | None = None):
         self.window, self.isa = window, isa or host()
-        self.spare: dict[tuple[WindowSizes, int], list[WindowTask]] = {}
+        self.spare = SpareTasks[tuple[WindowSizes, int], WindowTask]()
 
     def compile(self) -> None:
         """Compile now rather than in the first run."""
@@ -391,14 +391,7 @@ class WindowRunner:
         """
         work = sizes.rows_out * sizes.columns_out * self.window.channels * self.window.taps
         threads = max(1, min(threads, work // WORK))
-        spare = self.spare.get((sizes, threads))
-        if spare is None:
-            if len(self.spare) >= SIZES:
-                self.spare.clear()
-            spare = self.spare.setdefault((sizes, threads), [])
-        try:
-            task = spare.pop()
-        except IndexError:
-            task = WindowTask(self.window, sizes, threads, self.isa)
+        key = sizes, threads
+        task = self.spare.take(key, lambda: WindowTask(self.window, sizes, threads, self.isa))
         task.run(addresses)
-        spare.append(task)
+        self.spare.put(key, task)

@@ -35,6 +35,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
+from demask.kernels.cpu.spare_tasks import SpareTasks
 from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import FLOAT, I32, I64, Emitter, Value
 from demask.kernels.llvm.isa import Isa, host
@@ -55,7 +56,6 @@ MOST_TILES = 48  # of a block: more have no use, as weights are read from the ca
 MOST_GROUP = 12  # tiles multiplied together
 UNROLLED = 4  # input channels per iteration
 LEAST_TILES = 32  # for which one more thread pays
-SIZES = 64  # for which tasks are cached
 LINE = 64  # bytes of a cache line
 #: call of a packer: the weight, the transformed weight, and strides of the former in floats
 PACK = np.dtype([(key, "<i8") for key in (
@@ -439,7 +439,7 @@ class WinogradRunner:
 
     def __init__(self, kernel: WinogradKernel, isa: Isa | None = None):
         self.kernel, self.isa = kernel, isa or host()
-        self.spare: dict[tuple[WinogradSizes, int, int], list[WinogradTask]] = {}
+        self.spare = SpareTasks[tuple[WinogradSizes, int, int], WinogradTask]()
 
     def compile(self) -> None:
         """Compile now rather than in the first run, with the packer."""
@@ -459,14 +459,8 @@ class WinogradRunner:
         threads = max(1, min(threads, math.prod(sizes.tiles) // LEAST_TILES, fits))
         share = size // threads // LINE * LINE
         key = sizes, threads, share
-        spare = self.spare.get(key)
-        if spare is None:
-            if len(self.spare) >= SIZES:
-                self.spare.clear()
-            spare = self.spare.setdefault(key, [])
-        try:
-            task = spare.pop()
-        except IndexError:
-            task = WinogradTask(self.kernel, sizes, threads, share, self.isa)
+        task = self.spare.take(
+            key, lambda: WinogradTask(self.kernel, sizes, threads, share, self.isa)
+        )
         task.run(addresses, address)
-        spare.append(task)
+        self.spare.put(key, task)

@@ -10,7 +10,7 @@ or an input is infinite, an output may be NaN that is infinite in direct kernels
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +57,9 @@ def compiled_winograd(kind: LocalKind) -> LocalKind | None:
         return None
     rows, columns = across(kind.call, kind.axes)
     assert rows is not None
-    return CompiledWinograd(kind, (rows, columns))
+    outer, inner = kind.call.bound["weight"].meta["val"].shape[:2]
+    kernel = WinogradKernel(inner, outer, (_doubled(kind, rows), _doubled(kind, columns)))
+    return CompiledWinograd(kind, (rows, columns), kernel)
 
 
 def is_supported(kind: LocalConv) -> bool:
@@ -113,12 +115,13 @@ class _Dense(NamedTuple):
 class CompiledWinograd(LocalKind):
     """A convolution with a sum and an activation in the same kernel.
 
-    fallback: runs the call without the kernel. across: windows along rows and columns. runners:
-    those compiled so far.
+    fallback: runs the call without the kernel. across: windows along rows and columns. kernel: the
+    one without a sum and an activation. runners: those compiled so far.
     """
 
     fallback: LocalConv
     across: tuple[Sliding, Sliding]
+    kernel: WinogradKernel
     runners: dict[tuple[Act | None, bool], WinogradRunner] = field(default_factory=dict)
 
     adds = True
@@ -177,15 +180,10 @@ class CompiledWinograd(LocalKind):
         return WinogradSizes(source.rows, source.columns, target.rows, target.columns,
                              source.pitch, target.pitch, *firsts, *skipped)  # fmt: skip
 
-    def _kernel(self, act: Act | None = None, add: bool = False) -> WinogradKernel:
-        outer, inner = self.fallback.call.bound["weight"].meta["val"].shape[:2]
-        rows, columns = (_doubled(self.fallback, s) for s in self.across)
-        return WinogradKernel(inner, outer, (rows, columns), act, add)
-
     def _runner(self, act: Act | None, add: bool) -> WinogradRunner:
         runner = self.runners.get((act, add))
         if runner is None:
-            kernel = self._kernel(act, add)
+            kernel = replace(self.kernel, act=act, add=add)
             runner = self.runners.setdefault((act, add), WinogradRunner(kernel))
         return runner
 
@@ -195,9 +193,8 @@ class CompiledWinograd(LocalKind):
     def _scratch_floats(self, window: Part) -> int:
         """Floats of memory for the tiles of a window: of all, or of blocks of them."""
         tiles = math.prod(-(-end // 2) - begin // 2 for begin, end in window)
-        kernel = self._kernel()
-        most = max(SCRATCH, scratch_bytes(kernel, 1))
-        return align_size(min(scratch_bytes(kernel, tiles), most)) // 4
+        most = max(SCRATCH, scratch_bytes(self.kernel, 1))
+        return align_size(min(scratch_bytes(self.kernel, tiles), most)) // 4
 
     def scratch_bytes(self, window: Part) -> int:
         return nbytes((self._scratch_floats(window),), torch.float32)
@@ -209,14 +206,13 @@ class CompiledWinograd(LocalKind):
     @property
     def packed_bytes(self) -> int:
         """Bytes of the transformed weight."""
-        kernel = self._kernel()
-        return 4 * kernel.count * kernel.inner * kernel.outer
+        return 4 * self.kernel.count * self.kernel.inner * self.kernel.outer
 
     def pack_weight(self, weight: Tensor, window: Part) -> Tensor:
         """The weight transformed, to be passed in place of `weight`."""
         if self.across[ROWS].axis > self.across[COLUMNS].axis:
             weight = weight.transpose(-1, -2)
-        return pack_winograd(weight, self._kernel())
+        return pack_winograd(weight, self.kernel)
 
 
 __all__ = ["CompiledWinograd", "compiled_winograd"]
