@@ -1,12 +1,13 @@
-"""Tasks of kernels that are kept for inputs of the same sizes."""
+"""A cache of kernel tasks, for inputs of the same sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-Key, Task = TypeVar("Key", bound=Hashable), TypeVar("Task")
-SIZES = 64  # keys for which tasks are kept
+Key = TypeVar("Key", bound=Hashable)
+Task = TypeVar("Task")
+SIZES = 64  # keys of a cache
 
 
 class SpareTasks(Generic[Key, Task]):
