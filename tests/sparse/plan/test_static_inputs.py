@@ -162,16 +162,20 @@ def test_freed_and_allocated_again(calls) -> None:
     """A map at the address of an earlier one, with its id and its version."""
     image, border = calls.draft.inputs
     memory, identities = torch.empty(border.shape), set()
-    for seed in range(20):
+    for seed in range(1000):
         other = memory.copy_(map_like(border, seed)).data
-        identities.add((id(other), other.data_ptr(), other._version))
+        identity = (id(other), other.data_ptr(), other._version)
         calls.check(image, other)
         del other
+        if identity in identities:
+            break
+        identities.add(identity)
+    else:
+        pytest.skip("Python gave none of 1,000 tensors the address of an earlier one")
     for seed in range(20):
         other = map_like(border, seed)
         calls.check(image, other)
         del other
-    assert len(identities) < 20, "no identity was met again"
 
 
 def test_a_freed_map_is_not_kept(calls) -> None:
