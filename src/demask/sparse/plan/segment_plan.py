@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,13 +17,14 @@ from demask.kernels.thread_team import Job
 from demask.sparse.plan.layers.tiling import Tiling
 from demask.sparse.plan.moved_values import MovedValues
 from demask.sparse.plan.static_inputs import StaticInputs
-from demask.sparse.plan.tape import STATIC, EncodedTape, NoPlan, TapeArena
+from demask.sparse.plan.tape import INEXACT, STATIC, EncodedTape, NoPlan, TapeArena
 from demask.sparse.plan.tape_builder import TapeBuilder
 from demask.sparse.segment_program import SegmentProgram
 
 __all__ = ["NoPlan", "SegmentPlan"]
 CACHE = 2**18  # limit in bytes for the largest value when several images are computed at once
 SMALL, AHEAD = 2**14, 8  # bytes of outputs that are allocated ahead, for as many calls
+MOST_AVOIDED = 1024  # calls in a row by the definition, after failures
 SPARE = 4  # sets of memory cached, for calls that run at the same time
 
 
@@ -65,8 +67,8 @@ class Batch:
                 arenas, slots,
             )  # fmt: skip
 
-    def run(self, threads: int, tensors: Sequence[Tensor]) -> None:
-        """Compute the batch. tensors: inputs, then outputs."""
+    def run(self, threads: int, tensors: Sequence[Tensor]) -> bool:
+        """Compute the batch; whether no kernel has set `INEXACT`. tensors: inputs, then outputs."""
         static = None if self.static is None else self.static.arena(tensors, threads)
         memory = self.take(threads, len(tensors))
         if not self.alone and not self.first:
@@ -77,8 +79,13 @@ class Batch:
             for arena in memory.arenas:
                 arena.slots[STATIC] = static.address
         memory.job.run(threads)
+        is_exact = True
+        for arena in memory.arenas:
+            if arena.slots[INEXACT]:
+                is_exact, arena.slots[INEXACT] = False, 0
         if len(self.spare) < SPARE:
             self.spare.append(memory)
+        return is_exact
 
     def _set_slots(self, memory: SegmentMemory, tensors: Sequence[Tensor]) -> None:
         """Store the addresses of the batch's images."""
@@ -117,35 +124,44 @@ class SegmentPlan:
     """plan(inputs) -> outputs, for inputs with the planned sizes and strides.
 
     Several threads may call it at once.
+
+    Layers by minimal filtering may give NaN where the definition gives another value that is not
+    finite. Such calls are computed again by a plan without these, and so are the next ones, at
+    once: 1, then 2, 4 and so on.
     """
 
     def __init__(self, batches: list[Batch], shapes: list[tuple[int, ...]], threads: int,
-                 cuts: list[tuple[str, Tiling]]):  # fmt: skip
+                 cuts: list[tuple[str, Tiling]], planned: PlanArguments | None):  # fmt: skip
         self.batches, self.shapes, self.threads, self.cuts = batches, shapes, threads, cuts
         self.outputs = SpareOutputs(shapes)
+        self.planned, self.definition = planned, None
+        self.avoided, self.next = 0, 1  # calls by the definition: now, and after the next failure
 
     @classmethod
     def of(cls, program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor],
-           threads: int, isa: Isa | None = None) -> SegmentPlan:  # fmt: skip
+           threads: int, isa: Isa | None = None, filters: bool = True) -> SegmentPlan:  # fmt: skip
         """The plan for inputs with these sizes and strides.
 
-        isa: instructions to use; all of this machine by default. Raises BadInput for invalid
-        weights, NoPlan for what the kernels do not support.
+        isa: instructions to use; all of this machine by default. filters: whether layers may be
+        computed by minimal filtering. Raises BadInput for invalid weights, NoPlan for what the
+        kernels do not support.
         """
         isa = isa or host()
         if any(x.dtype is not torch.float32 or x.device.type != "cpu" for x in inputs):
             raise NoPlan("inputs are not float32 on the CPU")
-        if len(inputs) + len(program.outputs) >= STATIC:
+        if len(inputs) + len(program.outputs) >= INEXACT:
             raise NoPlan(f"{len(inputs)} inputs and {len(program.outputs)} outputs")
         shapes = program.shapes([tuple(x.shape) for x in inputs])
-        batches, cuts = [], []
+        batches, cuts, is_exact = [], [], True
         for first, images, runs in _batches(program, weights, inputs, threads, isa):
             batch_inputs = [x[:images] for x in inputs] if images else inputs
             alone = images > 0 and runs > 1
             # Images of a split batch may have different values: only expanded ones are static.
             numbers = tuple(k for k in program.static if not images or not inputs[k].stride(0))
             part = replace(program, static=numbers)
-            builder = TapeBuilder(part, weights, batch_inputs, isa, 1 if alone else threads)
+            builder = TapeBuilder(
+                part, weights, batch_inputs, isa, 1 if alone else threads, filters
+            )
             builder.build(
                 [_strides(kind, x) for kind, x in zip(program.inputs, batch_inputs, strict=True)]
             )
@@ -155,13 +171,47 @@ class SegmentPlan:
                 static = StaticInputs(numbers, inputs, static_tape, builder.static_bytes, first)
             batches.append(Batch(builder.tape.done(isa), first, images, runs, alone, static))
             cuts += builder.cuts
-        return cls(batches, [shapes[v] for v in program.outputs], threads, cuts)
+            is_exact = is_exact and builder.is_exact
+        planned = None if is_exact else PlanArguments.of(program, weights, threads, isa)
+        return cls(batches, [shapes[v] for v in program.outputs], threads, cuts, planned)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        outputs = self.outputs.take()
+        if self.avoided and self.definition is not None:
+            self.avoided -= 1
+            return self.definition(inputs)
+        outputs, is_exact = self.outputs.take(), True
         for batch in self.batches:
-            batch.run(self.threads, (*inputs, *outputs))
-        return outputs
+            is_exact &= batch.run(self.threads, (*inputs, *outputs))
+        if is_exact or self.planned is None:
+            self.next = 1
+            return outputs
+        if self.definition is None:
+            self.definition = self.planned.definition(inputs)
+        self.avoided, self.next = self.next, min(2 * self.next, MOST_AVOIDED)
+        return self.definition(inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanArguments:
+    """What a plan was made of. Weights are not held: caches of plans end with them."""
+
+    program: SegmentProgram
+    weights: list[weakref.ref[Tensor]]
+    threads: int
+    isa: Isa
+
+    @classmethod
+    def of(
+        cls, program: SegmentProgram, weights: Sequence[Tensor], threads: int, isa: Isa
+    ) -> PlanArguments:
+        return cls(program, list(map(weakref.ref, weights)), threads, isa)
+
+    def definition(self, inputs: Sequence[Tensor]) -> SegmentPlan:
+        """The plan without minimal filtering. Raises NoPlan if a weight has been freed."""
+        weights = [reference() for reference in self.weights]
+        if any(weight is None for weight in weights):
+            raise NoPlan("a weight has been freed")
+        return SegmentPlan.of(self.program, weights, inputs, self.threads, self.isa, filters=False)  # type: ignore[arg-type]
 
 
 def _batches(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor],

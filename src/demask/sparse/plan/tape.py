@@ -25,6 +25,7 @@ HEADER = 4096  # bytes of slots before the buffers of an arena
 THREAD_BYTES = 2**27 + 2**13
 MAX_SLOTS = HEADER // 8
 STATIC = MAX_SLOTS - 1  # slot with the address of static values
+INEXACT = MAX_SLOTS - 2  # slot that kernels set to 1 where another plan has to compute the outputs
 MOST = 2**31 - 1  # elements of a value: kernels use 32-bit element numbers
 
 

@@ -12,19 +12,14 @@ from torch import Tensor
 from demask.kernels.cpu.tiles import relayout as move
 from demask.kernels.llvm.isa import Isa
 from demask.ops.activations import ACTIVATIONS
+from demask.sparse.plan.layer_kinds import LayerKinds
 from demask.sparse.plan.layers.depthwise_layer import permutes_edges
 from demask.sparse.plan.layers.layer_plan import chain_pays, emit_alone, emit_chain
 from demask.sparse.plan.layers.layer_windows import as_conv, is_pixelwise, reach, touched, windows
 from demask.sparse.plan.layers.pack_weights import selected
 from demask.sparse.plan.layers.tiling import Tiling, TilingProblem, best
-from demask.sparse.plan.layers.window_piece import (
-    StepWeight,
-    WindowPiece,
-    is_depthwise,
-    pieces,
-    read_weight,
-    shape_of,
-)
+from demask.sparse.plan.layers.window_piece import WindowPiece, pieces, shape_of
+from demask.sparse.plan.layers.winograd_layer import SIDE, emit_winograd
 from demask.sparse.plan.moved_values import (
     MovedValues,
     MoveWriter,
@@ -81,18 +76,20 @@ class TapeBuilder:
     inputs: Sequence[Tensor]
     isa: Isa
     threads: int
+    filters: bool = True  # whether layers may be computed by minimal filtering
     tape: Tape = field(init=False)
     static_tape: Tape = field(init=False)
     static_bytes: int = HEADER  # of the memory of static inputs in their layouts
+    is_exact: bool = True  # unless the kernel of a layer may set `INEXACT`
     shapes: list[tuple[int, int, int, int]] = field(init=False)
     moved: MovedValues = field(init=False)
+    layers: LayerKinds = field(init=False)
     grids: list[TileGrid] = field(default_factory=list)
     needs: dict[int, list[Need]] = field(default_factory=dict)
     positive: list[bool] = field(default_factory=list)
     parts: dict[int, Place] = field(default_factory=dict)
     buffers: dict[tuple[int, TileGrid, float], Buffer] = field(default_factory=dict)
     cuts: list[tuple[str, Tiling]] = field(default_factory=list)
-    read: dict[int, StepWeight] = field(default_factory=dict)  # weights of values
     remaining: list[int] = field(default_factory=list)  # values not yet computed
 
     def __post_init__(self) -> None:
@@ -105,6 +102,10 @@ class TapeBuilder:
                 raise NoPlan(f"value {value} has the size {size}")
             if size[0] > self.isa.lanes:
                 raise NoPlan(f"{size[0]} images at once")
+        layers = self.program, self.weights, self.shapes
+        self.layers = (
+            LayerKinds.of(*layers, self.isa.lanes) if self.filters else LayerKinds(*layers)
+        )
         costs = []
         for number, common in enumerate((None, *commons(self.isa.lanes))):
             self._choose(common)
@@ -143,10 +144,11 @@ class TapeBuilder:
         count = len(self.program.inputs)
         self.grids, self.positive, self.needs = [], [], {}
         for value, (batch, _, height, width) in enumerate(self.shapes):
-            grid = grid_for(batch, height, width, self.isa.lanes, self.threads, common)
+            unit = SIDE if (height, width) in self.layers.filtered else 1
+            grid = grid_for(batch, height, width, self.isa.lanes, self.threads, common, unit)
             step = self.program.steps[value - count] if value >= count else None
             if isinstance(step, ConvStep) and step.transposed:
-                grid = replace(grid, parts=1).rounded_up(step.stride)
+                grid = replace(grid, parts=1, unit=1).rounded_up(step.stride)
             self.grids.append(grid)
             self.positive.append(step is not None and self._is_positive(step))
             for need in [] if step is None else self._reads(step, grid):
@@ -167,11 +169,11 @@ class TapeBuilder:
         if is_move(step):
             return [Need(v, self.grids[v], NO_BORDER, 0.0) for v in self.moved.sources(step)]
         if isinstance(step, (ConvStep, PoolStep)):
-            input_grid = grid_of_input(step, grid)
+            input_grid = self._input_grid(step, grid)
             if isinstance(step, ConvStep):
                 border = reach(input_grid, grid, windows(step))
                 layout = GridLayout(self.shapes[x], input_grid, border, self.isa.lanes)
-                if self._is_depthwise(step) and permutes_edges(step, layout, grid):
+                if self.layers.is_depthwise(step) and permutes_edges(step, layout, grid):
                     border = NO_BORDER
                 added = [] if step.add is None else [Need(step.add, grid, NO_BORDER, 0.0)]
                 return [Need(x, input_grid, border, 0.0), *added]
@@ -181,7 +183,7 @@ class TapeBuilder:
         if isinstance(step, (MeanStep, FlattenStep)) or reads_own_grids(step):
             return [Need(v, self.grids[v], NO_BORDER, 0.0) for v in reads(step)]
         if isinstance(step, SelectStep):
-            input_grid = grid_of_input(step, grid)
+            input_grid = self._input_grid(step, grid)
             # its parts and those of `grid` may begin at different pixels
             border = reach(input_grid, grid, windows(as_windows(step)))
             return [Need(x, input_grid, border, 0.0)]
@@ -191,11 +193,10 @@ class TapeBuilder:
         return [Need(s, self.grids[s] if v in factors else grid, NO_BORDER, 0.0)
                 for v, s in zip(reads(step), self.moved.sources(step), strict=True)]  # fmt: skip
 
-    def _is_depthwise(self, step: Step) -> bool:
-        """Whether the depthwise kernel computes a step."""
-        return isinstance(step, ConvStep) and is_depthwise(
-            step, self.shapes[step.x][1], self.weights
-        )
+    def _input_grid(self, step: ConvStep | PoolStep | SelectStep, grid: TileGrid) -> TileGrid:
+        """The grid in which a step reads its input: that of the input where tiles are equal."""
+        wanted, own = grid_of_input(step, grid), self.grids[step.x]
+        return own if replace(wanted, unit=own.unit) == own else wanted
 
     def layout(self, value: int, grid: TileGrid, border: Border) -> GridLayout:
         """The layout of a value in a grid."""
@@ -274,7 +275,9 @@ class TapeBuilder:
                 return set(layout.around())
             if getattr(step, "add", None) == value:
                 return set(layout.around())
-            if self._is_depthwise(step):  # it may read lines that no tap is at, and permute them
+            if self.layers.is_depthwise(
+                step
+            ):  # it may read lines that no tap is at, and permute them
                 return set(layout.around())
             for window in windows(step if isinstance(step, ConvStep) else as_windows(step)):
                 positions |= touched(window, layout.grid, out_grid)
@@ -319,14 +322,14 @@ class TapeBuilder:
         head = self.step(chain[0])
         if not isinstance(head, (ConvStep, LinearStep)) or as_conv(head).transposed:
             return chain
-        if self._has_own_kernel(chain[0]):
+        if self.layers.has_own_kernel(chain[0]):
             return chain
         shapes = [self._shape(chain[0])]
         for value in self.remaining[1:]:
             step = self.step(value)
             if not isinstance(step, (ConvStep, LinearStep)) or not is_pixelwise(step):
                 continue
-            if self._has_own_kernel(value):
+            if self.layers.has_own_kernel(value):
                 continue
             grids = {self.grids[v] for v in (value, *(v for v in reads(step) if v in chain))}
             are_ready = all(v not in waiting or v in chain for v in reads(step))
@@ -335,19 +338,6 @@ class TapeBuilder:
                 if chain_pays(longer, self.threads, self.isa):
                     chain, shapes = [*chain, value], longer
         return chain
-
-    def _has_own_kernel(self, value: int) -> bool:
-        """Whether a layer is dense or depthwise: the kernels of chains are for sparse ones."""
-        weight = self._weight(value)
-        return weight.depthwise or bool(weight.blocks)
-
-    def _weight(self, value: int) -> StepWeight:
-        """The weight of the layer that computes a value."""
-        if value not in self.read:
-            step = self.step(value)
-            assert isinstance(step, (ConvStep, LinearStep))
-            self.read[value] = read_weight(as_conv(step), self.weights, self.shapes[step.x][1])
-        return self.read[value]
 
     def estimate(self) -> float:
         """Estimated cycles of the layers."""
@@ -392,7 +382,7 @@ class TapeBuilder:
         step = self.step(value)
         assert isinstance(step, (ConvStep, LinearStep))
         add = sources[-1] if step.add is not None else None
-        return pieces(as_conv(step), self._weight(value), sources[0], add, out)
+        return pieces(as_conv(step), self.layers.weight(value), sources[0], add, out)
 
     def _out(self, value: int, earlier: Sequence[int]) -> Buffer:
         """The buffer that a layer writes: that of the value it adds, if it is not read afterwards.
@@ -460,7 +450,11 @@ class TapeBuilder:
         self.tape.phase()
         moves = Moves(self.tape, self.isa)
         if isinstance(step, (ConvStep, LinearStep)):
-            cuts = emit_alone(self.tape, self.isa, self._pieces(value, sources, out))
+            layer_pieces = self._pieces(value, sources, out)
+            if self.layers.is_filtered(value):
+                cuts, self.is_exact = [emit_winograd(self.tape, self.isa, layer_pieces[0])], False
+            else:
+                cuts = emit_alone(self.tape, self.isa, layer_pieces)
             self.cuts += [(step.name, cut) for cut in cuts]
         elif isinstance(step, PoolStep):
             moves.pool(step, sources[0], out)

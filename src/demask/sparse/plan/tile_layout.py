@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ class TileGrid:
 
     Each tile is split into `parts`, one per thread, along its rows or columns. A part has its own
     memory, including borders: threads that write to neighboring lines would invalidate each other's
-    caches (processors also fetch the next line).
+    caches (processors also fetch the next line). Rows and columns of tiles and of their parts are
+    multiples of `unit`.
     """
 
     images: int
@@ -41,6 +43,7 @@ class TileGrid:
     height: int
     width: int
     parts: int = 1
+    unit: int = 1
 
     @property
     def positions(self) -> int:
@@ -59,8 +62,9 @@ class TileGrid:
     @property
     def by_rows(self) -> bool:
         """Whether tiles are split along their rows."""
-        even = self.height % self.parts == 0 or self.width % self.parts != 0
-        return self.height >= self.parts and even
+        height, width = self.height // self.unit, self.width // self.unit
+        even = height % self.parts == 0 or width % self.parts != 0
+        return height >= self.parts and even
 
     def part(self, number: int) -> Area:
         """First row, first column, rows and columns of a part of a tile."""
@@ -70,8 +74,9 @@ class TileGrid:
 @functools.cache
 def areas_of(grid: TileGrid) -> tuple[Area, ...]:
     """First row, first column, rows and columns of each part of a tile."""
-    length = grid.height if grid.by_rows else grid.width
-    spans = [(length * k // grid.parts, length * (k + 1) // grid.parts) for k in range(grid.parts)]
+    count = (grid.height if grid.by_rows else grid.width) // grid.unit
+    ends = [count * k // grid.parts * grid.unit for k in range(grid.parts + 1)]
+    spans = list(pairwise(ends))
     if grid.by_rows:
         return tuple((begin, 0, end - begin, grid.width) for begin, end in spans)
     return tuple((0, begin, grid.height, end - begin) for begin, end in spans)
@@ -87,32 +92,35 @@ def commons(lanes: int) -> Iterator[tuple[int, int]]:
 
 @functools.cache
 def grid_for(batch: int, height: int, width: int, lanes: int, threads: int,
-             common: tuple[int, int] | None = None) -> TileGrid:  # fmt: skip
+             common: tuple[int, int] | None = None, unit: int = 1) -> TileGrid:  # fmt: skip
     """The grid with the fewest positions outside of the image, then with the smallest borders.
 
     common: rows and columns of tiles to use instead, unless they compute many more positions.
+    unit: of the grid.
     """
     if batch > lanes:
         raise ValueError(f"expected at most {lanes} images at once, got {batch}")
     tiles = lanes // batch
-    best = _best(batch, height, width, [(r, tiles // r) for r in range(1, tiles + 1)], threads)
+    all_ = [(r, tiles // r) for r in range(1, tiles + 1)]
+    best = _best(batch, height, width, all_, threads, unit)
     if common is None or common[0] * common[1] > tiles:
         return best
-    common_grid = _best(batch, height, width, [common], threads)
+    common_grid = _best(batch, height, width, [common], threads, unit)
     return common_grid if common_grid.positions <= WASTE * best.positions else best
 
 
 def _best(
-    batch: int, height: int, width: int, tiles: list[tuple[int, int]], threads: int
+    batch: int, height: int, width: int, tiles: list[tuple[int, int]], threads: int, unit: int
 ) -> TileGrid:
     """The best grid among these numbers of tile rows and columns."""
     best: tuple[tuple[int, int, int], TileGrid] | None = None
     for rows, columns in tiles:
-        tile = -(-height // rows), -(-width // columns)
+        tile = tuple(-(-size // (count * unit)) * unit
+                     for size, count in ((height, rows), (width, columns)))  # fmt: skip
         used = -(-height // tile[0]), -(-width // tile[1])  # without empty tiles
-        unsplit = TileGrid(batch, *used, *tile)
+        unsplit = TileGrid(batch, *used, *tile, unit=unit)
         grid = replace(unsplit, parts=threads) if unsplit.positions >= LEAST * threads else unsplit
-        if grid.parts > 1 and max(tile) < grid.parts:
+        if grid.parts > 1 and max(tile) < grid.parts * unit:
             grid = unsplit
         sizes = [grid.part(k)[2:] for k in range(grid.parts)]
         computed = max(h * w for h, w in sizes) * grid.parts

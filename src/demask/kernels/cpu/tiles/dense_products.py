@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -74,3 +75,22 @@ class Products:
             for sum_, total in zip(row, row_totals, strict=True):
                 sum_.set(total)
         weight.set(e.b.add(weight.get(), I64(4 * k)))
+
+
+def add_products(
+    e: Emitter, totals: Totals, vector: Callable[[int], Value], factor: Callable[[int], Value]
+) -> None:
+    """Add to totals[r][t] the product of factor(r), in all lanes, and vector(t).
+
+    Only the fewer of both are in registers at once: LLVM keeps the order of loads.
+    """
+    if len(totals[0]) <= len(totals):
+        vectors = [vector(t) for t in range(len(totals[0]))]
+        for r, row in enumerate(totals):
+            row[:] = map(functools.partial(e.fma, factor(r)), vectors, row)
+        return
+    factors = [factor(r) for r in range(len(totals))]
+    for t in range(len(totals[0])):
+        value = vector(t)
+        for row, row_factor in zip(totals, factors, strict=True):
+            row[t] = e.fma(row_factor, value, row[t])

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from demask.kernels.cpu.tiles.dense_products import Products
+from demask.kernels.cpu.tiles.dense_products import Products, add_products
 from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import FLOAT, I32, I64, Emitter, Fields, Value, Variable
 from demask.ops.activations import Act
@@ -126,24 +126,7 @@ class DenseTileKernel:
 
     def _outer(self, e: Emitter, x: tuple[Value, int], weights: tuple[Value, int],
                totals: list[list[Value]]) -> None:  # fmt: skip
-        """Add the products of the vectors at a tap and one weight per row.
-
-        Only the fewer of both are in registers at once: LLVM keeps the order of loads.
-        """
-
-        def vector(t: int) -> Value:
-            return e.read(x[0], x[1] + t)
-
-        def factor(r: int) -> Value:
-            return e.splat(e.load(FLOAT, weights[0], weights[1] + r))
-
-        if len(self.x) <= len(totals):
-            vectors = [vector(t) for t in self.x]
-            for r, row in enumerate(totals):
-                row[:] = map(functools.partial(e.fma, factor(r)), vectors, row)
-            return
-        factors = [factor(r) for r in range(len(totals))]
-        for k, t in enumerate(self.x):
-            value = vector(t)
-            for row, row_factor in zip(totals, factors, strict=True):
-                row[k] = e.fma(row_factor, value, row[k])
+        """Add the products of the vectors at a tap and one weight per row."""
+        vectors = [x[1] + t for t in self.x]
+        add_products(e, totals, lambda t: e.read(x[0], vectors[t]),
+                     lambda r: e.splat(e.load(FLOAT, weights[0], weights[1] + r)))  # fmt: skip
