@@ -21,6 +21,7 @@ from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
 from demask.kernels.llvm.jit import assembly
 from demask.sparse.plan import segment_plan, tape, tape_builder
 from demask.sparse.plan.layers import winograd_layer
+from demask.sparse.plan.layers.window_piece import read_weight
 from demask.sparse.plan.layers.winograd_layer import filtered_sizes
 from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
@@ -37,9 +38,9 @@ def filtered(monkeypatch) -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = []
     emit = tape_builder.emit_winograd
 
-    def record(tape, isa, piece):
-        shapes.extend(block.weight.shape for block in piece.layer.blocks)
-        return emit(tape, isa, piece)
+    def record(tape, isa, piece, block):
+        shapes.append(block.weight.shape)
+        return emit(tape, isa, piece, block)
 
     monkeypatch.setattr(tape_builder, "emit_winograd", record)
     return shapes
@@ -92,6 +93,17 @@ def test_sums_are_added_and_may_be_overwritten(filtered, anywhere) -> None:
     assert len(filtered) == 6
 
 
+def test_rows_and_columns_of_zeros(filtered) -> None:
+    """As where a part of the channels is masked: rows of zeros are the bias, or what is added."""
+    weight = drawn(40, 48)
+    weight[torch.arange(40) % 3 == 0] = 0
+    weight[:, torch.arange(48) % 4 == 1] = 0
+    program, weights = layer(weight, act=RELU)
+    for threads in (1, 2):
+        check(program, weights, [draw(2, 48, 14, 20)], threads)
+    assert set(filtered) == {(26, 36, 9)}
+
+
 def test_values_of_other_sizes_around_them(filtered) -> None:
     """Strides, pools and elementwise steps read the grids that layers by minimal filtering want."""
     draft = Draft((1, 16, 30, 26))
@@ -134,11 +146,12 @@ def test_a_size_pays_for_all_its_layers() -> None:
     """Whether it does depends on its layers and on the waste of even tiles alone."""
 
     def sizes(size: tuple[int, int], *outputs: tuple[int, int]) -> set[tuple[int, int]]:
-        weights, steps = [torch.zeros(2**20)], []
+        layers = []
         for out, kernel in outputs:
-            spans = SparseWeight((0, 0, out * 32 * kernel**2))
-            steps.append((ConvStep(0, spans, None, out, (kernel, kernel)), 32, size))
-        return filtered_sizes(steps, weights, 8)
+            weight = torch.ones(out * 32 * kernel**2)
+            step = ConvStep(0, SparseWeight((0, 0, len(weight))), None, out, (kernel, kernel))
+            layers.append((step, read_weight(step, [weight], 32), size))
+        return set(filtered_sizes(layers, 8))
 
     assert sizes((28, 28), (32, 3)) == {(28, 28)}
     assert not sizes((28, 28), (32, 3), (2000, 1))  # 14 % more products of 1 x 1

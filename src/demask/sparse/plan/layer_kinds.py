@@ -3,47 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from demask.sparse.plan.layers.dense_blocks import DenseBlock
 from demask.sparse.plan.layers.layer_windows import as_conv
 from demask.sparse.plan.layers.window_piece import StepWeight, is_depthwise, read_weight
-from demask.sparse.plan.layers.winograd_layer import filtered_sizes, is_filtered
+from demask.sparse.plan.layers.winograd_layer import filtered_block, filtered_sizes
 from demask.sparse.plan.tile_layout import Size
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ConvStep, LinearStep, Step, reads
+from demask.sparse.segment_steps import ConvStep, LinearStep, Step
+
+Weights = dict[int, StepWeight]  # of layers, by the numbers of their values
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKinds:
     """The layers of a program whose values have these sizes.
 
-    filtered: sizes of images, (rows, columns), at which layers are computed by minimal filtering.
+    read: weights, read when they are needed. filtered: sizes of images, (rows, columns), at which
+    layers are computed by minimal filtering.
     """
 
     program: SegmentProgram
     weights: Sequence[Tensor]
     shapes: Sequence[Size]
+    read: Weights
     filtered: frozenset[tuple[int, int]] = frozenset()
-    read: dict[int, StepWeight] = field(default_factory=dict)  # by value
 
-    @classmethod
-    def of(cls, program: SegmentProgram, weights: Sequence[Tensor], shapes: Sequence[Size],
-           lanes: int | None) -> LayerKinds:  # fmt: skip
-        """The layers, with minimal filtering where it pays with this many lanes; None: nowhere."""
-        if lanes is None:
-            return cls(program, weights, shapes)
-        steps = [(step, shapes[reads(step)[0]][1], shapes[value][2:])
-                 for value, step in enumerate(program.steps, len(program.inputs))]  # fmt: skip
-        sizes = filtered_sizes(steps, weights, lanes)
-        return cls(program, weights, shapes, frozenset(sizes))
+    def with_filters(self, lanes: int) -> LayerKinds:
+        """The same with minimal filtering where it pays with this many lanes."""
+        layers = [(step, self.weight(value), self.shapes[value][2:])
+                  for value, step in enumerate(self.program.steps, len(self.program.inputs))
+                  if isinstance(step, (ConvStep, LinearStep))]  # fmt: skip
+        return replace(self, filtered=filtered_sizes(layers, lanes))
+
+    def step(self, value: int) -> ConvStep | LinearStep:
+        """The layer that computes a value."""
+        step = self.program.steps[value - len(self.program.inputs)]
+        assert isinstance(step, (ConvStep, LinearStep))
+        return step
 
     def weight(self, value: int) -> StepWeight:
         """The weight of the layer that computes a value."""
         if value not in self.read:
-            step = self.program.steps[value - len(self.program.inputs)]
-            assert isinstance(step, (ConvStep, LinearStep))
+            step = self.step(value)
             self.read[value] = read_weight(as_conv(step), self.weights, self.shapes[step.x][1])
         return self.read[value]
 
@@ -52,12 +57,11 @@ class LayerKinds:
         weight = self.weight(value)
         return weight.depthwise or bool(weight.blocks)
 
-    def is_filtered(self, value: int) -> bool:
-        """Whether a layer is computed by minimal filtering."""
-        if self.shapes[value][2:] not in self.filtered or len(self.weight(value).blocks) != 1:
-            return False
-        step = self.program.steps[value - len(self.program.inputs)]
-        return is_filtered(step, self.shapes[reads(step)[0]][1], self.weights)
+    def filtered_block(self, value: int) -> DenseBlock | None:
+        """The block of a layer that is computed by minimal filtering, if there is one."""
+        if self.shapes[value][2:] not in self.filtered:
+            return None
+        return filtered_block(self.step(value), self.weight(value).blocks)
 
     def is_depthwise(self, step: Step) -> bool:
         """Whether the depthwise kernel computes a step."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.thread_team import Job
+from demask.sparse.plan.layer_kinds import Weights
 from demask.sparse.plan.layers.tiling import Tiling
 from demask.sparse.plan.moved_values import MovedValues
 from demask.sparse.plan.static_inputs import StaticInputs
@@ -153,7 +154,8 @@ class SegmentPlan:
             raise NoPlan(f"{len(inputs)} inputs and {len(program.outputs)} outputs")
         shapes = program.shapes([tuple(x.shape) for x in inputs])
         batches, cuts, is_exact = [], [], True
-        for first, images, runs in _batches(program, weights, inputs, threads, isa):
+        read: Weights = {}
+        for first, images, runs in _batches(program, weights, inputs, threads, isa, read):
             batch_inputs = [x[:images] for x in inputs] if images else inputs
             alone = images > 0 and runs > 1
             # Images of a split batch may have different values: only expanded ones are static.
@@ -215,7 +217,7 @@ class PlanArguments:
 
 
 def _batches(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor],
-             threads: int, isa: Isa) -> list[tuple[int, int, int]]:  # fmt: skip
+             threads: int, isa: Isa, read: Weights) -> list[tuple[int, int, int]]:  # fmt: skip
     """(first image, images at once, runs) of each part of a batch; images 0: all at once.
 
     A batch is split if its images are independent: threads with different images need no barriers.
@@ -229,7 +231,7 @@ def _batches(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequenc
         return [(0, 0, 1)]
     costs: dict[int, float] = {}
     for n in sizes:
-        builder = TapeBuilder(program, weights, [x[:n] for x in inputs], isa, 1)
+        builder = TapeBuilder(program, weights, [x[:n] for x in inputs], isa, 1, read=read)
         if n == 1 or (count // n >= threads and builder.largest() <= CACHE):
             costs[n] = builder.estimate() / n
     images = min(costs, key=costs.__getitem__)

@@ -12,7 +12,7 @@ from torch import Tensor
 from demask.kernels.cpu.tiles import relayout as move
 from demask.kernels.llvm.isa import Isa
 from demask.ops.activations import ACTIVATIONS
-from demask.sparse.plan.layer_kinds import LayerKinds
+from demask.sparse.plan.layer_kinds import LayerKinds, Weights
 from demask.sparse.plan.layers.depthwise_layer import permutes_edges
 from demask.sparse.plan.layers.layer_plan import chain_pays, emit_alone, emit_chain
 from demask.sparse.plan.layers.layer_windows import as_conv, is_pixelwise, reach, touched, windows
@@ -77,6 +77,7 @@ class TapeBuilder:
     isa: Isa
     threads: int
     filters: bool = True  # whether layers may be computed by minimal filtering
+    read: Weights = field(default_factory=dict)  # those of other builders for the program
     tape: Tape = field(init=False)
     static_tape: Tape = field(init=False)
     static_bytes: int = HEADER  # of the memory of static inputs in their layouts
@@ -102,10 +103,9 @@ class TapeBuilder:
                 raise NoPlan(f"value {value} has the size {size}")
             if size[0] > self.isa.lanes:
                 raise NoPlan(f"{size[0]} images at once")
-        layers = self.program, self.weights, self.shapes
-        self.layers = (
-            LayerKinds.of(*layers, self.isa.lanes) if self.filters else LayerKinds(*layers)
-        )
+        self.layers = LayerKinds(self.program, self.weights, self.shapes, self.read)
+        if self.filters:
+            self.layers = self.layers.with_filters(self.isa.lanes)
         costs = []
         for number, common in enumerate((None, *commons(self.isa.lanes))):
             self._choose(common)
@@ -451,10 +451,12 @@ class TapeBuilder:
         moves = Moves(self.tape, self.isa)
         if isinstance(step, (ConvStep, LinearStep)):
             layer_pieces = self._pieces(value, sources, out)
-            if self.layers.is_filtered(value):
-                cuts, self.is_exact = [emit_winograd(self.tape, self.isa, layer_pieces[0])], False
-            else:
+            block = self.layers.filtered_block(value)
+            if block is None:
                 cuts = emit_alone(self.tape, self.isa, layer_pieces)
+            else:
+                cuts = emit_winograd(self.tape, self.isa, layer_pieces[0], block)
+                self.is_exact = False
             self.cuts += [(step.name, cut) for cut in cuts]
         elif isinstance(step, PoolStep):
             moves.pool(step, sources[0], out)

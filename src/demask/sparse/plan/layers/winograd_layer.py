@@ -10,16 +10,15 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from demask.kernels.cpu.tiles.winograd_tile import CALL, COMPONENTS, FILTER, WinogradTileKernel
 from demask.kernels.llvm.isa import Isa
-from demask.sparse.plan.layers.dense_blocks import DENSE, DenseBlock
+from demask.sparse.plan.layers.dense_blocks import DenseBlock
+from demask.sparse.plan.layers.dense_layer import emit_dense
 from demask.sparse.plan.layers.dense_tiling import (
     BLOCK,
     FAR,
@@ -33,10 +32,16 @@ from demask.sparse.plan.layers.dense_tiling import (
     split_outputs,
 )
 from demask.sparse.plan.layers.tiling import Tiling
-from demask.sparse.plan.layers.window_piece import WindowPiece, shares, tap_lines, tile_lines
+from demask.sparse.plan.layers.window_piece import (
+    StepWeight,
+    WindowPiece,
+    shares,
+    tap_lines,
+    tile_lines,
+)
 from demask.sparse.plan.tape import INEXACT, Buffer, KernelCall, Tape, aligned
 from demask.sparse.plan.tile_layout import NO_BORDER, At, GridLayout, TileGrid, grid_for
-from demask.sparse.segment_steps import ConvStep, LinearStep, Step
+from demask.sparse.segment_steps import ConvStep, Step
 
 SIDE = 2  # rows and columns of the outputs of a square
 # Cycles: of the products of a square and a pair of channels, by the definition and by minimal
@@ -50,49 +55,47 @@ SCRATCH = 256 * 1024  # bytes of all components, from the L2 cache
 FETCHED, MISSED = 0.4, 6.0  # factors of bytes: read one after the other, and in no order
 
 
-def is_filtered(step: Step, channels: int, weights: Sequence[Tensor]) -> bool:
-    """Whether a step with this many input channels can be computed by minimal filtering, and some
-    products are saved."""
+def filtered_block(step: Step, blocks: Sequence[DenseBlock]) -> DenseBlock | None:
+    """The only block of a layer that reads channels, if minimal filtering saves some products of
+    it; None for other layers."""
     if not isinstance(step, ConvStep) or step.transposed:
-        return False
-    window = step.kernel, step.stride, step.dilation, step.groups
-    number, begin, end = step.weight.values
-    if window != ((3, 3), (1, 1), (1, 1), 1) or number >= len(weights):
-        return False
-    if end - begin < DENSE * step.out * channels * 9:
-        return False
-    return weights[number].dtype is torch.float32 and _ratio(channels, step.out) < PAYS
+        return None
+    window = step.kernel, step.stride, step.dilation
+    own = [block for block in blocks if len(block.channels)]
+    if window != ((3, 3), (1, 1), (1, 1)) or len(own) != 1:
+        return None
+    return own[0] if _ratio(own[0]) < PAYS else None
 
 
-def _ratio(channels: int, outputs: int) -> float:
+def _ratio(block: DenseBlock) -> float:
     """Estimated cycles to those by the definition."""
-    return (FILTERED + IN / outputs + OUT / channels) / DIRECT
+    return (FILTERED + IN / len(block.rows) + OUT / len(block.channels)) / DIRECT
 
 
 def filtered_sizes(
-    steps: Sequence[tuple[Step, int, tuple[int, int]]], weights: Sequence[Tensor], lanes: int
-) -> set[tuple[int, int]]:
+    layers: Sequence[tuple[Step, StepWeight, tuple[int, int]]], lanes: int
+) -> frozenset[tuple[int, int]]:
     """Sizes of images at which minimal filtering pays, though tiles of the grid are larger there.
 
-    steps: each with its input channels and the size of its output, (rows, columns).
+    layers: each with the size of its output, (rows, columns).
     """
     direct: defaultdict[tuple[int, int], float] = defaultdict(float)
     filtered: defaultdict[tuple[int, int], float] = defaultdict(float)
     sizes = set()
-    for step, channels, size in steps:
-        if not isinstance(step, (ConvStep, LinearStep)):
-            continue
-        products = float(step.weight.values[2] - step.weight.values[1])
-        direct[size] += products
-        ratio = 1.0
-        if math.prod(size) >= LEAST and min(size) > 1 and is_filtered(step, channels, weights):
-            ratio = _ratio(channels, step.out)
+    for step, weight, size in layers:
+        block, products = None, float(len(weight.matrix))
+        if math.prod(size) >= LEAST and min(size) > 1:
+            block = filtered_block(step, weight.blocks)
+        if block is not None:
             sizes.add(size)
-        filtered[size] += products * ratio
+        direct[size] += products
+        filtered[size] += products * (1.0 if block is None else _ratio(block))
     grids = {size: [grid_for(1, *size, lanes, 1, unit=unit) for unit in (1, SIDE)]
              for size in sizes}  # fmt: skip
-    return {size for size, (any_, even) in grids.items()
-            if filtered[size] * even.positions < PAYS * direct[size] * any_.positions}  # fmt: skip
+    return frozenset(
+        size for size, (any_, even) in grids.items()
+        if filtered[size] * even.positions < PAYS * direct[size] * any_.positions
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,22 +163,27 @@ def pack_winograd(weight: np.ndarray, rows: int) -> np.ndarray:
     return aligned(np.concatenate(blocks, axis=1))
 
 
-def emit_winograd(tape: Tape, isa: Isa, piece: WindowPiece) -> Tiling:
-    """Write a layer of one dense block as a phase of its own; returns its tiling."""
-    (block,) = piece.layer.blocks
+def emit_winograd(tape: Tape, isa: Isa, piece: WindowPiece, block: DenseBlock) -> list[Tiling]:
+    """Write a layer as a phase of its own: this block by minimal filtering, rows of zeros by the
+    dense kernel. Returns the tilings."""
     packs: dict[tuple[int, int], tuple[WinogradTiling, np.ndarray]] = {}
     for thread, areas, share in shares(tape, piece, len(block.rows)):
         squares = [(part, i, j) for part, area in areas.items()
                    for i in range(area[0], area[0] + area[2], SIDE)
                    for j in range(area[1], area[1] + area[3], SIDE)]  # fmt: skip
-        if share not in packs:
-            tiling = best_winograd(len(squares), len(block.channels), share[1] - share[0], isa)
-            packs[share] = tiling, pack_winograd(block.weight[slice(*share)], tiling.rows)
         own = DenseBlock(block.rows[slice(*share)], block.channels, block.weight[slice(*share)])
+        if share not in packs:
+            tiling = best_winograd(len(squares), len(own.channels), len(own.rows), isa)
+            packs[share] = tiling, pack_winograd(own.weight, tiling.rows)
         tape.add(thread, _call(piece, own, squares, packs[share], isa))
     tiling = next(iter(packs.values()))[0]
     is_shared = len(piece.shape.parts) != tape.threads
-    return Tiling((SIDE, SIDE * tiling.group), len(block.channels), tiling.rows, is_shared)
+    tilings = [Tiling((SIDE, SIDE * tiling.group), len(block.channels), tiling.rows, is_shared)]
+    rest = [other for other in piece.layer.blocks if other is not block]
+    if rest:
+        layer = replace(piece.layer, blocks=rest)
+        tilings.append(emit_dense(tape, isa, replace(piece, layer=layer)))
+    return tilings
 
 
 def _call(piece: WindowPiece, block: DenseBlock, squares: Sequence[At],
