@@ -296,6 +296,13 @@ def test_random_networks_with_random_layers_sparse(seeds: range) -> None:
                 raise AssertionError(f"seed {seed}: {str(error)[:300]}") from error
 
 
+def test_segments_that_read_nothing_but_another_segment() -> None:
+    """Layers chosen at random: many neighbors are in segments of their own."""
+    program, args = made(resnet(), torch.randn(2, 3, 33, 32))
+    counts = {len(steps(check(program, some_sparse(seed), args))) for seed in range(8)}
+    assert max(counts) >= 4
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("seeds", [range(k, k + 20) for k in range(0, 400, 20)], ids=str)
 def test_many_random_networks_with_random_layers_sparse(seeds: range) -> None:

@@ -140,7 +140,7 @@ def _replaced(
     precision: str | None,
 ) -> dict[fx.Node, fx.Node]:
     """Replace a region by the call of a segment; returns region node -> output of the segment."""
-    nodes = _within(region)
+    nodes = _within(region, known)
     outputs = [c.node for c in region.calls if any(user not in nodes for user in c.node.users)]
     steps = _Steps(editor, region.calls, set(outputs), _WeightStore(editor, precision))
     program, reader = steps.program(outputs), region.calls[-1].node.next
@@ -157,12 +157,13 @@ def _replaced(
     return replacements
 
 
-def _within(region: SegmentRegion) -> set[fx.Node]:
+def _within(region: SegmentRegion, known: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
     """The nodes of a region, and those between a call and what it reads: of rows, the recurrent
-    call and its results."""
-    nodes, reads = region.nodes, {source for call in region.calls for source in call.reads}
+    call and its results. known: outputs of earlier segments, which are read in place of nodes."""
+    nodes = region.nodes
+    reads = {known.get(source, source) for call in region.calls for source in call.reads}
     for call in region.calls:
-        waiting = [node for node in call.node.all_input_nodes if node not in call.reads]
+        waiting = [node for node in call.node.all_input_nodes if node not in reads]
         while waiting:
             node = waiting.pop()
             is_call = node.op == "call_function" and node not in reads
