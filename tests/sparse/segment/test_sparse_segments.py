@@ -300,7 +300,7 @@ def test_segments_that_read_nothing_but_another_segment() -> None:
     """Layers chosen at random: many neighbors are in segments of their own."""
     program, args = made(resnet(), torch.randn(2, 3, 33, 32))
     counts = {len(steps(check(program, some_sparse(seed), args))) for seed in range(8)}
-    assert max(counts) >= 4
+    assert max(counts) >= 3
 
 
 @pytest.mark.nightly
