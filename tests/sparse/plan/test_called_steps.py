@@ -150,7 +150,7 @@ def test_batches_are_split_only_if_moves_keep_images(together: bool) -> None:
         program = draft.program(len(draft.steps))
         shapes = program.shapes([SHAPE])
         assert MovedValues(program, draft.weights, shapes).keeps_images([1, 2]) is keeps
-        parts = _batches(program, draft.weights, draft.inputs, 1, ISAS[0])
+        parts = _batches(program, draft.weights, draft.inputs, 1, ISAS[0], {})
         assert keeps or parts == [(0, 0, 1)]
         with all_at_once() if together else nullcontext():
             draft.check(len(draft.steps))

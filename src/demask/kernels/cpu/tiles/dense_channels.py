@@ -170,13 +170,15 @@ class DenseChannelsKernel:
 
         return fetch
 
-    def _outer(self, e: Emitter, lanes: Lanes, x: tuple[Value, int], weights: tuple[Value, int],
-               totals: list[list[Value]]) -> None:  # fmt: skip
+    def _outer(
+        self, e: Emitter, lanes: Lanes, x: tuple[list[Value], int], weights: tuple[Value, int],
+        totals: list[list[Value]],
+    ) -> None:  # fmt: skip
         """Add the products of the vectors of weights and the inputs of a group at a tap."""
         vectors = [e.b.load(e.at(weights[0], weights[1] + u * e.lanes, FLOAT), typ=e.vector,
                             align=4) for u in range(len(totals))]  # fmt: skip
         first = x[1] * e.lanes
         for p, lane in enumerate(lanes):
-            factor = e.splat(e.load(FLOAT, x[0], first + lane))
+            factor = e.splat(e.load(FLOAT, x[0][0], first + lane))
             for vector, row in zip(vectors, totals, strict=True):
                 row[p] = e.fma(vector, factor, row[p])

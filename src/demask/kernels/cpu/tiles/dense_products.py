@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from demask.kernels.llvm.emitter import I64, Emitter, Fields, Value, Variable
 
 Totals = list[list[Value]]
-#: adds the products at a tap: (channel's address, line of the tap), (weights, first float), totals
-Outer = Callable[[tuple[Value, int], tuple[Value, int], Totals], None]
+#: adds the products at a tap: (addresses of the channel, line of the tap), (weights, first float),
+#: totals
+Outer = Callable[[tuple[list[Value], int], tuple[Value, int], Totals], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,8 @@ class Products:
     taps: lines of the kernel's positions in one row, relative to the first. unroll: input channels
     per iteration; 0: one, by a loop over rows of taps. Rows are not written out: 49 taps would take
     seconds to compile, and run slower. floats: of the weight, per tap. fetch: called once for the
-    taps of an iteration, to prefetch what comes later.
+    taps of an iteration, to prefetch what comes later. starts: lines of a channel at which `outer`
+    gets an address; what it reads from one is not taken from what it has read from another.
     """
 
     e: Emitter
@@ -30,6 +32,7 @@ class Products:
     floats: int
     outer: Outer
     fetch: Callable[[], None] | None = None
+    starts: Sequence[int] = (0,)
 
     def add(self, x: tuple[Value, Value, Value], weight: Variable,
             sums: list[list[Variable]]) -> None:  # fmt: skip
@@ -67,9 +70,10 @@ class Products:
             self.fetch()
         # Sums are values here, not variables: LLVM compiles a third of the instructions.
         totals = [[sum_.get() for sum_ in row] for row in sums]
-        for channel in map(e.opaque, channels):
+        for channel in channels:
+            addresses = [e.opaque(e.line(channel, start)) for start in self.starts]
             for tap in self.taps:
-                self.outer((channel, tap), (weights, k), totals)
+                self.outer((addresses, tap), (weights, k), totals)
                 k += self.floats
         for row, row_totals in zip(sums, totals, strict=True):
             for sum_, total in zip(row, row_totals, strict=True):

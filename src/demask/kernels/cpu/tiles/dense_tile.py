@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -105,9 +106,8 @@ class DenseTileKernel:
                 for row_out, row in zip(out, sums, strict=True):
                     for line, sum_ in zip(self.out, row, strict=True):
                         sum_.set(e.read(row_out, line))
-        Products(e, fields, self.taps, self.unroll, rows, functools.partial(self._outer, e)).add(
-            x, weight, sums
-        )
+        outer, starts = functools.partial(self._outer, e), self._starts()
+        Products(e, fields, self.taps, self.unroll, rows, outer, starts=starts).add(x, weight, sums)
         with e.b.if_then(ends[1]):
             for sum_ in (sum_ for row in sums for sum_ in row):
                 sum_.set(activated(e, sum_.get(), self.act))
@@ -124,9 +124,22 @@ class DenseTileKernel:
                 added = None if self.add is None else e.read(add[r], self.add[t])
                 sum_.set(value if added is None else e.b.fadd(added, value))
 
-    def _outer(self, e: Emitter, x: tuple[Value, int], weights: tuple[Value, int],
+    def _starts(self) -> tuple[int, ...]:
+        """Lines with addresses of their own: one, or all where a tap of a position is a later tap
+        but the next of another. LLVM would leave it in a register until then, and run out of them.
+        """
+        nearest = min((b - a for a, b in pairwise(sorted(self.x))), default=1)
+        return self.x if 1 < nearest < len(self.taps) else (0,)
+
+    def _outer(self, e: Emitter, x: tuple[list[Value], int], weights: tuple[Value, int],
                totals: list[list[Value]]) -> None:  # fmt: skip
         """Add the products of the vectors at a tap and one weight per row."""
-        vectors = [x[1] + t for t in self.x]
-        add_products(e, totals, lambda t: e.read(x[0], vectors[t]),
-                     lambda r: e.splat(e.load(FLOAT, weights[0], weights[1] + r)))  # fmt: skip
+
+        def vector(t: int) -> Value:
+            if len(x[0]) > 1:
+                return e.read(x[0][t], x[1])
+            return e.read(x[0][0], x[1] + self.x[t])
+
+        add_products(
+            e, totals, vector, lambda r: e.splat(e.load(FLOAT, weights[0], weights[1] + r))
+        )
