@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from small_networks import SIZES, X, closeness, network, noted_closeness
 pytest.importorskip("optuna", reason="the extra `search` is not installed")
 
 import demask
+import own_process
 from demask import prune
 from demask.errors import BadInput, DemaskError
 from demask.prune.searching.proposals import propose
@@ -208,11 +208,10 @@ def test_a_killed_process_goes_on(reference, tmp_path):
     """SIGKILL in the middle of a trial; the next process ends with what no kill would give."""
     folder, file = tmp_path / "seen", tmp_path / "search.journal"
     folder.mkdir()
-    words = [sys.executable, "-c", SCRIPT, str(file), str(folder)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(words, env=environment) as process:
-        wait_for(lambda: len(list(folder.iterdir())) == 4)
-        process.kill()
+    process = own_process.start(SCRIPT, file, folder)
+    wait_for(lambda: len(list(folder.iterdir())) == 4)
+    process.kill()
+    process.communicate()
     with open(file, "ab") as journal:
         journal.write(b'{"op_code":')  # what a killed writer leaves
     before = len(stored_numbers(file))
@@ -327,6 +326,7 @@ def client():
     """Two processes on this machine; one that is killed is started anew."""
     distributed = pytest.importorskip("distributed", reason="the extra `search` is not installed")
     with (
+        own_process.workers(),
         distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, dashboard_address=None, memory_limit=None
         ) as cluster,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import own_process
 from demask.errors import BadInput
 from demask.traverse import stream
 
@@ -67,7 +68,7 @@ class Killer(threading.Thread):
 )
 def test_workers_write_the_same_bytes_and_may_die(folder, workers, kills):
     random.seed(0)
-    with cluster(workers) as local, distributed.Client(local) as client:
+    with own_process.workers(), cluster(workers) as local, distributed.Client(local) as client:
         killer = Killer(local, kills, (0.5, 2.0))
         killer.start()
         done = stream(network(), folder / "image.npy", folder / "result.npy", memory=MEMORY,

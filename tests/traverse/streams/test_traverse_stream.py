@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import textwrap
 import warnings
 from pathlib import Path
@@ -16,12 +13,11 @@ import torch
 from torch import nn
 
 import demask
+import own_process
 from demask.errors import BadInput
 from demask.traverse.execution.stream_job import Counted, RowProgress
-from demask.traverse.storage import sources_and_sinks as ends
 from demask.traverse.stream import prepare, stream
 
-SRC = Path(ends.__file__).parents[3]
 AUTO = torch.export.Dim.AUTO
 BUDGET = "16MiB"
 
@@ -371,10 +367,7 @@ START = """
 
 
 def child(code, folder):
-    text = textwrap.dedent(START) + textwrap.dedent(code)
-    env = os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", text], cwd=folder, env=env, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    return own_process.start(textwrap.dedent(START) + textwrap.dedent(code), folder=folder)
 
 
 def test_a_kill_in_the_middle_leaves_the_old_destination(files, tmp_path):
@@ -387,7 +380,7 @@ def test_a_kill_in_the_middle_leaves_the_old_destination(files, tmp_path):
     """
     process = child(code, tmp_path)
     assert "of 120 rows" in process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.communicate(timeout=60)
     assert (tmp_path / "result.npy").read_text() == "earlier"
 
