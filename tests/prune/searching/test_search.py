@@ -335,6 +335,22 @@ def client():
         yield client
 
 
+def test_what_cannot_be_sent_to_workers(client):
+    lock = threading.Lock()
+    with pytest.raises(BadInput, match="cannot be sent to workers"):
+        prune.search(network(), lambda model: lock.locked(), (X,), trials=1, client=client)
+
+
+def test_what_evaluate_raises_on_a_worker_is_raised(client):
+    def fails(model):
+        if float(model[0].weight.abs().min()) == 0:
+            raise ValueError("on a worker")
+        return 1.0
+
+    with pytest.raises(BadInput, match=r"evaluate failed on the network of trial 0.*on a worker"):
+        prune.search(network(), fails, (X,), trials=1, client=client)
+
+
 def test_a_worker_that_is_killed_loses_no_trial(client, reference, tmp_path):
     """One worker is killed in the middle of a trial: all trials complete, once, as without."""
     folder, file = tmp_path / "seen", tmp_path / "search.journal"
@@ -370,19 +386,3 @@ def test_a_trial_that_kills_its_worker_is_told_of(client, tmp_path):
     client.run_on_scheduler(lambda dask_scheduler: setattr(dask_scheduler, "allowed_failures", 0))
     with pytest.raises(DemaskError, match=r"trial \d killed its workers"):
         prune.search(network(), fatal, (X,), trials=2, amounts=(0.4, 0.5), client=client)
-
-
-def test_what_cannot_be_sent_to_workers(client):
-    lock = threading.Lock()
-    with pytest.raises(BadInput, match="cannot be sent to workers"):
-        prune.search(network(), lambda model: lock.locked(), (X,), trials=1, client=client)
-
-
-def test_what_evaluate_raises_on_a_worker_is_raised(client):
-    def fails(model):
-        if float(model[0].weight.abs().min()) == 0:
-            raise ValueError("on a worker")
-        return 1.0
-
-    with pytest.raises(BadInput, match=r"evaluate failed on the network of trial 0.*on a worker"):
-        prune.search(network(), fails, (X,), trials=1, client=client)

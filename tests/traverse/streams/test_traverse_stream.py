@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import textwrap
 import warnings
 from pathlib import Path
@@ -56,12 +57,20 @@ def exported(model, example, shapes=None):
 ANY = ({0: AUTO, 2: AUTO, 3: AUTO},)
 
 
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """model.pt2, for images of any size."""
+    path = tmp_path_factory.mktemp("stored") / "model.pt2"
+    quietly(torch.export.save, exported(net(), images(2, 3, 16, 16), ANY), path)
+    return path
+
+
 @pytest.fixture
-def files(tmp_path, monkeypatch):
+def files(stored, tmp_path, monkeypatch):
     """An empty folder with model.pt2 for images of any size, image.npy, and what comes out."""
     monkeypatch.chdir(tmp_path)
     x = images(2, 3, 60, 50)
-    quietly(torch.export.save, exported(net(), images(2, 3, 16, 16), ANY), "model.pt2")
+    shutil.copy(stored, "model.pt2")
     np.save("image.npy", x.numpy())
     return x, net()(x).detach()
 
