@@ -49,6 +49,9 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "sampled(n): by day each n-th case runs, the others by night"
     )
+    if not torch.accelerator.is_available():  # each seed would format the stack for each kind
+        for kind in (torch.cuda, torch.xpu, torch.mtia):
+            kind.manual_seed_all = lambda seed: None
     # Hypothesis parses all modules for constants to draw, 4 s in each process; the laws draw seeds.
     with suppress(ImportError, AttributeError):
         from hypothesis.internal.conjecture import providers

@@ -91,6 +91,7 @@ def modules_with_examples() -> list[str]:
     return [".".join(path.relative_to(root).with_suffix("").parts) for path in found]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", modules_with_examples())
 def test_the_examples_of_docstrings_run(name):
     outcome = doctest.testmod(importlib.import_module(name))

@@ -2,8 +2,6 @@
 demask` imports what is asked for alone, by the names that it always had."""
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 import demask
+import own_process
 from demask.plugins import PUBLIC_MODULES, PUBLIC_NAMES
 
 # Top to bottom; parts of one row do not import each other, but for those named in PEERS.
@@ -131,9 +130,9 @@ def test_allowed_imports_pass(tmp_path, file, text):
 
 def run(code: str, *words: str) -> str:
     """What a Python of its own prints; warnings are on stderr."""
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    status, out, err = own_process.run(code, *words)
+    assert status == 0, err
+    return out
 
 
 ALONE = """

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import demask
+import own_process
 from demask.cli import app, main
 from demask.cli.demo import demo, digits
 from demask.progress import progress
@@ -433,11 +433,11 @@ def test_wrong_usage_exits_with_2(run, words):
 
 
 def test_a_real_process_exits_with_2_and_one_message(tmp_path):
-    words = ["-c", "from demask.cli import main; main()", "slim", "none.pt2", "-o", "slim.pt2"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("demask: ")
-    assert "Traceback" not in done.stderr
+    code, words = "from demask.cli import main; main()", ("slim", "none.pt2", "-o", "slim.pt2")
+    status, out, err = own_process.run(code, *words, folder=tmp_path)
+    assert (status, out) == (2, "")
+    assert err.startswith("demask: ")
+    assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
 
 

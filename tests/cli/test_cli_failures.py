@@ -3,6 +3,7 @@
 import io
 import os
 import runpy
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -24,12 +25,20 @@ from demask.shrink.pipeline import shrink_program
 run = test_cli.run  # a fixture
 
 
-@pytest.fixture
-def files(tmp_path):
-    """Two networks of different inputs, written to the folder that commands run in."""
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A folder with two networks of different inputs."""
+    folder = tmp_path_factory.mktemp("stored")
     for name, net in (("n", nn.Linear(4, 2)), ("other", nn.Linear(3, 2))):
         example = torch.randn(2, net.in_features)
-        demask.to_pt2(demask.demask(net.eval(), (example,)), tmp_path / f"{name}.pt2")
+        demask.to_pt2(demask.demask(net.eval(), (example,)), folder / f"{name}.pt2")
+    return folder
+
+
+@pytest.fixture
+def files(stored, tmp_path):
+    """The folder that commands run in, with copies of both."""
+    shutil.copytree(stored, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 

@@ -1,6 +1,8 @@
 """`demask lower` and `demask raise`: what they write, what they say, what they refuse."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,15 +17,24 @@ run = test_cli.run  # a fixture
 
 
 @pytest.fixture
-def model(tmp_path) -> nn.Module:
+def model(stored, tmp_path) -> nn.Module:
+    net, folder = stored
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return net
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> tuple[nn.Module, Path]:
+    """A network, and a folder with its files."""
+    folder = tmp_path_factory.mktemp("stored")
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 2, 1, 2), nn.AdaptiveAvgPool2d(1)
     ).eval()
     x = torch.randn(1, 3, 12, 12)
-    torch.export.save(torch.export.export(net, (x,)), tmp_path / "model.pt2")
-    demask.to_onnx(net, tmp_path / "model.onnx", (x,))
-    return net
+    torch.export.save(torch.export.export(net, (x,)), folder / "model.pt2")
+    demask.to_onnx(net, folder / "model.onnx", (x,))
+    return net, folder
 
 
 def strides(path) -> list[list[int]]:

@@ -8,8 +8,6 @@ import math
 import operator
 import os
 import random
-import subprocess
-import sys
 import warnings
 import zipfile
 from types import SimpleNamespace
@@ -22,6 +20,7 @@ from torch.fx.graph import _PyTreeInfo
 from torch.utils import _pytree as pytree
 
 import demask
+import own_process
 from demask.errors import BadInput, DemaskError, NotExportable, RefusedFile
 from demask.files.allowed_names import BUILTINS
 from demask.files.archive import archive
@@ -422,9 +421,8 @@ def test_a_pt2_is_read_without_demask(tmp_path):
     slim.eval()
     saved = [(call, slim(*call[0], **call[1])) for call in (inputs(1), inputs(2), inputs(7))]
     torch.save(pytree.tree_map(lambda t: t.detach(), saved), tmp_path / "calls.pt")
-    command = [sys.executable, "-I", "-c", READER, str(path), str(tmp_path / "calls.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.split() == ["equal", "3"], done.stderr
+    status, out, err = own_process.run(READER, path, tmp_path / "calls.pt")
+    assert status == 0 and out.split() == ["equal", "3"], err
     data = path.read_bytes()
     assert os.path.dirname(torch.__file__).encode() not in data and b"demask" not in data
     program = read_model(path)

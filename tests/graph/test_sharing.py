@@ -164,12 +164,12 @@ def test_what_is_asked_for_after_the_shared_programs_is_captured() -> None:
 def test_parts_with_a_shared_capture_are_as_without(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, seen = model_of(Block, 6), counted(monkeypatch)
+    model, seen = model_of(Block), counted(monkeypatch)
     slim: Any = demask.demask(model, (X,), modules="auto", result=form)
     assert len(seen) == (2 if form == "graph" else 4), "one more, to watch what is read"
     monkeypatch.setattr(partial, "share_captures", contextlib.nullcontext)
     alone: Any = demask.demask(model, (X,), modules="auto", result=form)
-    assert len(seen) >= 8
+    assert len(seen) >= 6
     assert slim.demasked.to_dict() == alone.demasked.to_dict()
     state, other = slim.state_dict(), alone.state_dict()
     assert state.keys() == other.keys() and all(torch.equal(state[k], other[k]) for k in state)

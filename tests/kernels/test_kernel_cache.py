@@ -2,8 +2,6 @@
 
 import ctypes
 import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("llvmlite")
+import own_process
 from demask.kernels.cpu.tiles import relayout
 from demask.kernels.llvm import activations, jit, kernel_key
 from demask.kernels.llvm.emitter import I64
@@ -248,15 +247,14 @@ print(CODE.files.folder, CODE.compiled, len(CODE.known))
 
 def started(folder):
     """A process that runs a segment, with its cache folder below `folder`."""
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "HOME": str(folder)}
-    command = [sys.executable, "-c", SEGMENT]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    environment = {"XDG_CACHE_HOME": str(folder), "HOME": str(folder)}
+    return own_process.start(SEGMENT, environment=environment)
 
 
 def counts(process):
     """The folder, and how many kernels a process has compiled and used."""
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0
+    output, err = process.communicate()
+    assert process.returncode == 0, err
     folder, compiled, used = output.split()
     return Path(folder), int(compiled), int(used)
 

@@ -93,7 +93,7 @@ def net(case: Micro) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return case.make()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", ["last", *(pytest.param(form, marks=pytest.mark.nightly)
                                             for form in ("plain", "fused"))])  # fmt: skip
 @pytest.mark.parametrize("case", every(3, MICROS), ids=lambda c: c.name)

@@ -5,13 +5,12 @@ import doctest
 import gc
 import platform
 import random
-import subprocess
-import sys
 from itertools import pairwise
 from statistics import median
 
 import pytest
 
+import own_process
 from demask.errors import BadInput
 from demask.machine import timing
 from demask.machine.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, THRESHOLDS, fix_allocator
@@ -124,9 +123,9 @@ def test_elsewhere_the_allocator_stays_and_the_words_say_so(monkeypatch):
 def test_the_real_allocator_answers():
     # In a process of its own: the setting lasts for the life of the process.
     code = "from demask.machine.allocator import fix_allocator; print(fix_allocator())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    status, out, err = own_process.run(code)
     expected = "retains freed" if platform.libc_ver()[0] == "glibc" else "as by default"
-    assert done.stdout.startswith(f"allocator {expected}")
+    assert status == 0 and out.startswith(f"allocator {expected}"), err
 
 
 def test_the_example_in_the_docstring_runs():

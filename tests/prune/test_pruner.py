@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import demask
+import own_process
 from demask import BadInput
 from demask.prune import (
     Activation,
@@ -307,7 +308,7 @@ def _train_in_parallel(rank: int, port: int, folder: str) -> None:
 
 
 def test_masks_are_equal_on_all_ranks(tmp_path) -> None:
-    torch.multiprocessing.spawn(_train_in_parallel, (_port(), str(tmp_path)), nprocs=2)
+    own_process.spawn(_train_in_parallel, (_port(), str(tmp_path)), 2)
     (masks, state), (other_masks, other_state) = (torch.load(tmp_path / f"{k}.pt") for k in (0, 1))
     assert masks
     assert all(torch.equal(mask, other_masks[name]) for name, mask in masks.items())

@@ -14,17 +14,18 @@ from torch import Tensor, fx, nn
 
 import architectures
 import demask
+from night import at_night
 from rounds import rounds
 
 
-def test_every_layer_keeps_its_place_in_the_cache() -> None:
+@pytest.mark.parametrize("modules", [None, *at_night("auto")])
+def test_every_layer_keeps_its_place_in_the_cache(modules: str | None) -> None:
     """The third of three layers has the number of the key and value heads, of which one goes."""
     model, ids = llama(0, num_hidden_layers=3)
-    for modules in ("auto", None):
-        slim: Any = demask.demask(model, (), {"input_ids": ids}, modules=modules)
-        assert [layer.self_attn.layer_idx for layer in slim.model.layers] == [*range(3)]
-        assert torch.equal(slim.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
-        torch.testing.assert_close(slim(ids).logits, model(ids).logits)
+    slim: Any = demask.demask(model, (), {"input_ids": ids}, modules=modules)
+    assert [layer.self_attn.layer_idx for layer in slim.model.layers] == [*range(3)]
+    assert torch.equal(slim.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
+    torch.testing.assert_close(slim(ids).logits, model(ids).logits)
 
 
 def llama(more: int, **options: Any) -> tuple[Any, Tensor]:

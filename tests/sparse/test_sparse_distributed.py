@@ -9,10 +9,10 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import own_process
 from demask.sparse import SparseLinear, sddmm, spmm
 from sparse_cases import csr, matrix
 
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 def spawn(work, *given):
     """Run work(rank, *given) in every process of a group."""
-    mp.spawn(_entered, (work, free_port(), given), nprocs=RANKS, join=True)
+    own_process.spawn(_entered, (work, free_port(), given), RANKS)
 
 
 def _entered(rank, work, port, given):

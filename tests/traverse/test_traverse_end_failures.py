@@ -6,25 +6,17 @@ import copy
 import gc
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import stored_arrays
+import own_process
 from demask.errors import BadInput
-from demask.traverse.storage import sources_and_sinks as ends
 from demask.traverse.storage.sources_and_sinks import spill, tensor_sink, tensor_source
 from stored_arrays import array_sink, array_source
 from test_traverse_ends import drawn
-
-SRC = Path(ends.__file__).parents[3]
-HELPERS = Path(stored_arrays.__file__).parent
 
 
 def hostile(path, kind):
@@ -132,7 +124,7 @@ def test_files_are_closed_with_their_ends(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def child(code, tmp_path, **options):
+def child(code, tmp_path):
     """A process of its own that runs `code` after these lines."""
     start = """
         import os, resource, sys, time
@@ -144,10 +136,7 @@ def child(code, tmp_path, **options):
         from stored_arrays import array_sink, array_source, whole_order
         torch.set_num_threads(1)
     """
-    text = textwrap.dedent(start) + textwrap.dedent(code)
-    env = os.environ | {"PYTHONPATH": f"{SRC}:{HELPERS}", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", text], cwd=tmp_path, env=env, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)  # fmt: skip
+    return own_process.start(textwrap.dedent(start) + textwrap.dedent(code), folder=tmp_path)
 
 
 def test_a_full_disk_is_found_at_once_and_says_how_much_is_needed(tmp_path):
@@ -181,7 +170,7 @@ def test_a_process_killed_while_it_writes_leaves_the_old_file(tmp_path):
     """
     process = child(code, tmp_path)
     assert process.stdout.readline() == "half\n"
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.communicate(timeout=60)
     assert (tmp_path / "y.npy").read_text() == "earlier"
 

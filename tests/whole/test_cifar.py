@@ -34,7 +34,6 @@ def test_exact_and_nothing_is_scattered(depth: int, shifts: bool) -> None:
     assert effects.get("scatter-add", 0) <= (depth - 2) // 2
     assert demask.verify(model, slim, (pixels,)).ok
     wide, narrow = copy.deepcopy(model).double(), copy.deepcopy(slim).double()
-    demask.verify(wide, demask.demask(wide, (pixels[:2].double(),)), (pixels.double(),))
     assert torch.equal(wide(pixels.double()).argmax(1), narrow(pixels.double()).argmax(1))
 
 
@@ -46,6 +45,7 @@ def test_as_small_as_built_by_hand(depth: int) -> None:
     assert (hand(pixels) - model(pixels)).abs().max() <= 1e-10 * model(pixels).abs().max()
     counts = [sum(t.numel() for t in m.parameters()) for m in (slim, hand)]
     assert counts[0] == counts[1]
+    assert demask.verify(model, slim, (pixels,)).ok
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

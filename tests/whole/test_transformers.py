@@ -36,7 +36,6 @@ from night import at_night
 DEPENDS = 1e-3  # of the largest output: at least so much differs between two inputs
 QUICK = {
     "llama": ("unit",),
-    "swin": ("unit",),
     "fused_qkv": ("layer",),
     "torch_encoder": ("channel",),
 }

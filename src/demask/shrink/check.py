@@ -224,8 +224,17 @@ def run_seeded(
     args, kwargs = pytree.tree_map(_copy_input, inputs)
     with torch.set_grad_enabled(grad), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of the network itself
-        torch.manual_seed(0)
+        _seed()
         return module(*args, **kwargs)
+
+
+def _seed() -> None:
+    """`torch.manual_seed(0)`, without what it does for accelerators where there is none: it formats
+    the Python stack for each kind that is not in use."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(0)
 
 
 def _copy_input(leaf: Any) -> Any:

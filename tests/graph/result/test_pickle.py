@@ -8,7 +8,6 @@ import pickle
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import demask
+import own_process
 from demask.graph.node_records import graph_of, records_of
 from demask.graph.result.demasked_module import Demasked
 from graphs import to_graph
@@ -174,10 +174,10 @@ def run(slim: nn.Module, x: Tensor) -> Tensor:
         return slim(x)["maps"][0]
 
 
-def test_a_spawned_process_runs_it() -> None:
+def test_another_process_runs_it() -> None:
     slim, draw = sized()
     x = draw(2)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=own_process.context()) as pool:
         found = pool.submit(run, slim, x).result()
     assert torch.equal(found, run(slim, x))
 

@@ -238,11 +238,16 @@ def residual() -> nn.Module:
     return model.eval()
 
 
-@pytest.fixture
-def slim() -> Demasked:
+@pytest.fixture(scope="module")
+def made() -> Demasked:
     made = to_graph(residual(), (X,))
     assert any("index" in str(node.target) for node in made.graph.nodes)
     return made
+
+
+@pytest.fixture
+def slim(made) -> Demasked:
+    return copy.deepcopy(made)
 
 
 LAYERS = ["stem", "norm", "act", "body.one", "gelu", "body.two", "drop", "head"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
 import zipfile
@@ -61,9 +62,16 @@ def pruned(layer: nn.RNNBase) -> nn.Module:
     return net.eval()
 
 
-@pytest.fixture(params=LAYERS, ids=str)
-def net(request) -> nn.Module:
-    return pruned(request.param)
+@functools.cache
+def pair_of(k: int) -> tuple[nn.Module, Any]:
+    net = pruned(LAYERS[k])
+    return net, to_graph(net, (X,))
+
+
+@pytest.fixture(params=range(len(LAYERS)), ids=map(str, LAYERS))
+def pair(request) -> tuple[nn.Module, Any]:
+    """A network with one of the layers, and it demasked: copies of those that all tests share."""
+    return copy.deepcopy(pair_of(request.param))
 
 
 def same(a: Any, b: Any) -> None:
@@ -74,8 +82,8 @@ def flat(made: Any) -> tuple[Tensor, ...]:
     return tuple(pytree.tree_leaves(made))
 
 
-def test_a_pruned_layer_is_a_smaller_module(net) -> None:
-    slim = to_graph(net, (X,))
+def test_a_pruned_layer_is_a_smaller_module(pair) -> None:
+    net, slim = pair
     made, old = slim.layer, net.layer
     assert {str(n.target) for n in slim.graph.find_nodes(op="call_module")} == {
         "first", "layer", "head"}  # fmt: skip
@@ -91,8 +99,9 @@ def test_a_pruned_layer_is_a_smaller_module(net) -> None:
                    in zip(layer._flat_weights_names, layer._flat_weights, strict=True))  # fmt: skip
 
 
-def test_it_goes_through_files_pickles_and_onnx(net, tmp_path) -> None:
-    slim = to_graph(net, (X,))
+@pytest.mark.sampled(2)
+def test_it_goes_through_files_pickles_and_onnx(pair, tmp_path) -> None:
+    net, slim = pair
     demask.save(slim, tmp_path / "m.demask")
     buffer = io.BytesIO()
     torch.save(slim, buffer)
@@ -110,8 +119,8 @@ def test_it_goes_through_files_pickles_and_onnx(net, tmp_path) -> None:
     same(again(X), slim(X))
 
 
-def test_spelled_calls_compute_what_modules_do(net) -> None:
-    slim = to_graph(net, (X,))
+def test_spelled_calls_compute_what_modules_do(pair) -> None:
+    _, slim = pair
     plain = torch.fx.GraphModule(copy.deepcopy(slim), graph_of_calls(slim))
     assert not plain.graph.find_nodes(op="call_module")
     same(plain(X), flat(slim(X)))
@@ -119,7 +128,9 @@ def test_spelled_calls_compute_what_modules_do(net) -> None:
                if node.target is aten.new_zeros.default)  # fmt: skip
 
 
-def test_hooks_and_pruning_take_effect(net) -> None:
+@pytest.mark.sampled(2)
+def test_hooks_and_pruning_take_effect(pair) -> None:
+    net, _ = pair
     seen: list[tuple[int, int]] = []
     net.layer.register_forward_hook(lambda m, args, out: seen.append((len(args), len(out))))
     slim = to_graph(net, (X,))
@@ -132,8 +143,9 @@ def test_hooks_and_pruning_take_effect(net) -> None:
     same(to_graph(slim, (X,))(X)[0], after)
 
 
-def test_three_rounds_train(net) -> None:
-    model, sizes = net, [10]
+@pytest.mark.sampled(2)
+def test_three_rounds_train(pair) -> None:
+    model, sizes = pair[0], [10]
     for _ in range(3):
         model = to_graph(model, (X,)).train()
         step = torch.optim.SGD(model.parameters(), 0.01)
@@ -231,9 +243,10 @@ def test_files_bound_the_layers_of_a_module(tmp_path) -> None:
             archive._make_module("layer", spec | change)
 
 
-def test_it_is_compiled_like_the_modules_of_torch(net) -> None:
+@pytest.mark.sampled(3)
+def test_it_is_compiled_like_the_modules_of_torch(pair) -> None:
     """Which break the graph, unless torch is asked to trace them."""
-    slim = to_graph(net, (X,))
+    _, slim = pair
     torch._dynamo.reset()
     same(torch.compile(slim, backend="eager")(X), slim(X))
     torch._dynamo.reset()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import own_process
 from demask.sparse import SparseLinear
 
 pytestmark = [
@@ -52,7 +53,7 @@ def work(rank: int, folder: str) -> None:
 
 
 def test_two_processes_train_as_one(tmp_path: Path):
-    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
+    own_process.spawn(work, (str(tmp_path),), 2)
     x = torch.randn(16, 12, generator=torch.Generator().manual_seed(1))
     wanted = step(network(), x)
     for rank in range(2):

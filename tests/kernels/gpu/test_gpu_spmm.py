@@ -71,6 +71,7 @@ def check(device, name, dtype, n, choice, act, lies="columns", shift=0):
     assert error(found, wanted) <= CLOSE[dtype], (name, choice, error(found, wanted))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.parametrize("choice", [ROWS[0], TILES[0], TILES[1]], ids=str)
 def test_every_matrix(device, name, choice):

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from small_networks import SIZES, X, closeness, network, noted_closeness
 pytest.importorskip("optuna", reason="the extra `search` is not installed")
 
 import demask
+import own_process
 from demask import prune
 from demask.errors import BadInput, DemaskError
 from demask.prune.searching.proposals import propose
@@ -208,11 +208,10 @@ def test_a_killed_process_goes_on(reference, tmp_path):
     """SIGKILL in the middle of a trial; the next process ends with what no kill would give."""
     folder, file = tmp_path / "seen", tmp_path / "search.journal"
     folder.mkdir()
-    words = [sys.executable, "-c", SCRIPT, str(file), str(folder)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(words, env=environment) as process:
-        wait_for(lambda: len(list(folder.iterdir())) == 4)
-        process.kill()
+    process = own_process.start(SCRIPT, file, folder)
+    wait_for(lambda: len(list(folder.iterdir())) == 4)
+    process.kill()
+    process.communicate()
     with open(file, "ab") as journal:
         journal.write(b'{"op_code":')  # what a killed writer leaves
     before = len(stored_numbers(file))
@@ -327,12 +326,29 @@ def client():
     """Two processes on this machine; one that is killed is started anew."""
     distributed = pytest.importorskip("distributed", reason="the extra `search` is not installed")
     with (
+        own_process.workers(),
         distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, dashboard_address=None, memory_limit=None
         ) as cluster,
         distributed.Client(cluster) as client,
     ):
         yield client
+
+
+def test_what_cannot_be_sent_to_workers(client):
+    lock = threading.Lock()
+    with pytest.raises(BadInput, match="cannot be sent to workers"):
+        prune.search(network(), lambda model: lock.locked(), (X,), trials=1, client=client)
+
+
+def test_what_evaluate_raises_on_a_worker_is_raised(client):
+    def fails(model):
+        if float(model[0].weight.abs().min()) == 0:
+            raise ValueError("on a worker")
+        return 1.0
+
+    with pytest.raises(BadInput, match=r"evaluate failed on the network of trial 0.*on a worker"):
+        prune.search(network(), fails, (X,), trials=1, client=client)
 
 
 def test_a_worker_that_is_killed_loses_no_trial(client, reference, tmp_path):
@@ -370,19 +386,3 @@ def test_a_trial_that_kills_its_worker_is_told_of(client, tmp_path):
     client.run_on_scheduler(lambda dask_scheduler: setattr(dask_scheduler, "allowed_failures", 0))
     with pytest.raises(DemaskError, match=r"trial \d killed its workers"):
         prune.search(network(), fatal, (X,), trials=2, amounts=(0.4, 0.5), client=client)
-
-
-def test_what_cannot_be_sent_to_workers(client):
-    lock = threading.Lock()
-    with pytest.raises(BadInput, match="cannot be sent to workers"):
-        prune.search(network(), lambda model: lock.locked(), (X,), trials=1, client=client)
-
-
-def test_what_evaluate_raises_on_a_worker_is_raised(client):
-    def fails(model):
-        if float(model[0].weight.abs().min()) == 0:
-            raise ValueError("on a worker")
-        return 1.0
-
-    with pytest.raises(BadInput, match=r"evaluate failed on the network of trial 0.*on a worker"):
-        prune.search(network(), fails, (X,), trials=1, client=client)

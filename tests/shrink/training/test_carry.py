@@ -20,6 +20,7 @@ import demask
 import test_tied
 from architectures import transformers
 from demask.graph.result.origin import get_origin
+from night import at_night
 
 Batch = tuple[Any, Tensor]
 ROUNDING = 1e-9  # float64: sums of a few hundred terms in another order, over ten steps
@@ -230,7 +231,7 @@ def llama() -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize("make", [bert, llama])
+@pytest.mark.parametrize("make", [llama, *at_night(bert)])
 def test_language_models_go_on(make: Callable[[], nn.Module]) -> None:
     try:
         transformers()

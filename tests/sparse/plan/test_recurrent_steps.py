@@ -68,6 +68,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @widths()
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import own_process
 from demask.errors import BadInput
 from demask.traverse import stream
 
@@ -38,9 +39,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def cluster(workers):
+def cluster(workers, processes=True):
     return distributed.LocalCluster(
-        n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None,
+        n_workers=workers, threads_per_worker=1, processes=processes, dashboard_address=None,
         memory_limit=0, silence_logs=50,
     )  # fmt: skip
 
@@ -62,12 +63,19 @@ class Killer(threading.Thread):
                 self.done += 1
 
 
-@pytest.mark.parametrize(
-    ("workers", "kills"), [(2, 1), pytest.param(4, 20, marks=pytest.mark.nightly)]
-)
+def test_workers_write_the_same_bytes(folder):
+    with cluster(2, processes=False) as local, distributed.Client(local) as client:
+        stream(network(), folder / "image.npy", folder / "result.npy", memory=MEMORY, stripe=40,
+               client=client)  # fmt: skip
+    assert (folder / "result.npy").read_bytes() == (folder / "whole.npy").read_bytes()
+    assert not (folder / ".result.npy.partial").exists()
+
+
+@pytest.mark.nightly  # by day threads, above, and one killed process, in test_stream_resume
+@pytest.mark.parametrize(("workers", "kills"), [(2, 1), (4, 20)])
 def test_workers_write_the_same_bytes_and_may_die(folder, workers, kills):
     random.seed(0)
-    with cluster(workers) as local, distributed.Client(local) as client:
+    with own_process.workers(), cluster(workers) as local, distributed.Client(local) as client:
         killer = Killer(local, kills, (0.5, 2.0))
         killer.start()
         done = stream(network(), folder / "image.npy", folder / "result.npy", memory=MEMORY,

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -16,12 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-import demask
+import own_process
 from demask.errors import BadInput
 from demask.traverse import stream
 from demask.traverse.execution.journal import Journal
 
-SRC = Path(demask.__file__).parents[1]
 MEMORY = "14MiB"
 SCRIPT = """
     import torch
@@ -56,9 +52,8 @@ def network():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with an image and the script."""
+    """A folder with an image."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     image = np.random.default_rng(0).random((1, 3, 600, 300), dtype=np.float32)
     np.save("image.npy", image)
     return tmp_path
@@ -70,18 +65,17 @@ def lines(folder, text=b"\n"):
 
 
 def begin(folder):
-    environment = os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-W", "ignore", "script.py"], cwd=folder,
-                            env=environment, stdout=subprocess.PIPE, text=True)  # fmt: skip
+    return own_process.start(textwrap.dedent(SCRIPT), folder=folder)
 
 
 def kill_after(folder, count):
     """Kill a stream once its journal has so many lines, or let it end."""
     deadline = time.monotonic() + 120
-    with begin(folder) as process:
-        while process.poll() is None and lines(folder) < count and time.monotonic() < deadline:
-            time.sleep(0.002)
-        process.kill()
+    process = begin(folder)
+    while process.returncode is None and lines(folder) < count and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.kill()
+    process.communicate()
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
@@ -95,9 +89,9 @@ def test_a_stream_that_is_killed_goes_on_and_writes_the_same_bytes(folder, kills
             break
         assert lines(folder) >= count - 1
         count = lines(folder) + random.randint(1, max(1, 120 // kills))
-    with begin(folder) as process:
-        output = process.communicate()[0]
-    assert process.returncode == 0
+    process = begin(folder)
+    output, err = process.communicate()
+    assert process.returncode == 0, err
     assert int(output) > 0
     assert (folder / "result.npy").read_bytes() == (folder / "whole.npy").read_bytes()
     assert not (folder / ".result.npy.partial").exists()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
+import shutil
 import textwrap
 import warnings
 from pathlib import Path
@@ -16,12 +14,11 @@ import torch
 from torch import nn
 
 import demask
+import own_process
 from demask.errors import BadInput
 from demask.traverse.execution.stream_job import Counted, RowProgress
-from demask.traverse.storage import sources_and_sinks as ends
 from demask.traverse.stream import prepare, stream
 
-SRC = Path(ends.__file__).parents[3]
 AUTO = torch.export.Dim.AUTO
 BUDGET = "16MiB"
 
@@ -60,12 +57,20 @@ def exported(model, example, shapes=None):
 ANY = ({0: AUTO, 2: AUTO, 3: AUTO},)
 
 
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """model.pt2, for images of any size."""
+    path = tmp_path_factory.mktemp("stored") / "model.pt2"
+    quietly(torch.export.save, exported(net(), images(2, 3, 16, 16), ANY), path)
+    return path
+
+
 @pytest.fixture
-def files(tmp_path, monkeypatch):
+def files(stored, tmp_path, monkeypatch):
     """An empty folder with model.pt2 for images of any size, image.npy, and what comes out."""
     monkeypatch.chdir(tmp_path)
     x = images(2, 3, 60, 50)
-    quietly(torch.export.save, exported(net(), images(2, 3, 16, 16), ANY), "model.pt2")
+    shutil.copy(stored, "model.pt2")
     np.save("image.npy", x.numpy())
     return x, net()(x).detach()
 
@@ -371,10 +376,7 @@ START = """
 
 
 def child(code, folder):
-    text = textwrap.dedent(START) + textwrap.dedent(code)
-    env = os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", text], cwd=folder, env=env, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    return own_process.start(textwrap.dedent(START) + textwrap.dedent(code), folder=folder)
 
 
 def test_a_kill_in_the_middle_leaves_the_old_destination(files, tmp_path):
@@ -387,7 +389,7 @@ def test_a_kill_in_the_middle_leaves_the_old_destination(files, tmp_path):
     """
     process = child(code, tmp_path)
     assert "of 120 rows" in process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.communicate(timeout=60)
     assert (tmp_path / "result.npy").read_text() == "earlier"
 

@@ -1,7 +1,5 @@
 """What an ONNX file can ask of the machine is bounded: its time and memory, read or run."""
 
-import os
-import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -13,6 +11,7 @@ import torch
 from onnx import helper
 
 import onnx_files
+import own_process
 from demask.errors import BadInput, RefusedFile
 from demask.files.onnx import module, plan
 from demask.files.onnx.module import OnnxModule, from_onnx
@@ -211,16 +210,9 @@ for path in sys.argv[1:]:
         pass
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
-    paths = sorted(map(str, tmp_path.glob("*.onnx")))
-    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True,
-                          check=True, env=environment())  # fmt: skip
-    assert int(done.stdout) < 700, f"{done.stdout} MiB"
-
-
-def environment():
-    root = Path(__file__).parents[4]
-    return {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root / 'tests' / 'helpers'}",
-            "OMP_NUM_THREADS": "1"}  # fmt: skip
+    status, out, err = own_process.run(code, *sorted(tmp_path.glob("*.onnx")))
+    assert status == 0, err
+    assert int(out) < 700, f"{out} MiB"
 
 
 def test_the_command_refuses_and_leaves_nothing(tmp_path, monkeypatch, capsys):
@@ -245,11 +237,11 @@ def test_the_command_refuses_and_leaves_nothing(tmp_path, monkeypatch, capsys):
 
 def fuzzed(first, count, folder):
     """Check seeds in another process, so that a crash is seen here."""
-    words = [sys.executable, onnx_bytes.__file__, str(first), str(count), str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment())
-    if done.returncode:
+    code = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    status, out, err = own_process.run(code, onnx_bytes.__file__, first, count, folder)
+    if status:
         seed = (folder / "seed").read_text() if (folder / "seed").exists() else "none"
-        pytest.fail(f"exit {done.returncode}, last seed {seed}\n{done.stdout}\n{done.stderr}")
+        pytest.fail(f"exit {status}, last seed {seed}\n{out}\n{err}")
 
 
 def test_damaged_files_are_read_or_refused(tmp_path):
