@@ -98,10 +98,11 @@ class Emitter:
             return self.at(pointer, index * self.isa.line)
         return self.at(pointer, self.b.mul(index, I64(self.isa.line)))
 
-    def prefetch(self, pointer: Value, writes: bool = True) -> None:
-        """Prefetch the cache line at an address, for writing or for reading."""
+    def prefetch(self, pointer: Value, writes: bool = True, near: bool = True) -> None:
+        """Prefetch the cache line at an address, for writing or for reading; near: into the L1
+        cache, not the L2 cache alone."""
         prefetch = self.intrinsic("llvm.prefetch.p0", VOID, POINTER, I32, I32, I32)
-        self.b.call(prefetch, [pointer, I32(int(writes)), I32(3), I32(1)])
+        self.b.call(prefetch, [pointer, I32(int(writes)), I32(3 if near else 2), I32(1)])
 
     def read(self, pointer: Value, lines: int = 0) -> Value:
         """An aligned vector, `lines` vectors after the pointer."""

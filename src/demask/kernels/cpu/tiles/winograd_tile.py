@@ -82,9 +82,10 @@ class _Body:
             groups = b.udiv(b.add(count, I64(self.k.group - 1)), I64(self.k.group))
             computed = b.mul(groups, I64(self.k.group))
             with e.loop(I64(0), computed) as s:  # after the last square the last one again
-                at = b.add(first, s)
-                last = b.sub(end, I64(1))
-                self._transform_inputs(b.select(b.icmp_signed("<", at, last), at, last), s)
+                at, last = b.add(first, s), b.sub(end, I64(1))
+                later = b.add(at, I64(self.k.block))
+                numbers = [b.select(b.icmp_signed("<", n, last), n, last) for n in (at, later)]
+                self._transform_inputs(numbers[0], s, numbers[1])
             self._multiply(computed)
             with e.loop(I64(0), count) as s:
                 self._transform_sums(b.add(first, s), s)
@@ -108,10 +109,15 @@ class _Body:
         pitch = self.f[f"{key}_pitch"]
         return [e.opaque(e.at(first, e.b.mul(pitch, I64(n)))) for n in range(count)]
 
-    def _transform_inputs(self, tile: Value, s: Value) -> None:
+    def _transform_inputs(self, tile: Value, s: Value, later: Value) -> None:
+        """Fill the components of a square, and fetch the right half of a later one into the L2
+        cache, while products are computed."""
         e, b, square = self.e, self.e.b, self._square("x", tile)
         target = e.line(self.inputs, s)
+        right = e.line(self._square("x", later), 2)
         with e.loop(I64(0), self.f["channels"]) as c:
+            for row in self._rows("x", right, c, 4):
+                e.prefetch(row, writes=False, near=False)
             rows = self._rows("x", square, c, 4)
             own = e.line(target, b.mul(c, I64(self.k.block)))
             lines = [self._differences([e.read(row, z) for row in rows]) for z in range(4)]
