@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from test_sparse_plan import MOST, Guarded, draw
 from torch import Tensor
 
-from demask.kernels.cpu.tiles.dense_tile import DenseTileKernel
+from demask.kernels.cpu.tiles.dense.dense_tile import DenseTileKernel
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, host
 from demask.kernels.llvm.jit import assembly
 from demask.sparse.plan import segment_plan, tape
-from demask.sparse.plan.layers import dense_layer, window_piece
-from demask.sparse.plan.layers.dense_blocks import DENSE, LEAST_ROWS, DenseBlock, dense_blocks
+from demask.sparse.plan.layers import window_piece
+from demask.sparse.plan.layers.dense import dense_layer
+from demask.sparse.plan.layers.dense.dense_blocks import DENSE, LEAST_ROWS, DenseBlock, dense_blocks
 from demask.sparse.plan.layers.pack_weights import Csr
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import SegmentProgram

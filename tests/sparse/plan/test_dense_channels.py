@@ -11,13 +11,13 @@ import torch
 from test_sparse_plan import MOST, Guarded, check, draw
 from torch import Tensor
 
-from demask.kernels.cpu.tiles.dense_channels import DenseChannelsKernel
+from demask.kernels.cpu.tiles.dense.dense_channels import DenseChannelsKernel
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
 from demask.kernels.llvm.jit import assembly
 from demask.sparse.plan import segment_plan, tape
-from demask.sparse.plan.layers import channels_layer, dense_layer
-from demask.sparse.plan.layers.channels_layer import PositionLines
-from demask.sparse.plan.layers.dense_tiling import (
+from demask.sparse.plan.layers.dense import channels_layer, dense_layer
+from demask.sparse.plan.layers.dense.channels_layer import PositionLines
+from demask.sparse.plan.layers.dense.dense_tiling import (
     ChannelProblem,
     ChannelTiling,
     best_channels,

@@ -9,8 +9,13 @@ from test_sparse_plan import MOST, check, draw
 from torch.nn.functional import conv2d
 
 from demask.kernels.llvm.isa import AVX2, AVX512, host
-from demask.sparse.plan.layers import dense_layer
-from demask.sparse.plan.layers.dense_tiling import DenseProblem, best_tiling, pack, split_outputs
+from demask.sparse.plan.layers.dense import dense_layer
+from demask.sparse.plan.layers.dense.dense_tiling import (
+    DenseProblem,
+    best_tiling,
+    pack,
+    split_outputs,
+)
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConvStep

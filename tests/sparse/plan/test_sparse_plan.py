@@ -16,7 +16,7 @@ import torch
 
 from demask.errors import BadInput
 from demask.kernels import thread_team as team
-from demask.kernels.cpu.tiles.dense_tile import DenseTileKernel
+from demask.kernels.cpu.tiles.dense.dense_tile import DenseTileKernel
 from demask.kernels.cpu.tiles.depthwise_tile import DepthwiseTileKernel
 from demask.kernels.cpu.tiles.mean import MeanKernel
 from demask.kernels.cpu.tiles.relayout import (

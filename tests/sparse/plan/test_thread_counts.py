@@ -13,7 +13,8 @@ from torch import Tensor
 
 from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan import value_moves
-from demask.sparse.plan.layers import dense_layer, pack_weights
+from demask.sparse.plan.layers import pack_weights
+from demask.sparse.plan.layers.dense import dense_layer
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ActivationStep, FlattenStep, LinearStep

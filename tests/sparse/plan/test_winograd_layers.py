@@ -15,14 +15,14 @@ from test_thread_counts import check as check_bits
 from torch import Tensor
 from torch.nn.functional import conv2d
 
-from demask.kernels.cpu.tiles import winograd_tile
-from demask.kernels.cpu.tiles.winograd_tile import WinogradTileKernel
+from demask.kernels.cpu.tiles.dense import winograd_tile
+from demask.kernels.cpu.tiles.dense.winograd_tile import WinogradTileKernel
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
 from demask.kernels.llvm.jit import assembly
 from demask.sparse.plan import segment_plan, tape, tape_builder
-from demask.sparse.plan.layers import winograd_layer
+from demask.sparse.plan.layers.dense import winograd_layer
+from demask.sparse.plan.layers.dense.winograd_layer import filtered_sizes
 from demask.sparse.plan.layers.window_piece import read_weight
-from demask.sparse.plan.layers.winograd_layer import filtered_sizes
 from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConvStep, SparseWeight

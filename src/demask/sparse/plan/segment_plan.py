@@ -14,7 +14,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.kernels.llvm.isa import Isa, host
 from demask.kernels.thread_team import Job
-from demask.sparse.plan.layer_kinds import Weights
+from demask.sparse.plan.layers.layer_kinds import Weights
 from demask.sparse.plan.layers.tiling import Tiling
 from demask.sparse.plan.moved_values import MovedValues
 from demask.sparse.plan.static_inputs import StaticInputs
@@ -195,7 +195,7 @@ class SegmentPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanArguments:
-    """What a plan was made of. Weights are not held: caches of plans end with them."""
+    """The arguments of a plan. Weights may be freed: caches of plans end with them."""
 
     program: SegmentProgram
     weights: list[weakref.ref[Tensor]]
@@ -210,10 +210,11 @@ class PlanArguments:
 
     def definition(self, inputs: Sequence[Tensor]) -> SegmentPlan:
         """The plan without minimal filtering. Raises NoPlan if a weight has been freed."""
-        weights = [reference() for reference in self.weights]
-        if any(weight is None for weight in weights):
+        weights = [weight for reference in self.weights if (weight := reference()) is not None]
+        if len(weights) < len(self.weights):
             raise NoPlan("a weight has been freed")
-        return SegmentPlan.of(self.program, weights, inputs, self.threads, self.isa, filters=False)  # type: ignore[arg-type]
+        arguments = self.program, weights, inputs, self.threads, self.isa
+        return SegmentPlan.of(*arguments, filters=False)
 
 
 def _batches(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor],

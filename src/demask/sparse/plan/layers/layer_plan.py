@@ -13,7 +13,7 @@ import numpy as np
 
 from demask.kernels.cpu.tiles.sparse_tile import CALL, SparseTileKernel
 from demask.kernels.llvm.isa import Isa
-from demask.sparse.plan.layers.dense_layer import emit_dense
+from demask.sparse.plan.layers.dense.dense_layer import emit_dense
 from demask.sparse.plan.layers.depthwise_layer import emit_depthwise
 from demask.sparse.plan.layers.narrow_layer import emit_narrow, is_narrow
 from demask.sparse.plan.layers.pack_weights import Stream, dealt, packed

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from demask.kernels.cpu.tiles.sparse_tile import TILE
-from demask.sparse.plan.layers.dense_blocks import DenseBlock, dense_blocks, whole_block
+from demask.sparse.plan.layers.dense.dense_blocks import DenseBlock, dense_blocks, whole_block
 from demask.sparse.plan.layers.layer_windows import OutputWindow, first_read, windows
 from demask.sparse.plan.layers.pack_weights import Csr, Places, read
 from demask.sparse.plan.layers.tiling import TilingProblem, rects

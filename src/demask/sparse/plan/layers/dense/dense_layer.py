@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from demask.kernels.cpu.tiles.dense_tile import CALL, DenseTileKernel
+from demask.kernels.cpu.tiles.dense.dense_tile import CALL, DenseTileKernel
 from demask.kernels.llvm.isa import Isa
-from demask.sparse.plan.layers.channels_layer import channels_cost, emit_channels
-from demask.sparse.plan.layers.dense_blocks import DenseBlock
-from demask.sparse.plan.layers.dense_tiling import (
+from demask.sparse.plan.layers.dense.channels_layer import channels_cost, emit_channels
+from demask.sparse.plan.layers.dense.dense_blocks import DenseBlock
+from demask.sparse.plan.layers.dense.dense_tiling import (
     UNROLLED,
     DenseProblem,
     DenseTiling,

@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from demask.kernels.cpu.tiles.dense_products import Products, add_products
+from demask.kernels.cpu.tiles.dense.dense_products import Products, add_products
 from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import FLOAT, I32, I64, Emitter, Fields, Value, Variable
 from demask.ops.activations import Act

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from demask.kernels.cpu.tiles.dense_channels import CALL, GROUP, DenseChannelsKernel, Lanes
+from demask.kernels.cpu.tiles.dense.dense_channels import CALL, GROUP, DenseChannelsKernel, Lanes
 from demask.kernels.llvm.isa import Isa
-from demask.sparse.plan.layers.dense_blocks import DenseBlock
-from demask.sparse.plan.layers.dense_tiling import (
+from demask.sparse.plan.layers.dense.dense_blocks import DenseBlock
+from demask.sparse.plan.layers.dense.dense_tiling import (
     UNROLLED,
     ChannelProblem,
     ChannelTiling,

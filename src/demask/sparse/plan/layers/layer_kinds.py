@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from demask.sparse.plan.layers.dense_blocks import DenseBlock
+from demask.sparse.plan.layers.dense.dense_blocks import DenseBlock
+from demask.sparse.plan.layers.dense.winograd_layer import filtered_block, filtered_sizes
 from demask.sparse.plan.layers.layer_windows import as_conv
 from demask.sparse.plan.layers.window_piece import StepWeight, is_depthwise, read_weight
-from demask.sparse.plan.layers.winograd_layer import filtered_block, filtered_sizes
 from demask.sparse.plan.tile_layout import Size
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConvStep, LinearStep, Step
