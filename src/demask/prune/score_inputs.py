@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from demask.errors import BadInput
 from demask.prune.masks import Place
 
 _CONVOLUTIONS = nn.modules.conv._ConvNd
@@ -103,6 +104,7 @@ class InputRecorder:
     def __init__(self, layers: Mapping[str, Iterable[Place]]):
         self.statistics: dict[str, InputStatistics] = {}
         self.is_active = True
+        self._features = {name: _features(next(iter(at)).module) for name, at in layers.items()}
         self._handles: list[RemovableHandle] = []
         for name, places in layers.items():
             for place in places:
@@ -127,12 +129,38 @@ class InputRecorder:
             for name, s in self.statistics.items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace the statistics by what `state_dict` returned."""
-        self.statistics = {
-            name: InputStatistics(int(s["count"]), *(s[key].clone() for key in _STATE))
-            for name, s in state.items()
-        }
+    def read_state(self, state: Any) -> dict[str, InputStatistics]:
+        """The statistics that `state_dict` returned; none where no layer has a hook. Raises
+        BadInput for statistics of other layers."""
+        if not isinstance(state, Mapping):
+            raise BadInput(f"expected statistics of inputs by layer, got {state!r:.60}")
+        other = sorted(set(state) - set(self._features)) if self._features else []
+        if other:
+            raise BadInput(
+                f"expected statistics of the layers {', '.join(self._features)}, got some of "
+                f"{other[0]!r}: this is the state of another pruner"
+            )
+        return {name: _read(name, state[name], size) for name, size in self._features.items()
+                if name in state}  # fmt: skip
+
+
+def _features(module: Any) -> int | None:
+    """The input features of a layer; None where they are not stated."""
+    return getattr(module, "in_channels", getattr(module, "in_features", None))
+
+
+def _read(name: str, stored: Any, features: int | None) -> InputStatistics:
+    """The statistics of one layer. Raises BadInput for others."""
+    values = [stored.get(key) for key in _STATE] if isinstance(stored, Mapping) else []
+    sizes = {tuple(v.shape) if isinstance(v, Tensor) else None for v in values}
+    count = stored.get("count") if values else None
+    fits = None not in sizes and len(sizes) == 1 and (features is None or sizes == {(features,)})
+    if not isinstance(count, int) or not fits:
+        raise BadInput(
+            f"expected statistics of the {features or 'several'} input features of "
+            f"the layer of {name}, got {stored!r:.60}: this is the state of another pruner"
+        )
+    return InputStatistics(count, *(value.clone().double() for value in values))
 
 
 class _Hook:

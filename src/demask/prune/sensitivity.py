@@ -169,10 +169,11 @@ def sensitivity(
         >>> [(row.amount, row.parameters) for row in result.rows]
         [(0.5, 30)]
     """
-    shares = sorted(set(amounts))
-    if not shares or not all(0 < share < 1 for share in shares):
+    shares = [*amounts]
+    if not shares or not all(isinstance(share, (int, float)) and 0 < share < 1 for share in shares):
         raise BadInput(f"expected amounts above 0 and below 1, got {shares}")
-    options = PruningOptions(score or L1(), structure, tuple(skip))
+    shares = sorted(set(shares))
+    options = PruningOptions(score or L1(), structure, skip if isinstance(skip, str) else [*skip])
     with share_captures():  # copies differ in the values of weights alone
         pruner = pruner_of_copy(model, example_inputs, options)
         tasks = [(c.name, c.units, n) for c in pruner.candidates for n in _counts(c.units, shares)]
