@@ -204,9 +204,10 @@ class Pruner:
                 allocation or schedule that fails. Nothing is changed then.
         """
         number = self.steps + 1
+        planned: Any = fraction
         if fraction is None:
-            fraction = _called(f"schedule on step {number}", self.schedule, number)
-        target = check_fraction(fraction)
+            planned = _called(f"schedule on step {number}", self.schedule, number)
+        target = check_fraction(planned)
         masks = read_masks(self.model)
         views = self._views()
         alive = {c.name: c.alive(masks) for c in self.candidates}

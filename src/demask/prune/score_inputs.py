@@ -151,7 +151,7 @@ def _features(module: Any) -> int | None:
 
 def _read(name: str, stored: Any, features: int | None) -> InputStatistics:
     """The statistics of one layer. Raises BadInput for others."""
-    values = [stored.get(key) for key in _STATE] if isinstance(stored, Mapping) else []
+    values: list[Any] = [stored.get(key) for key in _STATE] if isinstance(stored, Mapping) else []
     sizes = {tuple(v.shape) if isinstance(v, Tensor) else None for v in values}
     count = stored.get("count") if values else None
     fits = None not in sizes and len(sizes) == 1 and (features is None or sizes == {(features,)})
