@@ -1,11 +1,12 @@
 """ResNet-20 on CIFAR-10 with half of its MACs: `python examples/resnet20_cifar.py`.
 
 The trained weights (of the original images) are fine-tuned on the JPEG images. That dense network
-is the teacher of four ways to half of the MACs, which get the same epochs and the same loss:
-`demask.prune` of channels, in steps, with the small network trained on by the carried optimizer;
-`demask.prune` of single weights, two of every four; Torch-Pruning's group-norm pruner at once, and
-after its regularization. Three seeds, with 95 % intervals; under an hour on 2 cores: a step is
-measured first, and the epochs are chosen by it.
+is the teacher of all ways to half of the MACs, which get the same epochs and the same loss:
+`demask.prune` of channels, in steps, with the small network trained on by the carried optimizer,
+and Torch-Pruning's group-norm pruner. `--ways` adds single weights, two of every four, and
+Torch-Pruning after its regularization; each takes from the epochs of the others. A step is
+measured first, and the epochs are chosen by it so that training ends after `--minutes`; `--epochs`
+sets them.
 
 Needs the folder shared/data next to the project, Pillow, and torch-pruning for its rows. Writes
 examples/results/resnet20_cifar.md and .svg (`--quick`: to build/examples).
@@ -46,6 +47,7 @@ BUDGET = 0.5  # of the MACs
 PRUNING = 0.1  # of the tuning: the steps of pruning
 REGULARIZING = 0.3  # of the tuning: Torch-Pruning's regularization
 ROUNDS = 3
+DENSE_EPOCHS = 3.0  # at most
 FLOOR = 0.4  # of each group stays; the best of 0.3 and 0.4 right after pruning, norms recalibrated
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles, by number of seeds
 DENSE, OURS, WEIGHTS = "dense", "demask.prune, channels", "demask.prune, 2 of 4 weights"
@@ -117,7 +119,7 @@ class Run:
             self.optimizer.step()
             self.done += 1
             self.tick(title)
-            if self.done % max(self.steps // 8, 1) == 0:
+            if self.done % max(self.steps // 5, 1) == 0:
                 self.evaluate()
                 self.model.train()
         self.model.eval()
@@ -222,11 +224,28 @@ def prune_peer(run: Run, *, regularize: bool) -> nn.Module:
     return run.model
 
 
+WAYS = {"channels": OURS, "weights": WEIGHTS, "torch-pruning": AT_ONCE,
+        "torch-pruning-regularized": REGULARIZED}  # fmt: skip
+DEFAULT = ("channels", "torch-pruning")
 CONTENDERS: dict[str, Callable[[Run], nn.Module]] = {
     OURS: prune_ours,
     WEIGHTS: prune_weights,
     AT_ONCE: lambda run: prune_peer(run, regularize=False),
     REGULARIZED: lambda run: prune_peer(run, regularize=True),
+}
+
+NOTES = {
+    OURS: f"""*{OURS}*: those that vary least (`Fluctuation`) are masked in {ROUNDS} steps during
+the first {100 * PRUNING:.0f} % of the epochs, as a knapsack over MACs allots them, at least
+{100 * FLOOR:.0f} % of each group; then the small network trains on with the carried momentum.""",
+    WEIGHTS: f"""*{WEIGHTS}*: two of every four inputs of all convolutions but the first, the
+smallest, at once.""",
+    AT_ONCE: f"""*{AT_ONCE}*: its `GroupNormPruner` (global, group magnitude). It prunes the inner
+channels of blocks alone, since it does not change the constants by which these shortcuts pad
+channels. Its published anchor is another setting: ResNet-56, 2.1 times fewer MACs, 100 epochs, a
+loss of 0.07 to 0.6 points.""",
+    REGULARIZED: f"""*{REGULARIZED}*: after its regularization for {100 * REGULARIZING:.0f} % of the
+epochs.""",
 }
 
 
@@ -249,7 +268,12 @@ class Outcome:
 def epochs_within(seconds: float, step: float, images: int, runs: int) -> float:
     """Epochs of the dense network and of each run that fit. step: seconds of a step of the dense
     network on whole images; crops take two thirds, small networks two thirds of that."""
-    return min(seconds * BATCH / (step * images * 0.67 * (1 + 0.75 * runs)), 8.0)
+    return seconds * BATCH / (step * images * 0.67 * (1 + 0.75 * runs))
+
+
+def dense_epochs(epochs: float) -> float:
+    """Epochs of the dense network, of the others' epochs."""
+    return min(epochs, DENSE_EPOCHS)
 
 
 def seconds_per_step(model: nn.Module, train: Images) -> float:
@@ -265,8 +289,11 @@ def outcomes(
     seeds: list[int], names: list[str], epochs: float, train: Images, test: Images, bar: Progress
 ) -> Iterator[Outcome]:
     """The dense network, and every contender with every seed, which begin from it."""
-    steps = max(round(epochs * len(train.labels) / BATCH), 4 * ROUNDS)
-    task = bar.add_task("", total=steps * (1 + len(seeds) * len(names)))
+    steps, dense_steps = (
+        max(round(e * len(train.labels) / BATCH), 4 * ROUNDS)
+        for e in (epochs, dense_epochs(epochs))
+    )
+    task = bar.add_task("", total=dense_steps + steps * len(seeds) * len(names))
 
     def tick(title: str) -> None:
         bar.update(task, advance=1, description=title)
@@ -280,7 +307,7 @@ def outcomes(
         seconds = time.perf_counter() - began
         return Outcome(name, run.seed, model, right, sizes_of(model), run.accuracies, seconds)
 
-    dense = finished(DENSE, Run(pretrained(), train, test, steps, 0, tick), fine_tune)
+    dense = finished(DENSE, Run(pretrained(), train, test, dense_steps, 0, tick), fine_tune)
     yield dense
     teacher = logits_of(dense.model, train)
     for seed in seeds:
@@ -324,14 +351,14 @@ def timed(results: list[Outcome], test: Images) -> dict[str, Timing]:
 
 
 def interval(values: list[float]) -> str:
-    """Mean ± 95 % interval of Student's t, in percent."""
-    if len(values) < 2:
-        return f"{values[0]:.2f}"
+    """Mean ± 95 % interval of Student's t, in percent; of fewer than three values, these."""
+    if len(values) < 3:
+        return ", ".join(f"{value:.2f}" for value in values)
     reach = STUDENT.get(len(values), 1.96) * stdev(values) / len(values) ** 0.5
     return f"{mean(values):.2f} ± {reach:.2f}"
 
 
-def page(results: list[Outcome], epochs: float, step: float, before: str, images: int,
+def page(results: list[Outcome], epochs: float, before: str, images: int,
          timings: dict[str, Timing]) -> str:  # fmt: skip
     """The page of results."""
     names = list(dict.fromkeys(r.name for r in results))
@@ -352,25 +379,22 @@ def page(results: list[Outcome], epochs: float, step: float, before: str, images
     lines = [head, ["---"] * len(head), *rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     sides = ", ".join(f"{side} until {100 * end:.0f} %" for end, side in CROPS)
+    seeds = len({r.seed for r in results[1:]})
+    many = "One seed" if seeds == 1 else f"{seeds} seeds"
+    tuned = dense_epochs(epochs)
+    notes = "\n".join(NOTES[name] for name in names if name in NOTES)
+    spread = ", 95 % intervals of Student's t" if seeds > 2 else ""
     return f"""# ResNet-20 on CIFAR-10 with half of its MACs
 
-{images:,} JPEG images; published weights fine-tuned for {epochs:.2g} epochs; from there as many for
-each row and seed, with the dense network's logits as targets (Hinton et al. 2015). Crops are
-{sides} of the steps. {len({r.seed for r in results[1:]})} seeds of one dense network, 95 %
-intervals of Student's t. Milliseconds are of `demask.optimize` of the first seed's networks, in
-turns. A step of the dense network took {1e3 * step:.0f} ms when the epochs were chosen.
+{images:,} JPEG images; published weights fine-tuned for {tuned:.2g} epochs; from there {epochs:.2g}
+epochs for each row and seed, with the dense network's logits as targets (Hinton et al. 2015). With
+as many epochs the dense network may be better. Crops are {sides} of the
+steps. {many} of one dense network{spread}. Milliseconds are of `demask.optimize` of the
+first seed's networks, in turns.
 
 {table}
 
-*{OURS}*: those that vary least (`Fluctuation`) are masked in {ROUNDS} steps during the first
-{100 * PRUNING:.0f} % of the epochs, as a knapsack over MACs allots them, at least
-{100 * FLOOR:.0f} % of each group; then the small network trains on with the carried momentum.
-*{WEIGHTS}*: two of every four inputs of all convolutions but the first, the smallest, at once.
-Torch-Pruning 1.6.1 prunes with `GroupNormPruner` (global, group magnitude): at once, or after its
-regularization for {100 * REGULARIZING:.0f} % of the epochs. It prunes the inner channels of blocks
-alone, since it does not change the constants by which these shortcuts pad channels. Its published
-anchor is another setting: ResNet-56, 2.1 times fewer MACs, 100 epochs, a loss of 0.07 to 0.6
-points.
+{notes}
 
 ![Test accuracy by epoch, and at the end](resnet20_cifar.svg)
 
@@ -395,7 +419,7 @@ def draw(results: list[Outcome], path: Path) -> None:
                         label=name if k == 0 else None)  # fmt: skip
         values = [r.accuracy for r in own]
         ends.plot(values, [place] * len(values), "o", color=colors[name], markersize=5, alpha=0.7)
-        if len(values) > 1:
+        if len(values) > 2:
             reach = STUDENT.get(len(values), 1.96) * stdev(values) / len(values) ** 0.5
             ends.errorbar(mean(values), place, xerr=reach, color=colors[name], capsize=4, fmt="|")
     curves.set_xlabel("epochs of tuning")
@@ -409,28 +433,32 @@ def draw(results: list[Outcome], path: Path) -> None:
     figure.savefig(path)
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a few steps, to build/examples")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help=f"default: {', '.join(DEFAULT)}")
     parser.add_argument("--minutes", type=float, default=50, help="for all training, about")
+    parser.add_argument("--epochs", type=float, help="of each way; default: by --minutes")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, help="folder; default: examples/results")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options, before = parse(), load_average()
     torch.set_num_threads(options.threads)
     output = options.output or (QUICK if options.quick else RESULTS)
     output.mkdir(parents=True, exist_ok=True)
-    names = [n for n in CONTENDERS if n in (OURS, WEIGHTS) or find_spec("torch_pruning")]
-    few = 1280 if options.quick else None
-    before = load_average()
-    train = Images.read("cifar10_train_jpeg.zip", few)
+    ways = options.ways or (WAYS if options.quick else DEFAULT)
+    names = [WAYS[w] for w in ways if not w.startswith("torch-") or find_spec("torch_pruning")]
+    train = Images.read("cifar10_train_jpeg.zip", 1280 if options.quick else None)
     test = Images.read("cifar10_test_jpeg.zip", 200 if options.quick else None)
-    step = seconds_per_step(pretrained(), train)
     seeds = options.seeds[:1] if options.quick else options.seeds
-    runs = len(seeds) * len(names)
-    epochs = 1.0 if options.quick else epochs_within(
-        60 * options.minutes, step, len(train.labels), runs
-    )  # fmt: skip
+    epochs = 1.0 if options.quick else options.epochs
+    if epochs is None:
+        step, runs = seconds_per_step(pretrained(), train), len(seeds) * len(names)
+        epochs = epochs_within(60 * options.minutes, step, len(train.labels), runs)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         results: list[Outcome] = []
         for outcome in outcomes(seeds, names, epochs, train, test, bar):
@@ -438,7 +466,7 @@ def main() -> None:
             print(f"seed {outcome.seed}, {outcome.name}: {outcome.accuracy:.2f} %, "
                   f"{outcome.sizes.macs:,} MACs, {outcome.seconds:.0f} s", flush=True)  # fmt: skip
     draw(results, output / "resnet20_cifar.svg")
-    text = page(results, epochs, step, before, len(train.labels), timed(results, test))
+    text = page(results, epochs, before, len(train.labels), timed(results, test))
     (output / "resnet20_cifar.md").write_text(text)
     print(text)
 

@@ -158,7 +158,16 @@ def test_bad_data(tmp_path):
     (other / "red").rename(other / "green")
     broken = colors(tmp_path / "broken")
     (broken / "red" / "0000.jpg").write_bytes(picture("red")[:40])
+    (tmp_path / "one" / "red").mkdir(parents=True)
+    (tmp_path / "one" / "red" / "a.jpg").write_bytes(picture("red"))
+    with zipfile.ZipFile(tmp_path / "damaged.zip", "w") as archive:
+        archive.writestr("red/a.jpg", picture("red"))
+    data = bytearray((tmp_path / "damaged.zip").read_bytes())
+    data[200] ^= 255
+    (tmp_path / "damaged.zip").write_bytes(data)
     for source, test, words in (
+        ("one", None, "has one class, 'red': expected two or more"),
+        ("damaged.zip", None, r"red/a\.jpg is damaged or encrypted .*copy the zip again"),
         ("nowhere", None, 'no such folder or file: .*the word "digits"'),
         ("text.zip", None, "expected a zip of class/name.jpg"),
         ("empty", None, "has no images"),

@@ -44,6 +44,23 @@ def test_the_real_removal_is_what_the_pruner_predicted(found):
     assert (found.dense.parameters, found.dense.macs) == (before.parameters, before.macs)
 
 
+def test_single_weights_cost_what_demask_leaves():
+    """Few zeros leave all slices, for which demask is not called; many zeros remove some."""
+    rows = prune.sensitivity(network(), closeness, (X,), amounts=(0.1, 0.95), structure="element")
+    for row in rows.rows[:4]:
+        model = network()
+        left = {row.group: row.size - row.removed}
+        pruner = prune.Pruner(
+            model, (X,), structure="element",
+            allocation=lambda s, f, p, left=left: {n: left.get(n, len(x)) for n, x in s.items()},
+        )  # fmt: skip
+        pruner.step()
+        pruner.remove()
+        after = demask.demask(model, (X,)).demasked.after
+        assert (row.parameters, row.macs) == (after.parameters, after.macs)
+    assert {row.macs < rows.dense.macs for row in rows.rows} == {True, False}
+
+
 def test_predicted_milliseconds_fall_with_a_large_layer():
     """Where a layer is all the work, half of it takes about half of the time."""
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
+from torch.utils.hooks import RemovableHandle
 
 from demask.errors import BadInput
 from demask.graph.capture.fold_constants import plain_name
@@ -185,21 +186,28 @@ def replace_masks(model: nn.Module, masks: Mapping[str, Tensor], uncalled: froze
 def check_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
     """Raise BadInput for a mask of a parameter that the model lacks, or of another shape."""
     places = find_places(model)
+    if not isinstance(masks, Mapping):
+        raise BadInput(f"expected masks by name of a parameter, got {masks!r:.60}")
     for name, mask in masks.items():
         if name not in places:
             raise BadInput(f"expected masks of the model's parameters, got one of {name!r}")
         shape = places[name][0].parameter.shape if not places[name][0].parametrized else (
             places[name][0].value.shape)  # fmt: skip
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
-            raise BadInput(f"expected a bool mask of {tuple(shape)} for {name}, got {mask!r:.60}")
+            got = (
+                f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"{mask!r:.60}"
+            )
+            raise BadInput(f"expected a bool mask of {tuple(shape)} for {name}, got {got}")
 
 
 def find_uncalled(model: nn.Module, args: tuple, kwargs: Mapping | None) -> frozenset[str]:
     """The names of the parameters whose modules are not called when the model is, as in eval mode
     on the example inputs; training flags are restored."""
     called: set[nn.Module] = set()
-    hooks = [m.register_forward_pre_hook(lambda m, _: called.add(m)) for m in model.modules()]
+    hooks: list[RemovableHandle] = []
     try:
+        for module in model.modules():
+            hooks.append(module.register_forward_pre_hook(lambda m, _: called.add(m)))
         run_in_eval_mode(model, args, kwargs)
     finally:
         for hook in hooks:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from demask.errors import BadInput
-from demask.failures import public
+from demask.errors import BadInput, DemaskError
+from demask.failures import described, public
 from demask.graph.provenance import Sizes
 from demask.prune.allocation.shares import Scores, Uniform
 from demask.prune.coupling.coupling import Coupling
@@ -103,8 +103,8 @@ class Pruner:
     parameters stay the same objects, so that an optimizer created before or after can go on.
 
     Args:
-        model: the network, an `nn.Module`, also in `DistributedDataParallel`, in any mode. It is
-            masked in place by `step`. Masks that it has stay.
+        model: the network, an `nn.Module`, also in `DistributedDataParallel` or `torch.compile`, in
+            any mode. It is masked in place by `step`. Masks that it has stay.
         example_inputs: a tuple of the model's inputs, one tensor, or a mapping of keyword inputs.
         score: the importance of units: `L1()` (default), `L2`, `Taylor`, `Activation`,
             `Fluctuation`, `Random`, or a callable that takes a `ScoreView` and returns a
@@ -120,7 +120,7 @@ class Pruner:
         skip: names or globs of modules and parameters that are to remain whole.
 
     Attributes:
-        model: the model, without `DistributedDataParallel`.
+        model: the model, without `DistributedDataParallel` and `torch.compile`.
         inputs: the example inputs by position and by name.
         coupling: its slices.
         removal_cost: the size of what demask makes of it, `removal_cost.masked(masks)`.
@@ -129,7 +129,8 @@ class Pruner:
 
     Raises:
         BadInput: an unknown structure, one that the network has nothing of, a name in `skip` that
-            does not exist, or inputs that the model does not accept.
+            does not exist, inputs that the model does not accept, a score, allocation or schedule
+            that is no function, or an optimized network.
         NotExportable: the model cannot be captured as a whole.
 
     Example:
@@ -156,8 +157,11 @@ class Pruner:
         schedule: Schedule | None = None,
         skip: Sequence[str] = (),
     ):
-        parallel = isinstance(model, nn.parallel.DistributedDataParallel)
-        self.model: nn.Module = model.module if parallel else model
+        for value, what, such in ((score, "score", "prune.L1()"),
+                                  (allocation, "allocation", "prune.MACs(0.5)"),
+                                  (schedule, "schedule", "prune.OneShot(0.5)")):  # fmt: skip
+            _check_function(value, what, such)
+        self.model: nn.Module = _unwrapped(model)
         self.structure = structure
         self.score: Score = L1() if score is None else score
         self.allocation: Allocation = Uniform() if allocation is None else allocation
@@ -169,7 +173,7 @@ class Pruner:
         shapes = {name: at[0].value.shape for name, at in places.items()}
         self.candidates = find_candidates(structure, self.coupling, shapes)
         self.steps = 0
-        self._uncalled = find_uncalled(self.model, args, kwargs)
+        self._uncalled = _uncalled_in(self.model, args, kwargs)
         self._recorder = InputRecorder(self._read_layers() if self._needs_inputs else {})
 
     @property
@@ -196,11 +200,14 @@ class Pruner:
 
         Raises:
             BadInput: another fraction; scores with NaN, of a wrong shape, or that need gradients or
-                inputs that are missing; an allocation that keeps nothing of a group. Nothing is
-                changed then.
+                inputs that are missing; an allocation that keeps nothing of a group; a score,
+                allocation or schedule that fails. Nothing is changed then.
         """
         number = self.steps + 1
-        target = check_fraction(self.schedule(number) if fraction is None else fraction)
+        planned: Any = fraction
+        if fraction is None:
+            planned = _called(f"schedule on step {number}", self.schedule, number)
+        target = check_fraction(planned)
         masks = read_masks(self.model)
         views = self._views()
         alive = {c.name: c.alive(masks) for c in self.candidates}
@@ -246,7 +253,7 @@ class Pruner:
     def _score(self, view: ScoreView) -> Tensor:
         """The checked scores of a group's or weight's units, float64 on the CPU."""
         name, units = view.candidates.name, view.candidates.units
-        scores = self.score(view)
+        scores = _called(f"score on {name}", self.score, view)
         if not isinstance(scores, Tensor) or scores.shape != (units,):
             raise BadInput(f"expected {units} scores for {name}, got {scores!r:.60}")
         scores = _averaged(scores.detach()).double().cpu()
@@ -262,17 +269,25 @@ class Pruner:
     ) -> dict[str, Tensor]:
         """By group or weight, the units that stay, bool. Raises BadInput where none would."""
         finite = {name: s.masked_fill(~alive[name], 0.0) for name, s in scores.items()}
-        shares = self.allocation(finite, fraction, self)
+        shares = _called("allocation", self.allocation, finite, fraction, self)
+        if not isinstance(shares, Mapping):
+            raise BadInput("expected the allocation to return how many units stay by name, of "
+                           f"{', '.join(finite)}; got {shares!r:.60}")  # fmt: skip
         keep = {}
         for candidates in self.candidates:
             name, share = candidates.name, shares.get(candidates.name)
             mine = alive[name]
-            if isinstance(share, Tensor) and share.dtype == torch.bool:
+            if (
+                isinstance(share, Tensor)
+                and share.dtype == torch.bool
+                and share.shape == mine.shape
+            ):
                 chosen = share.cpu() & mine
-            elif isinstance(share, int):
+            elif isinstance(share, int) and share >= 0:
                 chosen = candidates.choose(scores[name], share) & mine
             else:
-                raise BadInput(f"expected how many units of {name} stay, or which; got {share!r}")
+                raise BadInput(f"expected how many units of {name} stay, an integer of 0 or more, "
+                               f"or which, bool [{len(mine)}]; got {share!r:.60}")  # fmt: skip
             if bool(mine.any()) and not bool(chosen.any()):
                 raise BadInput(f"all units of {name} would be masked: keep at least one")
             keep[name] = chosen
@@ -353,17 +368,58 @@ class Pruner:
             state: of a pruner of the same structure and a model with the same parameters.
 
         Raises:
-            BadInput: another structure, or masks of parameters that the model lacks or of other
-                shapes. Nothing is changed then.
+            BadInput: another structure, masks of parameters that the model lacks or of other
+                shapes, or statistics of other layers. Nothing is changed then.
         """
         missing = {"structure", "steps", "masks", "statistics"} - set(state)
         if missing or state["structure"] != self.structure:
             what = f"without {', '.join(sorted(missing))}" if missing else state["structure"]
             raise BadInput(f"expected the state of a Pruner of {self.structure}, got one {what}")
-        check_masks(self.model, state["masks"])
-        replace_masks(self.model, state["masks"], self._uncalled)
-        self.steps = int(state["steps"])
-        self._recorder.load_state_dict(state["statistics"])
+        steps, masks = state["steps"], state["masks"]
+        if not isinstance(steps, int) or steps < 0:
+            raise BadInput(f"expected the state of a Pruner, got one after {steps!r:.40} steps")
+        check_masks(self.model, masks)
+        statistics = self._recorder.read_state(state["statistics"])
+        replace_masks(self.model, masks, self._uncalled)
+        self.steps, self._recorder.statistics = steps, statistics
+
+
+def _check_function(value: Any, what: str, such: str) -> None:
+    """Raise BadInput for a score, allocation or schedule that cannot be called, or is a class."""
+    if value is not None and (not callable(value) or isinstance(value, type)):
+        got = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.40}"
+        raise BadInput(f"expected {what} to be one such as {such}, or a function; got {got}")
+
+
+def _called(what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function of the user's returns. Raises BadInput where it fails."""
+    try:
+        return function(*args)
+    except (DemaskError, MemoryError):
+        raise
+    except Exception as error:
+        raise BadInput(f"the {what} failed: {described(error)}. Nothing was masked") from error
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model without `DistributedDataParallel` and `torch.compile`, which share its modules."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return _unwrapped(model.module)
+    compiled = getattr(model, "_orig_mod", None)
+    return _unwrapped(compiled) if isinstance(compiled, nn.Module) else model
+
+
+def _uncalled_in(model: nn.Module, args: tuple, kwargs: Mapping | None) -> frozenset[str]:
+    """As `find_uncalled`. Raises BadInput for a network whose layers do not run as modules."""
+    try:
+        return find_uncalled(model, args, kwargs)
+    except BadInput as error:
+        if not getattr(getattr(model, "demasked", None), "decisions", ()):
+            raise
+        raise BadInput(
+            "layers of an optimized network do not run as modules, so it cannot be "
+            "masked: prune the network that demask.optimize was called with"
+        ) from error
 
 
 def _averaged(values: Tensor) -> Tensor:

@@ -46,6 +46,9 @@ def recalibrate_norms(model: nn.Module, batches: Iterable[Any]) -> int:
         >>> norm.running_mean, norm.training
         (tensor([2., 0.]), False)
     """
+    if isinstance(batches, (Tensor, Mapping)):
+        raise BadInput("expected batches to be a list or another iterable of inputs, got one "
+                       f"{type(batches).__name__}: pass [batch]")  # fmt: skip
     norms = [m for m in model.modules() if isinstance(m, NORMS) and m.running_mean is not None]
     before = [{name: getattr(norm, name).clone() for name in STATISTICS} for norm in norms]
     count = 0

@@ -90,7 +90,7 @@ class ScoreView:
         """The input feature that each element of a reading weight is multiplied with, int64 of a
         shape that broadcasts to the weight's."""
         shape = self.places[member.parameter][0].value.shape
-        features = len(self.inputs(member).sums)
+        features = len(self.inputs(member).mean)
         axis = self._input_axis(member, shape)
         line = [-1 if d == axis else 1 for d in range(len(shape))]
         index = torch.arange(shape[axis]).view(line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +169,11 @@ def sensitivity(
         >>> [(row.amount, row.parameters) for row in result.rows]
         [(0.5, 30)]
     """
-    shares = sorted(set(amounts))
-    if not shares or not all(0 < share < 1 for share in shares):
+    shares = [*amounts]
+    if not shares or not all(isinstance(share, (int, float)) and 0 < share < 1 for share in shares):
         raise BadInput(f"expected amounts above 0 and below 1, got {shares}")
-    options = PruningOptions(score or L1(), structure, tuple(skip))
+    shares = sorted(set(shares))
+    options = PruningOptions(score or L1(), structure, skip if isinstance(skip, str) else [*skip])
     with share_captures():  # copies differ in the values of weights alone
         pruner = pruner_of_copy(model, example_inputs, options)
         tasks = [(c.name, c.units, n) for c in pruner.candidates for n in _counts(c.units, shares)]
@@ -180,6 +181,7 @@ def sensitivity(
         measure = _Measurement(model, evaluate, example_inputs, options, recover, time)
         with progress("sensitivity", len(tasks) + 1) as step:
             dense = measure.row("", 0, 0, step)
+            measure = replace(measure, dense=dense)
             rows = tuple(measure.row(*task, step) for task in tasks)
     time.save()
     return Sensitivity(dense, rows)
@@ -200,6 +202,7 @@ class _Measurement:
     options: PruningOptions
     recover: Callable[[nn.Module], Any] | None
     time: PredictedTime
+    dense: SensitivityRow | None = None  # of the network as it is, once it is measured
 
     def row(self, group: str, size: int, removed: int, step: ProgressStep) -> SensitivityRow:
         amounts = {group: removed} if removed else {}
@@ -209,9 +212,25 @@ class _Measurement:
             self.recover(copy)
         with torch.no_grad():
             accuracy = call_evaluate(self.evaluate, copy.eval(), words)
-        slim = demask(copy, *as_arguments(self.example_inputs), check=False, result="graph")
-        after, milliseconds = provenance_of(slim).after, self.time.milliseconds(amounts)
+        parameters, macs = self._sizes(copy, group)
+        milliseconds = self.time.milliseconds(amounts)
         step(words)
-        return SensitivityRow(
-            group, size, removed, accuracy, after.parameters, after.macs, milliseconds
-        )
+        return SensitivityRow(group, size, removed, accuracy, parameters, macs, milliseconds)
+
+    def _sizes(self, copy: nn.Module, group: str) -> tuple[int, int]:
+        """Parameters and MACs after `demask`. Single weights that leave no output and no input of
+        their layer zero let it remove what it removes of the whole network, and no more."""
+        weights = dict(copy.named_parameters())
+        is_whole = self.recover is None and group in weights and not _has_zero_slice(weights[group])
+        if self.dense is not None and is_whole:
+            return self.dense.parameters, self.dense.macs
+        slim = demask(copy, *as_arguments(self.example_inputs), check=False, result="graph")
+        after = provenance_of(slim).after
+        return after.parameters, after.macs
+
+
+def _has_zero_slice(weight: torch.Tensor) -> bool:
+    """Whether all elements at a position of some axis are zero."""
+    axes = range(weight.ndim)
+    nonzeros = [(weight != 0).sum([d for d in axes if d != axis]) for axis in axes]
+    return weight.ndim < 2 or any(bool((count == 0).any()) for count in nonzeros)

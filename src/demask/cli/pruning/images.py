@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -68,6 +69,9 @@ def read_images(source: str, test: Path | None, side: int | None, seed: int) -> 
             path, test = path / "train", inner
     train = _read(path, side)
     names = tuple(sorted(train))
+    if len(names) < 2:
+        raise BadInput(f"{path} has one class, {names[0]!r}: expected two or more, a folder for "
+                       "each, class/name.jpg")  # fmt: skip
     if test is None:
         whole = _stacked(train, names, path)
         order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))
@@ -123,7 +127,15 @@ def _files(path: Path) -> Iterator[tuple[str, bytes]]:
                 if entry.file_size > MAX_BYTES:
                     raise BadInput(f"{path}: {entry.filename} has {entry.file_size:,} bytes, more "
                                    f"than {MAX_BYTES:,}")  # fmt: skip
-                yield entry.filename, archive.read(entry)
+                yield entry.filename, _read_entry(archive, entry, path)
+
+
+def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) -> bytes:
+    try:
+        return archive.read(entry)
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        raise BadInput(f"{path}: {entry.filename} is damaged or encrypted ({error}): copy the zip "
+                       "again") from error  # fmt: skip
 
 
 def _decoded(data: bytes, name: str, side: int | None) -> np.ndarray:

@@ -215,6 +215,8 @@ def _matching(patterns: Sequence[str], model: nn.Module) -> set[str]:
     for a pattern that names nothing."""
     names = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     matching: set[str] = set()
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise BadInput(f"expected skip to be a list of names or globs, got {patterns!r:.60}")
     for pattern in patterns:
         mine = {name for name in names if any(fnmatchcase(p, pattern) for p in _paths(name))}
         if not mine:

@@ -203,7 +203,7 @@ def search(
     if seed < 0:
         raise BadInput(f"expected a seed of 0 or more, got {seed}")
     _check_installed(client)
-    options = PruningOptions(score or L1(), structure, tuple(skip))
+    options = PruningOptions(score or L1(), structure, skip if isinstance(skip, str) else [*skip])
     task = TrialTask(model, evaluate, example_inputs, options, recover, cost, budget,
                      torch.get_num_threads())  # fmt: skip
     pruner = pruner_of_copy(model, example_inputs, options)
@@ -304,6 +304,9 @@ def _check(
 
 
 def _check_installed(client: Any) -> None:
+    if client is not None and not (hasattr(client, "submit") and hasattr(client, "cancel")):
+        raise BadInput(f"expected client to be a distributed.Client, got {client!r:.60}: "
+                       "distributed.Client(address) connects to workers")  # fmt: skip
     for name in ("optuna", *(("distributed", "cloudpickle") if client is not None else ())):
         try:
             import_module(name)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from demask.errors import BadInput
+from demask.failures import described
 from demask.files.atomic_write import check_writable
 from demask.prune.searching.proposals import quiet_optuna
 from demask.prune.searching.trial import SearchTrial, cost_of
 
 JOURNALS, DATABASES = (".journal", ".log"), (".db", ".sqlite", ".sqlite3")
+JOURNAL_START = b'{"op_code"'
 STUDY, IDENTITY, TRIAL = "demask prune", "demask search", "demask trial"  # names in the file
 
 
@@ -40,8 +44,7 @@ class TrialStore:
             except BadInput:
                 raise
             except Exception as error:  # of SQLAlchemy, JSON or Optuna: not such a file
-                raise BadInput(f"cannot read {path} as the trials of a search ({error}); give "
-                               "another file") from error  # fmt: skip
+                raise _not_of_a_search(path or Path(), described(error)) from error
         stored = self._study.user_attrs.get(IDENTITY)
         if stored is None:
             self._study.set_user_attr(IDENTITY, dict(identity))
@@ -105,14 +108,42 @@ def _study(optuna: Any, storage: Any, directions: list[str]) -> Any:
 def _storage(optuna: Any, path: Path) -> Any:
     final = check_writable(path)
     if final.suffix in DATABASES:
+        _check_database(final, path)
         return optuna.storages.RDBStorage(f"sqlite:///{final}")
     if final.suffix not in JOURNALS:
         known = ", ".join((*JOURNALS, *DATABASES))
         raise BadInput(f"expected a storage that ends in {known}, got {path}")
     if final.exists():
+        _check_journal(final, path)
         _drop_broken_line(final)
     backend = optuna.storages.journal.JournalFileBackend(str(final))
     return optuna.storages.JournalStorage(backend)
+
+
+def _check_database(final: Path, path: Path) -> None:
+    """Raise BadInput for an existing file that is no database, or one of other tables alone."""
+    if not final.exists() or not final.stat().st_size:
+        return
+    try:
+        with closing(sqlite3.connect(f"{final.as_uri()}?mode=ro", uri=True)) as database:
+            rows = database.execute("select name from sqlite_master where type = 'table'")
+            tables = {name for (name,) in rows}
+    except sqlite3.Error as error:
+        raise _not_of_a_search(path, str(error)) from error
+    if tables and "studies" not in tables:
+        raise _not_of_a_search(path, f"it has the tables {', '.join(sorted(tables)[:3])}")
+
+
+def _check_journal(final: Path, path: Path) -> None:
+    """Raise BadInput for an existing file that does not start as journals of Optuna do."""
+    with final.open("rb") as file:
+        start = file.read(len(JOURNAL_START))
+    if not JOURNAL_START.startswith(start):
+        raise _not_of_a_search(path, f"it starts with {start[:20]!r}")
+
+
+def _not_of_a_search(path: Path, reason: str) -> BadInput:
+    return BadInput(f"cannot read {path} as the trials of a search ({reason}); give another file")
 
 
 def _drop_broken_line(path: Path) -> None:

@@ -98,7 +98,8 @@ def run_trial(task: TrialTask, proposal: Proposal) -> SearchTrial:
         if task.recover is not None:
             task.recover(copy)
         with torch.no_grad():
-            accuracy = call_evaluate(task.evaluate, copy.eval(), f"the network of trial {number}")
+            words = "the network as it is" if number < 0 else f"the network of trial {number}"
+            accuracy = call_evaluate(task.evaluate, copy.eval(), words)
     return replace(trial, accuracy=accuracy)
 
 
