@@ -70,7 +70,7 @@ def read_images(source: str, test: Path | None, side: int | None, seed: int) -> 
     train = _read(path, side)
     names = tuple(sorted(train))
     if len(names) < 2:
-        raise BadInput(f"{path} has one class, {names[0]!r}: expected two or more, a folder for "
+        raise BadInput(f"{path} has the classes {list(names)}: expected two or more, a folder for "
                        "each, class/name.jpg")  # fmt: skip
     if test is None:
         whole = _stacked(train, names, path)
