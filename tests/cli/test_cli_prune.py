@@ -166,7 +166,7 @@ def test_bad_data(tmp_path):
     data[200] ^= 255
     (tmp_path / "damaged.zip").write_bytes(data)
     for source, test, words in (
-        ("one", None, "has one class, 'red': expected two or more"),
+        ("one", None, r"has the classes \['red'\]: expected two or more"),
         ("damaged.zip", None, r"red/a\.jpg is damaged or encrypted .*copy the zip again"),
         ("nowhere", None, 'no such folder or file: .*the word "digits"'),
         ("text.zip", None, "expected a zip of class/name.jpg"),
