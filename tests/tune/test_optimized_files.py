@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +130,16 @@ def test_another_version_of_the_code_is_measured(cache, monkeypatch) -> None:
     demask.optimize(network(), (X,), cache=cache)
     monkeypatch.setattr(optimized_files, "_code_digest", lambda: "other")
     assert not is_from_file(demask.optimize(network(), (X,), cache=cache))
+
+
+def test_all_of_the_code_counts(monkeypatch) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr(optimized_files, "files_digest", read.extend)
+    optimized_files._code_digest.__wrapped__()
+    package = Path(demask.__file__).parent
+    names = {str(path.relative_to(package)) for path in read}
+    assert {"__init__.py", "optimize.py", "tune/race.py", "sparse/plan/tape.py"} <= names
+    assert names == {str(path.relative_to(package)) for path in package.rglob("*.py")}
 
 
 @pytest.mark.parametrize("damage", [

@@ -191,4 +191,5 @@ def _add(digest: Any, tensor: Tensor) -> None:
 @cache
 def _code_digest() -> str | None:
     """Hash of demask's code; None if it was changed after this process began."""
-    return files_digest(sorted(Path(__file__).parent.rglob("*.py")))
+    package = Path(__file__).parents[1]
+    return files_digest(sorted(package.rglob("*.py")))
