@@ -12,7 +12,8 @@ from demask.progress import progress
 from demask.traverse.stream import prepare
 from test_traverse_stream import BUDGET, net
 
-run, files, stored = test_cli.run, test_traverse_stream.files, test_traverse_stream.stored  # fixtures
+run = test_cli.run  # fixtures
+files, stored = test_traverse_stream.files, test_traverse_stream.stored
 
 
 def test_the_command_writes_and_tells(run, files, tmp_path):
