@@ -181,18 +181,11 @@ class _WinogradBody:
         target = e.at(self.inputs, b.mul(t, I64(k.inner)), FLOAT)
         with e.loop(I64(0), I64(k.inner), e.lanes) as c:
             values = [[self._load(address, c) for address in line] for line in addresses]
-            by_column = [self._differences(list(line)) for line in zip(*values, strict=True)]
+            by_column = [differences(self.e, list(line)) for line in zip(*values, strict=True)]
             for n, line in enumerate(zip(*by_column, strict=True)):
-                for m, value in enumerate(self._differences(list(line))):
+                for m, value in enumerate(differences(self.e, list(line))):
                     plane = b.mul(self.input_plane, I64(n * len(line) + m))
                     self._store(value, e.at(target, plane, FLOAT), c)
-
-    def _differences(self, d: list[Value]) -> list[Value]:
-        """The components of four inputs, or of the three that differ."""
-        b = self.e.b
-        if len(d) == len(DOUBLED):
-            return [b.fsub(d[0], d[1]), b.fadd(d[1], d[1]), b.fsub(d[1], d[2])]
-        return [b.fsub(d[0], d[2]), b.fadd(d[1], d[2]), b.fsub(d[2], d[1]), b.fsub(d[1], d[3])]
 
     # -- products
 
@@ -257,27 +250,36 @@ class _WinogradBody:
                       for n in range(height)]  # fmt: skip
             sums = [[self._load(e.at(source, plane, FLOAT), c) for plane in line]
                     for line in planes]  # fmt: skip
-            by_row = [self._totals(line) for line in sums]
+            by_row = [totals(self.e, line) for line in sums]
             added = self._load(bias, c)
             for m, line in enumerate(zip(*by_row, strict=True)):
-                for n, value in enumerate(self._totals(list(line))):
+                for n, value in enumerate(totals(self.e, list(line))):
                     value = b.fadd(value, added)
                     if k.add:
                         value = b.fadd(value, self._load(addresses[n][m], c))
                     self._store(activated(e, value, k.act), addresses[n][m], c)
-
-    def _totals(self, m: list[Value]) -> list[Value]:
-        """The two outputs of four components, or of those that are not zero."""
-        b = self.e.b
-        if len(m) == len(DOUBLED):
-            return [b.fadd(m[0], m[1]), b.fsub(m[1], m[2])]
-        return [b.fadd(b.fadd(m[0], m[1]), m[2]), b.fsub(b.fsub(m[1], m[2]), m[3])]
 
     def _load(self, pointer: Value, index: Value) -> Value:
         return self.e.b.load(self.e.at(pointer, index, FLOAT), typ=self.e.vector, align=4)
 
     def _store(self, value: Value, pointer: Value, index: Value) -> None:
         self.e.b.store(value, self.e.at(pointer, index, FLOAT), align=4)
+
+
+def differences(e: Emitter, d: list[Value]) -> list[Value]:
+    """The components of four inputs, or of the three that differ."""
+    b = e.b
+    if len(d) == len(DOUBLED):
+        return [b.fsub(d[0], d[1]), b.fadd(d[1], d[1]), b.fsub(d[1], d[2])]
+    return [b.fsub(d[0], d[2]), b.fadd(d[1], d[2]), b.fsub(d[2], d[1]), b.fsub(d[1], d[3])]
+
+
+def totals(e: Emitter, m: list[Value]) -> list[Value]:
+    """The two outputs of four components, or of those that are not zero."""
+    b = e.b
+    if len(m) == len(DOUBLED):
+        return [b.fadd(m[0], m[1]), b.fsub(m[1], m[2])]
+    return [b.fadd(b.fadd(m[0], m[1]), m[2]), b.fsub(b.fsub(m[1], m[2]), m[3])]
 
 
 def _border_floats(kernel: WinogradKernel) -> int:

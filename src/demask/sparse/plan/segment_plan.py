@@ -161,9 +161,8 @@ class SegmentPlan:
             # Images of a split batch may have different values: only expanded ones are static.
             numbers = tuple(k for k in program.static if not images or not inputs[k].stride(0))
             part = replace(program, static=numbers)
-            builder = TapeBuilder(
-                part, weights, batch_inputs, isa, 1 if alone else threads, filters
-            )
+            own_threads = 1 if alone else threads
+            builder = TapeBuilder(part, weights, batch_inputs, isa, own_threads, filters, read)
             builder.build(
                 [_strides(kind, x) for kind, x in zip(program.inputs, batch_inputs, strict=True)]
             )
@@ -178,7 +177,7 @@ class SegmentPlan:
         return cls(batches, [shapes[v] for v in program.outputs], threads, cuts, planned)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        if self.avoided and self.definition is not None:
+        if self.avoided > 0 and self.definition is not None:
             self.avoided -= 1
             return self.definition(inputs)
         outputs, is_exact = self.outputs.take(), True

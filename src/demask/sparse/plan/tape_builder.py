@@ -275,9 +275,8 @@ class TapeBuilder:
                 return set(layout.around())
             if getattr(step, "add", None) == value:
                 return set(layout.around())
-            if self.layers.is_depthwise(
-                step
-            ):  # it may read lines that no tap is at, and permute them
+            # A depthwise layer may read lines that no tap is at, and permute them.
+            if self.layers.is_depthwise(step):
                 return set(layout.around())
             for window in windows(step if isinstance(step, ConvStep) else as_windows(step)):
                 positions |= touched(window, layout.grid, out_grid)

@@ -12,7 +12,7 @@ sums of vectors.
 
 Squares begin at even rows and columns of the image (`TileGrid.unit`), whatever the grid is: all
 outputs have the same bits for any number of threads. Where an output is not finite, it may differ
-from the definition (inf instead of NaN): the kernel says so in a slot of the arena, and the segment
+from the definition (NaN instead of inf): the kernel says so in a slot of the arena, and the segment
 is computed again by a plan without this kernel.
 """
 
@@ -25,6 +25,7 @@ import numpy as np
 
 from demask.kernels.cpu.tiles.dense.dense_products import add_products
 from demask.kernels.cpu.tiles.dense.dense_tile import TILE
+from demask.kernels.cpu.winograd import differences, totals
 from demask.kernels.llvm.activations import activated
 from demask.kernels.llvm.emitter import FLOAT, I32, I64, Emitter, Fields, Value
 from demask.ops.activations import Act
@@ -120,15 +121,10 @@ class _Body:
                 e.prefetch(row, writes=False, near=False)
             rows = self._rows("x", square, c, 4)
             own = e.line(target, b.mul(c, I64(self.k.block)))
-            lines = [self._differences([e.read(row, z) for row in rows]) for z in range(4)]
+            lines = [differences(e, [e.read(row, z) for row in rows]) for z in range(4)]
             for n, line in enumerate(zip(*lines, strict=True)):
-                for m, value in enumerate(self._differences(list(line))):
+                for m, value in enumerate(differences(e, list(line))):
                     e.write(value, e.at(own, b.mul(self.f["input_plane"], I64(4 * n + m))))
-
-    def _differences(self, d: list[Value]) -> list[Value]:
-        """The components of four inputs."""
-        b = self.e.b
-        return [b.fsub(d[0], d[2]), b.fadd(d[1], d[2]), b.fsub(d[2], d[1]), b.fsub(d[1], d[3])]
 
     def _multiply(self, count: Value) -> None:
         """Sums of all components."""
@@ -175,13 +171,13 @@ class _Body:
             own = e.line(source, b.mul(o, I64(k.block)))
             planes = [b.mul(self.f["sum_plane"], I64(n)) for n in range(COMPONENTS)]
             sums = [e.read(e.at(own, plane)) for plane in planes]
-            by_row = [self._totals(sums[n : n + 4]) for n in range(0, COMPONENTS, 4)]
+            by_row = [totals(e, sums[n : n + 4]) for n in range(0, COMPONENTS, 4)]
             bias = e.splat(e.load(FLOAT, self.f.pointer("biases"), o))
             rows = self._rows("out", out, o, 2)
             added = None if add is None else self._rows("add", add, o, 2)
             inexact = self.inexact.get()
             for m, line in enumerate(zip(*by_row, strict=True)):
-                for n, value in enumerate(self._totals(list(line))):
+                for n, value in enumerate(totals(e, list(line))):
                     value = b.fadd(value, bias)
                     if added is not None:
                         value = b.fadd(value, e.read(added[n], m))
@@ -193,8 +189,3 @@ class _Body:
         """The lanes that are tiles of images, zeros in others: their values are of no use."""
         lanes = [n if n < self.k.lanes else -1 for n in range(self.e.lanes)]
         return value if self.k.lanes == self.e.lanes else self.e.permuted(value, lanes)
-
-    def _totals(self, m: list[Value]) -> list[Value]:
-        """The two outputs of four components."""
-        b = self.e.b
-        return [b.fadd(b.fadd(m[0], m[1]), m[2]), b.fsub(b.fsub(m[1], m[2]), m[3])]
