@@ -26,17 +26,17 @@ IMPORTED = ["numpy", "torch.export", "torch.fx.experimental.symbolic_shapes"]
 @functools.cache
 def context() -> ForkServerContext:
     """Of such processes, for what takes a context of `multiprocessing`."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(IMPORTED)
-    return made
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(IMPORTED)
+    return server
 
 
-def spawn(work: Callable[..., None], given: tuple[Any, ...], count: int) -> None:
-    """`torch.multiprocessing.spawn`: runs work(rank, *given) in so many processes."""
+def spawn(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
+    """`torch.multiprocessing.spawn`: runs work(rank, *arguments) in so many processes."""
     from torch.multiprocessing import start_processes
 
     context()  # the first to import
-    start_processes(work, given, nprocs=count, start_method="forkserver")
+    start_processes(work, arguments, nprocs=count, start_method="forkserver")
 
 
 @contextmanager
@@ -86,9 +86,9 @@ def start(
     """
     err = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by communicate)
     out, end = os.pipe()
-    given = (code, [*map(str, words)], str(folder or Path.cwd()), {**os.environ, **environment})
+    arguments = (code, [*map(str, words)], str(folder or Path.cwd()), {**os.environ, **environment})
     ends = _End(end), _End(err.fileno())
-    process = context().Process(target=_begin, args=(*given, *ends), daemon=True)
+    process = context().Process(target=_begin, args=(*arguments, *ends), daemon=True)
     process.start()
     os.close(end)
     return Running(process, os.fdopen(out), err)

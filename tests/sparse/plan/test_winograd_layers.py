@@ -20,6 +20,7 @@ from demask.kernels.cpu.tiles.dense.winograd_tile import WinogradTileKernel
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
 from demask.kernels.llvm.jit import assembly
 from demask.sparse.plan import segment_plan, tape, tape_builder
+from demask.sparse.plan.layers import layer_kinds
 from demask.sparse.plan.layers.dense import winograd_layer
 from demask.sparse.plan.layers.dense.winograd_layer import filtered_sizes
 from demask.sparse.plan.layers.window_piece import read_weight
@@ -81,6 +82,19 @@ def test_layers_equal_float64(size, isa: Isa, filtered, anywhere) -> None:
         check(program, weights, [draw(batch, inner, *size)], threads, isa)
         count += 1
     assert len(filtered) >= count > 0
+
+
+def test_weights_of_a_batch_are_read_once(monkeypatch) -> None:
+    read, real = [], layer_kinds.read_weight
+
+    def noted(step, weights, channels):
+        read.append(step)
+        return real(step, weights, channels)
+
+    monkeypatch.setattr(layer_kinds, "read_weight", noted)
+    program, weights = layer(drawn(16, 16))
+    SegmentPlan.of(program, weights, [draw(5, 16, 14, 14)], 2)
+    assert len(read) == 1
 
 
 def test_sums_are_added_and_may_be_overwritten(filtered, anywhere) -> None:

@@ -23,7 +23,7 @@ from llvmlite import ir
 
 from demask.kernels.cpu.csr import below, masked
 from demask.kernels.llvm.activations import activated
-from demask.kernels.llvm.emitter import FLOAT, I32, I64, POINTER, Emitter, Fields, Value
+from demask.kernels.llvm.emitter import FLOAT, I32, I64, Emitter, Fields, Value
 from demask.kernels.llvm.isa import Isa
 
 AHEAD = 4  # columns prefetched before they are read
@@ -81,12 +81,6 @@ def set_lanes(e: Emitter, mask: Value) -> Value:
     return e.b.call(e.intrinsic("llvm.ctpop.i64", I64, I64), [bits])
 
 
-def prefetch(e: Emitter, pointer: Value) -> None:
-    """Prefetch the cache line at an address for reading."""
-    call = e.intrinsic("llvm.prefetch.p0", ir.VoidType(), POINTER, I32, I32, I32)
-    e.b.call(call, [pointer, I32(0), I32(3), I32(1)])
-
-
 @dataclass(frozen=True, slots=True)
 class CompactKernel:
     """Lists the columns with a nonzero input (NaN counts as nonzero), and their inputs."""
@@ -133,7 +127,7 @@ class ColumnKernel:
                     next_number = e.load_long(I32, e.at(cols, b.add(k, I64(self.ahead)), I32))
                     next_column = e.at(base, b.mul(next_number, I64(line)))
                     for offset in range(0, line, 64):
-                        prefetch(e, e.at(next_column, offset))
+                        e.prefetch(e.at(next_column, offset), writes=False)
                 column = e.opaque(e.at(base, b.mul(e.load_long(I32, cols, k), I64(line))))
                 x = e.splat(e.load(FLOAT, values, k))
                 for v, sum_ in enumerate(sums):
@@ -184,7 +178,7 @@ class RowKernel:
             with b.if_then(b.icmp_signed("==", b.and_(k, I64(7)), I64(0))):
                 for row in later:
                     line = e.at(weights, b.mul(row, f["pitch"]))
-                    prefetch(e, e.at(line, column, FLOAT))
+                    e.prefetch(e.at(line, column, FLOAT), writes=False)
             for line, sum_ in zip(lines, sums, strict=True):
                 sum_.set(b.call(fma, [x, e.load(FLOAT, line, column), sum_.get()]))
         for row, sum_ in zip(rows, sums, strict=True):

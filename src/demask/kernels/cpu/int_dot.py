@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from demask.kernels.cpu.gemv import prefetch
 from demask.kernels.llvm.emitter import BYTE, I16, I32, I64, Emitter, Fields, Value, Variable
 
 NIBBLES = 0x0F0F0F0F  # the lower halves of four bytes
@@ -106,7 +105,7 @@ class Listed:
             next_number = e.load_long(I32, e.at(self.groups, b.add(k, I64(self.ahead)), I32))
             next_group = e.at(base, b.mul(next_number, I64(line)))
             for offset in range(0, line, 64):
-                prefetch(e, e.at(next_group, offset))
+                e.prefetch(e.at(next_group, offset), writes=False)
         group = e.load_long(I32, self.groups, k)
         weights = e.opaque(e.at(base, b.mul(group, I64(line))))
         words = [[self.dots.ready(e.load(I32, plane, b.add(b.mul(group, I64(count)), I64(h))))

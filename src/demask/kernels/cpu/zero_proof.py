@@ -34,7 +34,7 @@ import numpy as np
 from llvmlite import ir
 
 from demask.kernels.cpu.csr import below, masked
-from demask.kernels.cpu.gemv import compressed, iota, prefetch, set_lanes
+from demask.kernels.cpu.gemv import compressed, iota, set_lanes
 from demask.kernels.cpu.int_dot import Dots, Listed, joined, whole
 from demask.kernels.llvm.emitter import BYTE, FLOAT, I32, I64, Emitter, Fields, Value
 from demask.kernels.llvm.isa import Isa
@@ -304,9 +304,11 @@ class SecondProofKernel:
         sums, nibble = [e.variable(e.ints, whole(e, 0)) for _ in range(2)], whole(e, 0x0F0F0F0F)
         vectors = 16 // e.lanes  # vectors of 64 bytes
         later_line = e.at(f.pointer("weights"), b.mul(later, f["pitch"]))
-        prefetch(e, e.at(f.pointer("constants"), b.mul(later, I64(4 * len(CONSTANTS)))))
+        e.prefetch(
+            e.at(f.pointer("constants"), b.mul(later, I64(4 * len(CONSTANTS)))), writes=False
+        )
         with e.loop(I64(0), f["blocks"]) as block:
-            prefetch(e, e.at(later_line, b.mul(block, I64(64))))
+            e.prefetch(e.at(later_line, b.mul(block, I64(64))), writes=False)
             for v in range(vectors):
                 address = e.at(line, b.add(b.mul(block, I64(64)), I64(v * e.isa.line)))
                 q = b.load(address, typ=e.ints, align=1)
