@@ -45,8 +45,6 @@ from demask.tune.module.optimized_module import Optimized
 from demask.tune.race import CandidateRace, clone_inputs, first_line
 
 BACKENDS, PRECISIONS = ("torch", "sparse"), ("bf16", "int8")
-# A candidate with segments that takes less than this share of the time of all dense layers has won.
-AHEAD = 0.7
 DRAWS = 3  # random inputs on which lossy storage is judged, in addition to the example
 DEMASKED, PARTS = "demasked alone", "parts optimized one by one"
 NAN = "a ReLU fused into a layer maps NaN to 0: outputs may hide values that are not finite"
@@ -73,11 +71,11 @@ def optimize(
     `model` is demasked, then rewritten into candidates: norms folded into weights, layers fused
     with their activations, channels-last memory, channels padded to one width, all layers in one
     call of compiled kernels, sparse layers. A cost model predicts the fastest implementation of
-    each layer. The candidates are timed, and the fastest is compared with `model` in at least 30
-    rounds that alternate the two. It is not returned if it may be slower: if the lower 95 % bound
-    of the speed ratio (time of `model` / time of the candidate) is below 0.97. The demasked network
-    is then returned, or `model` itself where that is slower, too. `demask.report` states the choice
-    and all times.
+    each layer. The candidates are timed, and the fastest is compared with `model` in 30 rounds
+    that alternate the two, or in 10 if it is clearly faster. It is not returned if it may be
+    slower: if the lower 95 % bound of the speed ratio (time of `model` / time of the candidate) is
+    below 0.97. The demasked network is then returned, or `model` itself where that is slower, too.
+    `demask.report` states the choice and all times.
 
     The result is for inference: rewritten networks and submodules record no gradients. It owns its
     weights; `model` is not changed.
@@ -411,7 +409,7 @@ def _dense_candidates(
     progress: ProgressCallback,
 ) -> Iterator[Candidate]:  # fmt: skip
     """The candidates without segments, unless one with segments is far faster."""
-    if race.modules and min(race.screened().values()) < AHEAD * segments.least:
+    if race.modules and segments.are_ahead(min(race.screened().values())):
         return  # the layers of a candidate without segments alone take longer
     few = bool(race.modules)
     yield Candidate(DEMASKED, smaller)

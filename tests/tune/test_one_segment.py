@@ -350,7 +350,9 @@ def test_without_kernels_there_are_no_segments(monkeypatch) -> None:
 
 def test_others_are_left_out_where_segments_are_far_ahead(monkeypatch) -> None:
     model, x = masked_network("a"), image(*SIZES[0])
-    monkeypatch.setattr(optimize, "AHEAD", float("inf"))
-    assert names(model, x) <= {optimize.GIVEN, ALL, ALL + BY_INDEX}
-    monkeypatch.setattr(optimize, "AHEAD", 0.0)
-    assert optimize.DEMASKED in names(model, x)
+    rooflines = [float("inf"), 0.0, 0.0]  # seconds, of each layer
+    for seconds, ahead in zip(rooflines, (0.0, float("inf"), 0.0), strict=True):
+        monkeypatch.setattr(candidates.FusedLayer, "roofline", lambda *_, s=seconds: s)
+        monkeypatch.setattr(candidates, "AHEAD", ahead)
+        others = names(model, x) - {optimize.GIVEN, ALL, ALL + BY_INDEX}
+        assert (optimize.DEMASKED in others) == (seconds == ahead == 0.0) == bool(others)

@@ -142,6 +142,13 @@ def test_what_is_returned_when_the_fastest_form_may_be_slower(name: str, monkeyp
         assert record.after.parameters < record.before.parameters
 
 
+@pytest.mark.parametrize(("least", "rounds"), [(race.CLEAR, 10), (1.0, 30)])
+def test_fewer_rounds_where_the_fastest_is_clearly_faster(least, rounds, monkeypatch) -> None:
+    monkeypatch.setattr(race, "PAIRS", 30)
+    monkeypatch.setattr(race, "lower_bound", lambda *_: least)
+    assert fast(convs(), X, backends=DENSE).demasked.speed.pairs == rounds
+
+
 @pytest.mark.parametrize("form", ["norms in the weights", "demasked alone"])
 def test_the_result_has_weights_of_its_own(form: str, monkeypatch) -> None:
     prefer(monkeypatch, form)

@@ -40,7 +40,7 @@ from demask.tune.race import CandidateRace
 LIMIT, MOST = 2**30, 2**28  # bytes of all files and of one
 EARLIER = "the choice of an earlier run"
 ROUNDS = 3  # in which it is compared with the original network; more if they do not suffice
-SLOWER = 1.1  # times the present seconds of the original network: then the machine was busy
+SLOWER = 1.3  # times the present seconds of the original network: then the machine was busy
 DATE = "%Y-%m-%d %H:%M UTC"
 
 

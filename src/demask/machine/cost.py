@@ -135,11 +135,15 @@ class Costs:
 
     def analytic(self, question: Question) -> float:
         """Predicted seconds: overhead + max(compute, memory), by this machine's rates if known."""
+        return self.roofline(question.flops, question.bytes)
+
+    def roofline(self, flops: float, size: float) -> float:
+        """Predicted seconds of a call that computes `flops` and moves `size` bytes."""
         call, matmul, copy = map(self._answer, (SMALLEST, MATMUL, COPY))
         machine = Roofline.typical(self.threads)
         if inf not in (call, matmul, copy):
             machine = Roofline(MATMUL.flops / 2 / matmul, COPY.bytes / copy, call)
-        return machine.seconds(question.flops / 2, question.bytes)
+        return machine.seconds(flops / 2, size)
 
     def error(self) -> CostError:
         """The error of the analytic answers, over the measured questions so far."""

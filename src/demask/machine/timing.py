@@ -99,9 +99,8 @@ def sample_seconds(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Garbage is not collected in the block, only once before it."""
+    """Garbage is not collected in the block."""
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import cycle
 from typing import Any
 
@@ -24,7 +24,8 @@ from demask.tune.passes.channels_last import FORMATS
 from demask.tune.passes.pack_pixels import GROUPS
 
 aten = torch.ops.aten
-CACHE, SETS = 2**20, 5  # operands of more bytes are timed on several sets in turns
+CACHE, SETS = 2**20, 5  # operands of more bytes are timed on several sets in turns, 5 at most
+DRAWN = 2**16  # normal values, repeated in larger operands
 NONE = Epilogue()
 PLAIN, FUSED = "plain", "fused"  # implementations of a layer; the others are f"{count} pixels"
 
@@ -60,8 +61,14 @@ class Layer:
     @property
     def out(self) -> tuple[int, ...]:
         """The shape of the layer's output."""
-        with torch.device("meta"):
-            return tuple(_call(self, PLAIN, False, torch.empty)().shape)
+        return _shape_of_output(self)
+
+    def work(self, other: bool) -> tuple[float, float]:
+        """Operations of the layer, and bytes that it moves. other: whether a tensor is added."""
+        outputs = math.prod(self.out)
+        products = outputs * math.prod(self.weight) // max(_outputs(self), 1)
+        elements = math.prod(self.x) + outputs * (2 if other else 1) + math.prod(self.weight)
+        return 2.0 * products, 4.0 * elements
 
     def wider(self, rows: int = 0, columns: int = 0) -> Layer:
         """The layer with `rows` more output channels and `columns` more input channels."""
@@ -118,18 +125,18 @@ class LayerCosts:
         last: whether images are in channels last. after: activation computed by the same call.
         other: whether another tensor is added, which is then read as well.
         """
-        outputs = math.prod(layer.out)
-        products = outputs * math.prod(layer.weight) // max(_outputs(layer), 1)
-        elements = math.prod(layer.x) + outputs * (2 if other else 1) + math.prod(layer.weight)
+        flops, size = layer.work(other)
         order = "channels last" if last else "plain layout"
         name = f"{implementation}; {order}; {layer}; {after}; {'added to' if other else 'alone'}"
 
         def make() -> Callable[[], object]:
             return _call(layer, implementation, last, _drawn(), after, other)
 
-        return self.costs.seconds(
-            Question(name, 2.0 * products, 4.0 * elements, _in_turns(make, 4 * elements))
-        )
+        return self.costs.seconds(Question(name, flops, size, _in_turns(make, size)))
+
+    def roofline(self, layer: Layer, other: bool) -> float:
+        """Seconds of a layer by the rates of this machine. other: whether a tensor is added."""
+        return self.costs.roofline(*layer.work(other))
 
     def call(self, target: Any, last: bool, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
              *args: Any, index: int = 0) -> float:  # fmt: skip
@@ -151,13 +158,14 @@ class LayerCosts:
 
 
 def _in_turns(make: Callable[[], Callable[[], object]], size: float) -> Any:
-    """`make`, or for large operands one that cycles through several sets of them: a single set
-    would stay in the cache, unlike the values of a network."""
+    """`make`, or for large operands one that cycles through several sets of them, together larger
+    than the cache: a single set would stay there, unlike the values of a network."""
     if size < CACHE:
         return make
 
     def several() -> Callable[[], object]:
-        calls = cycle([make() for _ in range(SETS)])
+        count = min(SETS, 1 + math.ceil(SETS * CACHE / size))
+        calls = cycle([make() for _ in range(count)])
         return lambda: next(calls)()
 
     return several
@@ -178,12 +186,20 @@ def _per_axis(value: Any, node: fx.Node) -> Any:
 
 def _drawn() -> Callable[..., Tensor]:
     """A function that draws seeded normal tensors."""
-    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(DRAWN, generator=torch.Generator().manual_seed(0))
 
     def draw(*shape: int, dtype: torch.dtype, device: Any = "cpu") -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
+        size = math.prod(shape)
+        drawn = values.repeat(-(-size // DRAWN))[:size].view(shape)
+        return drawn.to(device, dtype, copy=True)
 
     return draw
+
+
+@lru_cache(maxsize=4096)
+def _shape_of_output(layer: Layer) -> tuple[int, ...]:
+    with torch.device("meta"):
+        return tuple(_call(layer, PLAIN, False, torch.empty)().shape)
 
 
 def _formatted(tensor: Tensor, last: bool) -> Tensor:
@@ -205,7 +221,7 @@ def _call(
     bias = draw(_outputs(layer), **options) if layer.bias else None
     if implementation == PLAIN:
         product = _plain(layer, x, _formatted(weight, last), bias)
-        added = _formatted(draw(*product().shape, **options), last) if other else None
+        added = _formatted(draw(*layer.out, **options), last) if other else None
         return partial(_activated, product, added, after)
     if not layer.convolves:
         return _linear(x, weight, bias, draw, options, after, other)
@@ -224,7 +240,8 @@ def _call(
     target, args = convolution(x, weight, bias, geometry, after)
     if not other:
         return lambda: target(*args)
-    buffer = torch.empty_like(target(*args)).zero_()
+    packed = implementation != FUSED
+    buffer = target(*args) if packed else _formatted(draw(*layer.out, **options), last)
     target, args = convolution(x, weight, bias, geometry, after, buffer)
     target = ops()._convolution_pointwise_.binary
     return lambda: target(args[1], args[0], *args[2:])

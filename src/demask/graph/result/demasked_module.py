@@ -48,7 +48,6 @@ class Demasked(fx.GraphModule):
         """The module of a graph. root: has its tensors and modules; specs: pytrees of the call."""
         graph.set_codegen(cls.codegen(specs, provenance))
         module = cls(root, graph, class_name=cls.__name__)
-        module.recompile()
         _copy_names(root, module, {})
         _copy_persistence(root, module)
         refuse_hooks(module)

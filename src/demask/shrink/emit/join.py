@@ -113,7 +113,8 @@ def _concatenate_disjoint(
     if any(len(axes[axis]) == 0 for axes in relation.ins) or not isinstance(size, int):
         return None
     wanted = list(range(size)) if layout[axis] is None else list(layout[axis] or ())
-    parts = [[p for p in wanted if h[axis] is None or p in set(h[axis])] for h in layouts]  # type: ignore[index,arg-type]
+    present = [set(wanted) if h[axis] is None else set(h[axis]) for h in layouts]  # type: ignore[index,arg-type]
+    parts = [[p for p in wanted if p in positions] for positions in present]
     if not all(parts) or sorted(parts[0] + parts[1]) != sorted(wanted):
         return None
     if bool((_delta(context, relation, layout, axis, [1, 1], wanted) != 0).any()):

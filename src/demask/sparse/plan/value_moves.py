@@ -165,12 +165,12 @@ class Moves:
         axis_taps = [[tap for tap in taps if tap is not None] for taps in window.taps]
         taps = [(dy + above) * x_layout.row + dx + left for dy, dx in product(*axis_taps)]
         at = at_array(out_layout.inside())
-        rows = [(first_read(window, x_layout, out_layout, position), out_layout.line(*position))
-                for position in at.tolist()]  # fmt: skip
+        reads = first_read(window, x_layout, out_layout, at)
         _, y, col, is_inside = out_layout.pixels(at)
         counts = _counts(step, 0, y, x_layout.size[2]) * _counts(step, 1, col, x_layout.size[3])
         kernel, parts = move.PoolKernel(tuple(taps), step.mean), at[:, 0].tolist()
-        table, scale = np.array(rows, np.int32), np.where(is_inside, 1 / np.maximum(counts, 1), 0)
+        table = np.stack([reads, out_layout.line(*at.T)], 1).astype(np.int32)
+        scale = np.where(is_inside, 1 / np.maximum(counts, 1), 0)
         for thread, picked, begin, end in self._work(out_layout, parts):
             self._add(kernel, x, out, (thread, begin, end), table[picked],
                       {"weights": aligned(scale[picked])})  # fmt: skip
@@ -200,11 +200,10 @@ class Moves:
         """Write the selected channels of x. channels: int32, -1 for zeros."""
         (window,) = windows(as_windows(step))
         first = x.layout.line(0, 0, 0)
-        positions = list(out.layout.inside())
-        rows = [(first + first_read(window, x.layout, out.layout, at), out.layout.line(*at))
-                for at in positions]  # fmt: skip
-        table = np.array(rows, np.int32)
-        for thread, picked, begin, end in self._work(out.layout, [at[0] for at in positions]):
+        at = at_array(out.layout.inside())
+        reads = first + first_read(window, x.layout, out.layout, at)
+        table = np.stack([reads, out.layout.line(*at.T)], 1).astype(np.int32)
+        for thread, picked, begin, end in self._work(out.layout, at[:, 0].tolist()):
             self._add(move.SelectKernel(), x, out, (thread, begin, end), table[picked],
                       {"lines": channels})  # fmt: skip
 

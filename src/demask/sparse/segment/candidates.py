@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import cycle
+from itertools import accumulate, cycle
 from math import prod
 
 import torch
@@ -40,7 +40,8 @@ from demask.sparse.segment.match_calls import MatchedCall, calls_of, matrix
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConvStep, LinearStep, SparseWeight
 from demask.tune.candidates import GAIN, Candidate, CandidateBuilder, seconds_by_image_size
-from demask.tune.layer_costs import CACHE, LayerCosts
+from demask.tune.epilogue import Epilogue
+from demask.tune.layer_costs import CACHE, Layer, LayerCosts
 from demask.tune.onnxruntime_candidate import for_runtime
 from demask.tune.passes.absorb_gathers import absorb_gathers
 from demask.tune.passes.fold_affine import fold_affine
@@ -50,6 +51,8 @@ from demask.tune.passes.merge_activations import merge_activations
 ALL, EACH = "segments of all layers", "sparse layers, where each is faster"
 BY_INDEX, OUTSIDE = ", joins by index", ", large products outside"
 DENSE, SPARSE = "dense", "sparse"
+# A candidate with segments that takes less than this share of the time of all dense layers has won.
+AHEAD = 0.7
 LEAST_SHARE = 0.5  # of the multiply-adds of a network, in segments of all layers
 GAIN_OF_EACH = 0.9  # share of sparse seconds below which a mix of dense and sparse layers pays
 SETS = 3  # inputs that a layer is timed with in turns, if one would stay in the cache
@@ -60,14 +63,13 @@ TOKENS, WIDTH = 64, 256  # of dense matrices that torch may multiply faster than
 class SegmentCandidates:
     """The candidates of a network with segments, for the sizes of its example input.
 
-    precision: how sparse weights are stored. least: seconds of the layers in segments, each in its
-    fastest implementation outside of them.
+    precision: how sparse weights are stored. layers: those in segments of all layers.
     """
 
     asker: LayerCosts
     table: Table
     precision: str | None = None
-    least: float = 0.0
+    layers: list[FusedLayer] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
 
     def forms(
@@ -93,10 +95,13 @@ class SegmentCandidates:
                     yield from self._new(self._all(ALL + name + OUTSIDE, base, large=False))
             tell("measuring sparse layers")
             sparse_layers = _SparseLayers(self.asker)
-            mixed = self._candidate(EACH + name, base, sparse_layers.core, _is_depthwise)
-            mixed.decisions[:0] = sparse_layers.decisions()
+            program = segmented(base, sparse_layers.core, _is_depthwise)
             # If few layers are slightly faster dense, leaving and entering segments costs more.
             if not is_useful or sparse_layers.are_worth_a_mix():
+                mixed = self._candidate(
+                    EACH + name, base, program, sparse_layers.core, _is_depthwise
+                )
+                mixed.decisions[:0] = sparse_layers.decisions()
                 yield from self._new(mixed)
             if not sparse_layers.known and name == BY_INDEX:
                 return  # dense layers with zeros left in them are slower
@@ -104,9 +109,20 @@ class SegmentCandidates:
     def _all(self, name: str, base: Whole, large: bool = True) -> Candidate:
         """The candidate with all layers in segments. large: also large products."""
         layers = _AllLayers(self.asker, large)
-        candidate = self._candidate(name, base, layers.core, layers.core)
-        self.least = max(self.least, sum(layers.known.values()))
+        program = segmented(base, layers.core, layers.core)
+        candidate = self._candidate(name, base, program, layers.core, layers.core)
+        self.layers = max(self.layers, list(layers.outside.values()), key=len)
         return candidate
+
+    def are_ahead(self, seconds: float) -> bool:
+        """Whether the layers in segments alone take much longer outside of them than `seconds`: by
+        the rates of this machine, or in their fastest measured implementations."""
+        if not self.layers:
+            return False
+        if seconds < sum(layer.roofline(self.asker) for layer in self.layers):
+            return True
+        measured = accumulate(layer.seconds(self.asker, (False, True)) for layer in self.layers)
+        return any(seconds < AHEAD * total for total in measured)
 
     def _new(self, form: Candidate) -> Iterator[Candidate]:
         """The candidate, if it has segments and differs from earlier ones."""
@@ -115,9 +131,12 @@ class SegmentCandidates:
             self.seen.add(graph_text)
             yield form
 
-    def _candidate(self, name: str, base: Whole, core: Wanted, between: Wanted) -> Candidate:
-        """One candidate: segments, and the fastest implementations of all other calls."""
-        form = self._outside(name, segmented(base, core, between))
+    def _candidate(
+        self, name: str, base: Whole, program: Whole, core: Wanted, between: Wanted
+    ) -> Candidate:
+        """One candidate: segments, and the fastest implementations of all other calls. program:
+        `base` with segments."""
+        form = self._outside(name, program)
         if self.precision is None:
             return form
         narrow = segmented(base, core, between, precision=self.precision)
@@ -180,22 +199,46 @@ def _is_depthwise(editor: GraphEditor, call: MatchedCall) -> bool:
     return isinstance(call.step, ConvStep) and call.step.groups == call.step.out
 
 
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """A layer as it would be outside of segments, with what oneDNN could compute with it."""
+
+    layer: Layer
+    after: Epilogue
+    other: bool
+
+    @classmethod
+    def of(cls, node: fx.Node, asker: LayerCosts) -> FusedLayer:
+        """The layer of an ATen call."""
+        epilogue = epilogue_chain(node, input_dependent(node.graph))
+        return cls(asker.of(node), epilogue.after, epilogue.other is not None)
+
+    def seconds(self, asker: LayerCosts, layouts: tuple[bool, ...]) -> float:
+        """Seconds of its fastest dense implementation. layouts: whether images are in channels
+        last."""
+        layouts = layouts if len(self.layer.x) == 4 else layouts[:1]
+        return min(asker.layer(self.layer, last, self.after, other=self.other)[1]
+                   for last in layouts)  # fmt: skip
+
+    def roofline(self, asker: LayerCosts) -> float:
+        """Seconds that it takes at the least by the rates of this machine."""
+        return asker.roofline(self.layer, self.other)
+
+
 @dataclass(slots=True)
 class _AllLayers:
-    """All layers of a program that segments should hold. large: also large products; known: dense
-    seconds by node name."""
+    """All layers of a program that segments should hold. large: also large products."""
 
     asker: LayerCosts
     large: bool
-    known: dict[str, float] = field(default_factory=dict)
+    outside: dict[str, FusedLayer] = field(default_factory=dict)  # by node name, no norms
 
     def core(self, editor: GraphEditor, call: MatchedCall) -> bool:
         """Whether a layer should be in a segment."""
         if not self.is_wanted(editor, call):
             return False
-        name = call.node.name
-        if call.affine is None and name not in self.known:
-            self.known[name] = _dense_seconds(self.asker, call.node, (False, True))
+        if call.affine is None and call.node.name not in self.outside:
+            self.outside[call.node.name] = FusedLayer.of(call.node, self.asker)
         return True
 
     def is_wanted(self, editor: GraphEditor, call: MatchedCall) -> bool:
@@ -256,17 +299,8 @@ class _SparseLayers:
         shape = tuple(matrix.shape)
         make = _timed(call, layer.x, shape, count / max(matrix.numel(), 1))
         question = Question(name, 2.0 * count * pixels, bytes_moved, make)
-        dense = _dense_seconds(self.asker, call.node, (False,))
+        dense = FusedLayer.of(call.node, self.asker).seconds(self.asker, (False,))
         return {DENSE: dense, SPARSE: self.asker.costs.seconds(question)}
-
-
-def _dense_seconds(asker: LayerCosts, node: fx.Node, layouts: tuple[bool, ...]) -> float:
-    """Seconds of a layer in its fastest dense implementation. layouts: whether images are in
-    channels last."""
-    epilogue = epilogue_chain(node, input_dependent(node.graph))
-    layer = asker.of(node)
-    return min(asker.layer(layer, last, epilogue.after, other=epilogue.other is not None)[1]
-               for last in (layouts if len(layer.x) == 4 else layouts[:1]))  # fmt: skip
 
 
 def _is_sparse(constant: Constant) -> bool:

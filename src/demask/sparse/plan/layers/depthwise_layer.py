@@ -20,7 +20,15 @@ from demask.sparse.plan.layers.window_piece import (
     tiles_by_size,
 )
 from demask.sparse.plan.tape import KernelCall, Tape
-from demask.sparse.plan.tile_layout import At, Border, GridLayout, TileGrid, permutations, widened
+from demask.sparse.plan.tile_layout import (
+    At,
+    Border,
+    GridLayout,
+    TileGrid,
+    at_array,
+    permutations,
+    widened,
+)
 from demask.sparse.segment_steps import ConvStep
 
 UNROLLED_PRODUCTS = 600  # most products of an area of a depthwise kernel
@@ -96,8 +104,8 @@ def _edges(
     piece: WindowPiece, border: Border, part: int
 ) -> tuple[tuple[Edge, ...], tuple[tuple[int, ...], ...]]:
     """The rows and columns around a part of an input that are permuted; the permutations."""
-    x, at = piece.x.layout, (part, 0, 0)
-    top, left = first_position(piece.window, x.grid, piece.out.layout.grid, at)
+    x, at = piece.x.layout, at_array([(part, 0, 0)])
+    top, left = first_position(piece.window, x.grid, piece.out.layout.grid, at)[0].tolist()
     first, edges = x.line(part, top, left), []
     moves = permutations(replace(x, border=border), x)
     for number, positions in enumerate(moves.values()):

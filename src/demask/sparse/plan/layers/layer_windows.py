@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from demask.sparse.plan.tile_layout import At, Border, GridLayout, TileGrid
+import numpy as np
+
+from demask.sparse.plan.tile_layout import At, Border, GridLayout, TileGrid, areas_of, at_array
 from demask.sparse.segment_steps import ConvStep, LinearStep
 
 
@@ -61,6 +63,17 @@ def reach(grid: TileGrid, out: TileGrid, all_: Sequence[OutputWindow]) -> Border
     return tuple(border)  # type: ignore[return-value]
 
 
+def positions_of(sizes: Sequence[tuple[int, int]], parts: Iterable[int]) -> np.ndarray:
+    """The positions [n, 3] of some parts. sizes: rows and columns of each part."""
+    return at_array((part, i, j) for part in parts for i in range(sizes[part][0])
+                    for j in range(sizes[part][1]))  # fmt: skip
+
+
+def written(window: OutputWindow, at: np.ndarray) -> np.ndarray:
+    """The positions [n, 3] of an output that a window writes, of its own positions."""
+    return at * (1, *window.step) + (0, *window.start)
+
+
 def touched(window: OutputWindow, grid: TileGrid, out: TileGrid) -> set[At]:
     """The positions of an input that a window reads."""
     positions: set[At] = set()
@@ -93,19 +106,19 @@ def as_conv(step: ConvStep | LinearStep) -> ConvStep:
                 name=step.name)  # fmt: skip
 
 
-def first_position(window: OutputWindow, grid: TileGrid, out: TileGrid, at: At) -> tuple[int, int]:
-    """The row and column of a part of the input that a tap of 0 reads for an output position."""
-    part, i, j = at
-    in_area, out_area = grid.part(part), out.part(part)
-    starts = [(out_area[axis] // window.step[axis] + k) * window.stride[axis] - in_area[axis]
-              for axis, k in enumerate((i, j))]  # fmt: skip
-    return starts[0], starts[1]
+def first_position(
+    window: OutputWindow, grid: TileGrid, out: TileGrid, at: np.ndarray
+) -> np.ndarray:
+    """The rows and columns [n, 2] of parts of the input that a tap of 0 reads for output positions
+    [n, 3]."""
+    first, first_out = (np.array(areas_of(each))[:, :2][at[:, 0]] for each in (grid, out))
+    return (first_out // window.step + at[:, 1:]) * window.stride - first
 
 
-def first_read(window: OutputWindow, x: GridLayout, out: GridLayout, at: At) -> int:
-    """The line that a tap of 0 reads for an output position, not counting borders.
+def first_read(window: OutputWindow, x: GridLayout, out: GridLayout, at: np.ndarray) -> np.ndarray:
+    """The lines [n] that a tap of 0 reads for output positions [n, 3], not counting borders.
 
     A tap reads that many rows and columns from there.
     """
-    y, z = first_position(window, x.grid, out.grid, at)
-    return at[0] * x.part_pitch + y * x.row + z
+    y, z = first_position(window, x.grid, out.grid, at).T
+    return at[:, 0] * x.part_pitch + y * x.row + z

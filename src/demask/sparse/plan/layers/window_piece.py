@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from demask.kernels.cpu.tiles.sparse_tile import TILE
 from demask.sparse.plan.layers.dense.dense_blocks import DenseBlock, dense_blocks, whole_block
-from demask.sparse.plan.layers.layer_windows import OutputWindow, first_read, windows
+from demask.sparse.plan.layers.layer_windows import OutputWindow, first_read, windows, written
 from demask.sparse.plan.layers.pack_weights import Csr, Places, read
 from demask.sparse.plan.layers.tiling import TilingProblem, rects
 from demask.sparse.plan.tape import Buffer, NoPlan, Tape, by_thread
-from demask.sparse.plan.tile_layout import Area, At, TileGrid
+from demask.sparse.plan.tile_layout import Area, At, TileGrid, at_array
 from demask.sparse.segment_steps import ConvStep
 
 DEPTHWISE = 0.5  # share of nonzeros from which a depthwise weight is multiplied with its zeros
@@ -164,7 +164,7 @@ def tiles_by_size(areas: Mapping[int, Area], tile: Size) -> list[tuple[Size, lis
 
 
 def tile_lines(
-    piece: WindowPiece, tiles: Sequence[At], size: tuple[int, int]
+    piece: WindowPiece, tiles: Iterable[At], size: tuple[int, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None, np.ndarray]:
     """The lines of the positions of a tile in x, out and the added tensor, relative to its first;
     and the table of the first lines of all tiles."""
@@ -172,11 +172,12 @@ def tile_lines(
     (sy, sx), (oy, ox) = piece.window.stride, piece.window.step
     positions = [(i, j) for i in range(size[0]) for j in range(size[1])]
     has_add = piece.step.add is not None
-    table = np.zeros(len(tiles), TILE)
-    for k, (part, i, j) in enumerate(tiles):
-        out_position = part, oy * i + piece.window.start[0], ox * j + piece.window.start[1]
-        table[k] = (first_read(piece.window, x, out, (part, i, j)), out.line(*out_position),
-                    add.line(*out_position) if has_add else 0, 0)  # fmt: skip
+    at = at_array(tiles)
+    table = np.zeros(len(at), TILE)
+    places = written(piece.window, at).T
+    table["x"], table["out"] = first_read(piece.window, x, out, at), out.line(*places)
+    if has_add:
+        table["add"] = add.line(*places)
     adds = tuple(oy * i * add.row + ox * j for i, j in positions) if has_add else None
     return (tuple(sy * i * x.row + sx * j for i, j in positions),
             tuple(oy * i * out.row + ox * j for i, j in positions), adds, table)  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -19,11 +20,12 @@ from demask.sparse.plan.layers.dense.dense_tiling import (
     pack_channels,
     split_outputs,
 )
+from demask.sparse.plan.layers.layer_windows import OutputWindow, positions_of, written
 from demask.sparse.plan.layers.narrow_layer import compacted, is_narrow
 from demask.sparse.plan.layers.tiling import Tiling
 from demask.sparse.plan.layers.window_piece import Share, WindowPiece, tap_lines, tile_lines
 from demask.sparse.plan.tape import Buffer, KernelCall, Tape
-from demask.sparse.plan.tile_layout import NO_BORDER, GridLayout, TileGrid, at_array
+from demask.sparse.plan.tile_layout import NO_BORDER, GridLayout, TileGrid
 
 FETCHED = 256 * 1024  # bytes of weights from which they are prefetched: they leave the L2 cache
 
@@ -39,25 +41,31 @@ class PositionLines:
 
 def lines_of(piece: WindowPiece, parts: Iterable[int]) -> PositionLines:
     """The lines of a window's positions in some parts."""
-    sizes, (oy, ox), start = piece.shape.parts, piece.window.step, piece.window.start
-    at = [(part, i, j) for part in parts for i in range(sizes[part][0])
-          for j in range(sizes[part][1])]  # fmt: skip
+    at = positions_of(piece.shape.parts, parts)
     *_, table = tile_lines(piece, at, (1, 1))
     table["x"] += tap_lines(piece)[0]
-    places = at_array((part, oy * i + start[0], ox * j + start[1]) for part, i, j in at)
-    is_inside = piece.out.layout.pixels(places)[3]
+    is_inside = piece.out.layout.pixels(written(piece.window, at))[3]
     return PositionLines(table, [np.flatnonzero(own) for own in is_inside])
+
+
+@lru_cache(maxsize=1024)
+def _counts(
+    layout: GridLayout, window: OutputWindow, sizes: tuple[tuple[int, int], ...], parts: tuple
+) -> tuple[int, ...]:
+    """How many positions of the image each line of some parts has."""
+    is_inside = layout.pixels(written(window, positions_of(sizes, parts)))[3]
+    return tuple(is_inside.sum(1).tolist())
 
 
 def channels_cost(piece: WindowPiece, share: Share, isa: Isa) -> float:
     """Estimated cycles of a share of a layer."""
     _, areas, block = share
-    return best_channels(_problem(piece, block, lines_of(piece, areas)), isa)[0]
+    return best_channels(_problem(piece, block, areas), isa)[0]
 
 
-def _problem(piece: WindowPiece, block: DenseBlock, lines: PositionLines) -> ChannelProblem:
+def _problem(piece: WindowPiece, block: DenseBlock, parts: Iterable[int]) -> ChannelProblem:
     outputs, channels, taps = block.weight.shape
-    counts = tuple(len(own) for own in lines.lanes)
+    counts = _counts(piece.out.layout, piece.window, piece.shape.parts, tuple(parts))
     return ChannelProblem(counts, outputs, max(channels, 1), taps, piece.step.add is not None)
 
 
@@ -78,7 +86,7 @@ def emit_channels(tape: Tape, isa: Isa, piece: WindowPiece, shares: Sequence[Sha
         lines = lines_of(piece, areas)
         key = tuple(block.rows.tolist())
         if key not in packs:
-            tiling = best_channels(_problem(piece, block, lines), isa)[1]
+            tiling = best_channels(_problem(piece, block, areas), isa)[1]
             packs[key] = _packed(piece, block, tiling, isa)
         call = _call(piece, packs[key], lines, isa)
         if is_narrow(piece):

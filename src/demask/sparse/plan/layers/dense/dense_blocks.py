@@ -35,20 +35,24 @@ def dense_blocks(matrix: Csr, channels: np.ndarray, count: int, taps: int) -> li
     is_used, columns = reads.any(1), reads.any(0)
     one = len(matrix) >= DENSE * is_used.sum() * columns.sum() * taps
     kinds = is_used.astype(np.int64) if one else _kinds(reads)
-    groups = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
+    unique, number = np.unique(kinds, return_inverse=True)
+    groups = [np.flatnonzero(kinds == kind) for kind in unique]
     supports = [np.flatnonzero(reads[rows].any(0)) for rows in groups]
     products = sum(len(rows) * len(read) for rows, read in zip(groups, supports, strict=True))
     few = sum(len(read) > 0 for read in supports) * LEAST_ROWS <= max(is_used.sum(), LEAST_ROWS)
     if len(matrix) < DENSE * products * taps or not few:
         return []
-    order = np.searchsorted(np.unique(kinds), kinds)[matrix.rows]
-    place, blocks = np.zeros((matrix.count, count), np.int64), []
+    is_only = sum(len(read) > 0 for read in supports) == 1  # rows of zeros have no nonzeros
+    row_of, channel_of = np.zeros(matrix.count, np.int64), np.zeros(count, np.int64)
+    blocks = []
     for k, (rows, read) in enumerate(zip(groups, supports, strict=True)):
         block = DenseBlock(rows, read, np.zeros((len(rows), len(read), taps), np.float32))
-        place[np.ix_(rows, read)] = np.arange(len(rows) * len(read)).reshape(len(rows), -1)
-        own = order == k if len(groups) > 1 else slice(None)
-        where = place[matrix.rows[own], channels[own]] * taps + matrix.columns[own] % taps
-        block.weight.reshape(-1)[where] = matrix.values[own]
+        row_of[rows], channel_of[read] = np.arange(len(rows)), np.arange(len(read))
+        own = slice(None) if is_only else number[matrix.rows] == k
+        if len(read):
+            tap = matrix.columns[own] % taps if taps > 1 else 0
+            where = row_of[matrix.rows[own]] * len(read) + channel_of[channels[own]]
+            block.weight.reshape(-1)[where * taps + tap] = matrix.values[own]
         blocks.append(block)
     return blocks
 
