@@ -40,9 +40,13 @@ def absorb_pads(analysis: LayoutAnalysis) -> Program | None:
     for node in list(editor.graph.nodes):
         if _constant_pad(node):
             _postpone_pad(editor, node, analysis.table)
-    analysis = analysis.again(editor.finish())
-    facts = analysis.known
-    pads = [n for n in editor.graph.nodes if _constant_pad(n) and _has_constant_input(n, facts)]
+    program = editor.finish()
+    pads = [n for n in editor.graph.nodes
+            if _constant_pad(n) and all(reader.target in PADDED for reader in n.users)]  # fmt: skip
+    if not pads:
+        return None
+    analysis = analysis.again(program)
+    pads = [node for node in pads if _has_constant_input(node, analysis.known)]
     values = {node: _pad_values(node, analysis) for node in pads}
     if not any(values.values()):
         return None
