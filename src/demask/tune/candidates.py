@@ -17,11 +17,11 @@ from torch import fx
 from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.graph.provenance import TuneDecision
-from demask.graph.queries import ExampleSizes, input_dependent
+from demask.graph.queries import input_dependent
 from demask.ops import Table, schema
 from demask.ops.traits import CONV_OF_AXES
 from demask.tune.epilogue import Epilogue
-from demask.tune.layer_costs import FUSED, PLAIN, Layer, LayerCosts
+from demask.tune.layer_costs import PLAIN, Layer, LayerCosts
 from demask.tune.passes.channels_last import CONVOLUTIONS as IMAGES
 from demask.tune.passes.channels_last import (
     convert_layouts,
@@ -33,7 +33,6 @@ from demask.tune.passes.fuse_epilogues import epilogue_chain, fuse_epilogues
 from demask.tune.passes.join_as_sum import Sum, rewrite_joins
 from demask.tune.passes.merge_activations import merge_activations
 from demask.tune.passes.one_pixel_as_linear import convert_one_pixel_convs
-from demask.tune.passes.pack_pixels import pack_pixels
 from demask.tune.passes.pad_channels import Widening, remove_pads, round_widths
 
 aten = torch.ops.aten
@@ -123,11 +122,8 @@ class CandidateBuilder:
             width = lambda n, m=multiple: -(-n // m) * m  # noqa: E731
             program = round_widths(program, width, self.worth, self.table)
         program = fuse_epilogues(program, self.fuse)
-        return Candidate(name, self.arranged(program), self.decisions)
-
-    def arranged(self, program: Program) -> Program:
-        """A fused program in the chosen memory layout."""
-        return pack_pixels(convert_layouts(program, self.last, self.table), self.pair)
+        program = convert_layouts(program, self.last, self.table)
+        return Candidate(name, program, self.decisions)
 
     def join(self, editor: GraphEditor, terms: Sum, branch: fx.Node, join: fx.Node) -> str | None:
         """The fastest way for a layer to write at its channels of a join: "grow" (rows for all
@@ -189,37 +185,11 @@ class CandidateBuilder:
     def fuse(self, node: fx.Node, after: Epilogue, other: bool) -> bool:
         """Whether a layer is faster as a oneDNN call with its epilogue."""
         layer, last = self.asker.of(node), self.last(node)
-        names = self.asker.implementations(layer, last)
+        names = self.asker.implementations(layer)
         seconds = {name: self.asker.seconds(layer, name, last, after, other) for name in names}
         best = min(seconds, key=seconds.__getitem__)
         self.decisions.append(TuneDecision(_named(node), best, seconds))
         return best != PLAIN
-
-    def pair(self, editor: GraphEditor, node: fx.Node) -> int:
-        """How many neighboring pixels a narrow convolution should compute at once."""
-        layer, after, other = fused_layer(node, self.asker.example)
-        names = [name for name in self.asker.implementations(layer, True) if name != PLAIN]
-        seconds = {name: self.asker.seconds(layer, name, True, after, other) for name in names}
-        best = min(seconds, key=seconds.__getitem__)
-        return 1 if best == FUSED or not self.last(node) else int(best.split()[0])
-
-
-def fused_layer(node: fx.Node, example: ExampleSizes) -> tuple[Layer, Epilogue, bool]:
-    """The layer of a fused convolution, its epilogue, and whether it adds to another value."""
-    arguments = schema.arguments(node)
-    axes = len(arguments["padding"])
-    geometry = tuple(tuple(arguments[key]) for key in ("stride", "padding", "dilation"))
-    value = node.meta["val"]
-    shapes = example.shape(arguments["X"]), example.shape(arguments["W"])
-    layer = Layer(str(CONV_OF_AXES[axes]), *shapes, (*geometry, arguments["groups"]),
-                  arguments["B"] is not None, value.dtype, value.device)  # fmt: skip
-    if "other" in arguments:
-        return layer, Epilogue(arguments["unary_attr"] or "none"), True
-    return (
-        layer,
-        Epilogue(arguments["attr"], tuple(arguments["scalars"]), arguments["algorithm"]),
-        False,
-    )
 
 
 def _named(node: fx.Node) -> str:

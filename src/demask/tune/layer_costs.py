@@ -21,13 +21,12 @@ from demask.machine.cost import Costs, Question
 from demask.ops import schema
 from demask.tune.epilogue import Epilogue, apply_activation, convolution
 from demask.tune.passes.channels_last import FORMATS
-from demask.tune.passes.pack_pixels import GROUPS
 
 aten = torch.ops.aten
 CACHE, SETS = 2**20, 5  # operands of more bytes are timed on several sets in turns, 5 at most
 DRAWN = 2**16  # normal values, repeated in larger operands
 NONE = Epilogue()
-PLAIN, FUSED = "plain", "fused"  # implementations of a layer; the others are f"{count} pixels"
+PLAIN, FUSED = "plain", "fused"  # implementations of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +94,17 @@ class LayerCosts:
         """The sizes of a node's value."""
         return self.example.shape(node)
 
-    def implementations(self, layer: Layer, last: bool) -> list[str]:
-        """Names of the implementations of a layer. last: whether images are in channels last."""
-        names = [PLAIN]
-        fusible = "transpose" not in layer.target and available(layer.dtype, layer.device)
-        if fusible:
-            names.append(FUSED)
-        narrow = last and len(layer.x) == 4 and layer.convolves and layer.weight[0] <= 16
-        if fusible and narrow and layer.geometry[3] == 1:
-            stride, _, dilation, _ = layer.geometry
-            if stride[1] == 1 and dilation[1] == 1:
-                names += [f"{n} pixels" for n in GROUPS if layer.out[3] % n == 0]
-        return names
+    def implementations(self, layer: Layer) -> list[str]:
+        """Names of the implementations of a layer."""
+        is_fusible = "transpose" not in layer.target and available(layer.dtype, layer.device)
+        return [PLAIN, FUSED] if is_fusible else [PLAIN]
 
     def layer(
         self, layer: Layer, last: bool, after: Epilogue = NONE, *, other: bool = False
     ) -> tuple[str, float]:
         """The fastest implementation of a layer with its epilogue, and its seconds."""
         seconds = {name: self.seconds(layer, name, last, after, other)
-                   for name in self.implementations(layer, last)}  # fmt: skip
+                   for name in self.implementations(layer)}  # fmt: skip
         best = min(seconds, key=seconds.__getitem__)
         return best, seconds[best]
 
@@ -226,12 +217,6 @@ def _call(
     if not layer.convolves:
         return _linear(x, weight, bias, draw, options, after, other)
     stride, padding, dilation, groups = layer.geometry
-    if implementation != FUSED:
-        count = int(implementation.split()[0])
-        weight = torch.cat([torch.nn.functional.pad(weight, (k, count - 1 - k))
-                            for k in range(count)])  # fmt: skip
-        bias = None if bias is None else bias.repeat(count)
-        stride = (stride[0], count)
     if weight.ndim == 4:
         weight = ops()._reorder_convolution_weight(
             weight, padding, stride, dilation, groups, list(x.shape)
@@ -240,8 +225,7 @@ def _call(
     target, args = convolution(x, weight, bias, geometry, after)
     if not other:
         return lambda: target(*args)
-    packed = implementation != FUSED
-    buffer = target(*args) if packed else _formatted(draw(*layer.out, **options), last)
+    buffer = _formatted(draw(*layer.out, **options), last)
     target, args = convolution(x, weight, bias, geometry, after, buffer)
     target = ops()._convolution_pointwise_.binary
     return lambda: target(args[1], args[0], *args[2:])

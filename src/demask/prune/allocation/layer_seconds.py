@@ -191,7 +191,7 @@ def layer_seconds(asker: LayerCosts, runner: str, layer: Layer) -> float:
         seconds = segment_seconds(asker, layer)
         if seconds < math.inf:
             return seconds
-    names = asker.implementations(layer, last=False)
+    names = asker.implementations(layer)
     name = FUSED if FUSED in names else PLAIN
     orders = (False, True) if len(layer.x) == 4 and layer.convolves else (False,)
     return min(asker.seconds(layer, name, last, Epilogue(), other=False) for last in orders)

@@ -19,18 +19,17 @@ from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan.layers.tiling import rect_counts
 from demask.sparse.plan.tape import aligned
 
-INPUTS = 28 * 1024  # bytes of inputs that a tile reads from a block of input channels
+# Bytes of the cache lines that a tile reads from a block of input channels. With twice as many a
+# layer of 384 x 768 took 1.2 times as long: weights pass through the L1 cache, too.
+INPUTS, CACHE_LINE = 16 * 1024, 64
 WEIGHTS = 128 * 1024  # bytes of weights that all positions read before the next, from the L2 cache
 UNROLLED = 4  # input channels per iteration of a kernel of one position
 MOST_ROWS = 16  # output channels of a block
 MOST_VECTORS = 4  # the same in vectors, where output channels are lanes
 # Cycles: of a multiply-add and of a load of a vector; of a block of output channels, of each of its
 # sums, and of an iteration over input channels; of as many vectors as lanes, transposed.
-PRODUCT, LOAD, BLOCK, SUM, STEP, TRANSPOSED = 0.5, 0.5, 12.0, 1.5, 1.0, 55.0
+PRODUCT, LOAD, BLOCK, SUM, STEP, TRANSPOSED = 0.5, 0.65, 12.0, 1.5, 1.0, 55.0
 LONG = 6  # vectors of a tile: with more and few rows, kernels of taps take up to twice as long
-#: of products: bytes of a weight from which it leaves the cache between calls, and bytes per cycle
-#: at which each pass over it is then read
-FAR, STREAM = 256 * 1024, 12.0
 TIE = 1.02  # factor of cycles to the least at which tilings are as good
 WAIT = 8  # sums that hide the latency of a multiply-add
 
@@ -125,11 +124,11 @@ def _tilings(problem: DenseProblem, isa: Isa) -> Iterator[tuple[tuple[int, int],
 
 
 def _inner(problem: DenseProblem, tile: tuple[int, int], isa: Isa) -> int:
-    """Input channels of a block: about equal blocks whose inputs fit in the L1 cache."""
-    lines = 1
-    for size, stride, reach in zip(tile, problem.stride, problem.reach, strict=True):
-        lines *= (size - 1) * min(stride, reach + 1) + 1 + reach
-    blocks = -(-problem.channels // max(1, INPUTS // (isa.line * lines)))
+    """Input channels of a block: about equal blocks whose inputs stay in the L1 cache."""
+    rows, columns = ((size - 1) * min(stride, reach + 1) + 1 + reach for size, stride, reach in
+                     zip(tile, problem.stride, problem.reach, strict=True))  # fmt: skip
+    touched = rows * (isa.line * columns + CACHE_LINE - isa.line)  # any line may begin a row
+    blocks = -(-problem.channels // max(1, INPUTS // touched))
     return -(-problem.channels // blocks)
 
 
@@ -142,17 +141,10 @@ def _cost(problem: DenseProblem, tiling: DenseTiling) -> float:
         return sum(count * _block_cost(problem, (rows, positions), tiling.inner)
                    for rows, count in sizes)  # fmt: skip
 
-    stream = _stream_cost(problem)
     return max(
-        sum(count * (stream + tile_cost(h * w)) for h, w, count in rect_counts(*part, tiling.tile))
+        sum(count * tile_cost(h * w) for h, w, count in rect_counts(*part, tiling.tile))
         for part in problem.parts
     )
-
-
-def _stream_cost(problem: DenseProblem | ChannelProblem) -> float:
-    """Estimated cycles of reading the weight of a product once."""
-    size = 4 * problem.outputs * problem.channels
-    return size / STREAM if problem.taps == 1 and size >= FAR else 0.0
 
 
 def _block_cost(problem: DenseProblem | ChannelProblem, sums: tuple[int, int], inner: int) -> float:
@@ -186,7 +178,7 @@ def best_channels(problem: ChannelProblem, isa: Isa) -> tuple[float, ChannelTili
 def _channels_cost(problem: ChannelProblem, tiling: ChannelTiling, isa: Isa) -> float:
     """Estimated cycles with output channels in lanes."""
     count = -(-problem.outputs // isa.lanes)
-    cycles = count * len(problem.lines) * TRANSPOSED * (1 + problem.add) + _stream_cost(problem)
+    cycles = count * len(problem.lines) * TRANSPOSED * (1 + problem.add)
     blocks = split_outputs(count, tiling.vectors) or (0, 0)
     groups = Counter(len(own) for line in problem.lines for own in groups_of(line, tiling.most))
     for vectors, of in zip((tiling.vectors, tiling.vectors - 1), blocks, strict=True):

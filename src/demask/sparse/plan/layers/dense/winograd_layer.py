@@ -26,12 +26,10 @@ from demask.sparse.plan.layers.dense.dense_blocks import DenseBlock
 from demask.sparse.plan.layers.dense.dense_layer import emit_dense
 from demask.sparse.plan.layers.dense.dense_tiling import (
     BLOCK,
-    FAR,
     LOAD,
     MOST_ROWS,
     PRODUCT,
     STEP,
-    STREAM,
     SUM,
     WAIT,
     split_outputs,
@@ -54,6 +52,9 @@ SIDE = 2  # rows and columns of the outputs of a square
 DIRECT, FILTERED, IN, OUT = 36 * PRODUCT, 16 * PRODUCT, 32.0, 40.0
 PAYS = 0.9  # largest ratio of estimated cycles with which layers are computed so
 LEAST = 64  # pixels of an image: in smaller ones, weights take longer to read than to multiply
+#: bytes of a weight from which it leaves the cache between calls, and bytes per cycle at which each
+#: pass over it is then read
+FAR, STREAM = 256 * 1024, 12.0
 FAR_LOAD = 1.5  # cycles of a load of a vector from the L2 cache
 COMPONENT = 20 * 1024  # bytes of a component of a block of squares, from the L1 cache
 SCRATCH = 256 * 1024  # bytes of all components, from the L2 cache
