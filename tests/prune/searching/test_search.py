@@ -104,10 +104,27 @@ def test_networks_over_the_budget_are_not_evaluated():
     assert over and all(t.accuracy is None for t in over)
     assert len(seen) == 1 + len(search.trials) - len(over)  # and the network as it is
     assert search.best.macs <= 0.4 * dense.macs
-    tiny = prune.search(network(), closeness, (X,), trials=2, budget=1)
-    with pytest.raises(BadInput, match="no trial fits the budget of 1: the cheapest of 2 costs"):
+    least = prune.search(network(), closeness, (X,), trials=1, amounts=(0.9, 0.9)).trials[0].macs
+    tiny = prune.search(network(), closeness, (X,), trials=2, budget=least)
+    with pytest.raises(BadInput, match=f"no trial fits the budget of {least}: the cheapest of 2"):
         _ = tiny.best
     assert "2 over the budget" in str(tiny)
+
+
+@pytest.mark.parametrize("cost", ["macs", "parameters"])
+def test_a_budget_that_nothing_fits_is_refused_at_once(cost):
+    model = network()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    evaluated = []
+
+    def evaluate(network):
+        evaluated.append(network)
+        return 1.0
+
+    with pytest.raises(BadInput, match=f"no network fits the budget of 1 {cost}: with the largest"):
+        prune.search(model, evaluate, (X,), trials=50, budget=1, cost=cost)
+    assert len(evaluated) == 1  # the network as it is
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
 
 
 def test_other_costs(reference):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -218,6 +218,8 @@ def search(
         time = PredictedTime(pruner) if cost == "ms" else None
         dense = _dense(store, task, time)
         run = _Run(task, store, ranges, sizes, client, seed, time)
+        if budget is not None and cost != "ms":
+            run.check_budget()
         done = run.until(trials, batch)
     return Search(dense, tuple(done[number] for number in range(trials)), cost, budget, options)
 
@@ -233,6 +235,16 @@ class _Run:
     client: Any
     seed: int
     time: PredictedTime | None
+
+    def check_budget(self) -> None:
+        """Raise BadInput for a budget of parameters or MACs that no network can fit: not even the
+        one without all slices that may be removed."""
+        most = self._proposal(0, {name: largest for name, (_, largest) in self.ranges.items()})
+        least = cost_of(self.task.cost, run_trial(replace(self.task, budget=0.0), most))
+        if self.task.budget is not None and least > self.task.budget:
+            raise BadInput(f"no network fits the budget of {self.task.budget:g} {self.task.cost}: "
+                           f"with the largest amounts of all groups removed, {least:g} are left; "
+                           "give larger amounts, or a larger budget")  # fmt: skip
 
     def until(self, count: int, batch: int) -> dict[int, SearchTrial]:
         """The trials by number, at least `count`; see `search`."""
