@@ -310,7 +310,7 @@ def outcomes(
     def tick(title: str) -> None:
         bar.update(task, advance=1, description=title)
 
-    def finished(name: str, run: Run, train_it: Callable[[Run], nn.Module]) -> Outcome:
+    def finished(name: str, seed: int, run: Run, train_it: Callable[[Run], nn.Module]) -> Outcome:
         torch.manual_seed(run.seed)
         began = time.perf_counter()
         run.evaluate()
@@ -318,18 +318,18 @@ def outcomes(
         right = run.evaluate()
         seconds = time.perf_counter() - began
         model = model.cpu()
-        return Outcome(name, run.seed, model, right, sizes_of(model), run.accuracies, seconds)
+        return Outcome(name, seed, model, right, sizes_of(model), run.accuracies, seconds)
 
     def tuned(name: str, seed: int) -> Outcome:
         copy = deepcopy(dense.model)
         run = Run(copy, train, test, steps, seed + 100, tick, TUNING_RATE, teacher)
-        return finished(name, run, CONTENDERS[name])
+        return finished(name, seed, run, CONTENDERS[name])
 
     def file_of(name: str) -> Path | None:
         return folder / f"{name}.pt" if folder is not None else None
 
     dense = kept(file_of("dense"), lambda: finished(
-        DENSE, Run(pretrained(), train, test, dense_steps, 0, tick), train_dense))  # fmt: skip
+        DENSE, 0, Run(pretrained(), train, test, dense_steps, 0, tick), train_dense))  # fmt: skip
     yield dense
     teacher = logits_of(deepcopy(dense.model).to(train.pixels.device), train)
     for seed, (way, name) in product(seeds, WAYS.items()):
