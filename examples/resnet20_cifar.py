@@ -44,8 +44,10 @@ from demask.machine.timing import Timing, time_alternately
 ROOT = Path(__file__).parents[1]
 RESULTS, QUICK = ROOT / "examples" / "results", ROOT / "build" / "examples"
 BATCH, MOMENTUM, DECAY = 128, 0.9, 5e-4
-RATE, TUNING_RATE, WARMUP = 0.04, 0.08, 20  # highest learning rates; steps up to them
-CROPS = ((0.5, 24), (0.8, 28), (1.0, 32))  # until a share of the steps: the sides of crops
+RATE, TUNING_RATE, WARMUP = 0.04, 0.02, 20  # highest learning rates; steps up to them
+# Until a share of the steps: the sides of crops. Small ones take two thirds of the time.
+GROWING, WHOLE = ((0.5, 24), (0.8, 28), (1.0, 32)), ((1.0, 32),)
+Crops = tuple[tuple[float, int], ...]
 BUDGET = 0.5  # of the MACs
 PRUNING = 0.1  # of the tuning: the steps of pruning
 REGULARIZING = 0.3  # of the tuning: Torch-Pruning's regularization
@@ -83,6 +85,7 @@ class Run:
     tick: Callable[[str], None]
     rate: float = RATE
     teacher: Tensor | None = None  # logits [mirrored, image, class]
+    crops: Crops = GROWING
     done: int = 0
     accuracies: list[tuple[float, float]] = field(default_factory=list)
 
@@ -113,7 +116,7 @@ class Run:
             for group in self.optimizer.param_groups:  # a cosine, from `rate` to 0
                 group["lr"] = self.rate * (1 + np.cos(np.pi * progress)) / 2
                 group["lr"] *= min((self.done + 1) / WARMUP, 1)
-            side = next(side for end, side in CROPS if progress < end)
+            side = next(side for end, side in self.crops if progress < end)
             pixels, mirrored = augmented(self.train.pixels[part], side, self.random)
             loss = self.loss(self.model(normalized(pixels)), part, mirrored)
             self.optimizer.zero_grad()
@@ -299,7 +302,7 @@ def kept(file: Path | None, compute: Callable[[], Outcome]) -> Outcome:
 
 def outcomes(
     seeds: list[int], names: list[str], epochs: tuple[float, float], train: Images, test: Images,
-    bar: Progress, folder: Path | None = None,
+    bar: Progress, folder: Path | None = None, crops: Crops = GROWING,
 ) -> Iterator[Outcome]:  # fmt: skip
     """The dense network, and every contender with every seed, which begin from it.
 
@@ -323,7 +326,7 @@ def outcomes(
 
     def tuned(name: str, seed: int) -> Outcome:
         copy = deepcopy(dense.model)
-        run = Run(copy, train, test, steps, seed + 100, tick, TUNING_RATE, teacher)
+        run = Run(copy, train, test, steps, seed + 100, tick, TUNING_RATE, teacher, crops)
         return finished(name, seed, run, CONTENDERS[name])
 
     def file_of(name: str) -> Path | None:
@@ -381,7 +384,7 @@ def interval(values: list[float]) -> str:
 
 
 def page(results: list[Outcome], epochs: tuple[float, float], before: str, images: int,
-         timings: dict[str, Timing], device: str) -> str:  # fmt: skip
+         timings: dict[str, Timing], crops: Crops, device: str) -> str:  # fmt: skip
     """The page of results."""
     names = list(dict.fromkeys(r.name for r in results))
     dense = results[0]
@@ -400,7 +403,8 @@ def page(results: list[Outcome], epochs: tuple[float, float], before: str, image
             "ms, 64 images", "training"]  # fmt: skip
     lines = [head, ["---"] * len(head), *rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    sides = ", ".join(f"{side} until {100 * end:.0f} %" for end, side in CROPS)
+    sides = ", ".join(f"{side} until {100 * end:.0f} %" for end, side in GROWING)
+    of = " of the dense network" if crops == WHOLE else ""
     seeds = len({r.seed for r in results[1:]})
     many = "One seed" if seeds == 1 else f"{seeds} seeds"
     trained = "the CPU" if device == "cpu" else torch.cuda.get_device_name(device)
@@ -411,7 +415,7 @@ def page(results: list[Outcome], epochs: tuple[float, float], before: str, image
 
 {images:,} JPEG images; published weights fine-tuned for {epochs[0]:.2g} epochs; from there
 {epochs[1]:.2g} epochs for each row and seed, with the dense network's logits as targets (Hinton et
-al. 2015).{longer} Crops are {sides} of the
+al. 2015).{longer} Sides of the crops{of}: {sides} of the
 steps. {many} of one dense network{spread}. Trained on {trained}. Milliseconds are of the CPU, of
 `demask.optimize` of the first seed's networks, in turns.
 
@@ -464,6 +468,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=WAYS, help=f"default: {', '.join(DEFAULT)}")
     parser.add_argument("--minutes", type=float, default=50, help="for all training, about")
     parser.add_argument("--epochs", type=float, help="of each way; default: by --minutes")
+    parser.add_argument("--whole", action="store_true", help="no small crops to begin with")
     parser.add_argument("--dense-epochs", type=float, default=3, help="at most --epochs")
     parser.add_argument("--device", default="cpu", help="that trains: cpu (default) or cuda")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of the networks")
@@ -490,17 +495,18 @@ def main() -> None:
         step, runs = seconds_per_step(pretrained(), train), len(seeds) * len(names)
         each = epochs_within(60 * options.minutes, step, len(train.labels), runs)
     epochs = min(each, options.dense_epochs), each
+    crops = WHOLE if options.whole else GROWING
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         results: list[Outcome] = []
-        for outcome in outcomes(seeds, names, epochs, train, test, bar, options.keep):
+        for outcome in outcomes(seeds, names, epochs, train, test, bar, options.keep, crops):
             results.append(outcome)
             print(f"seed {outcome.seed}, {outcome.name}: {outcome.accuracy:.2f} %, "
                   f"{outcome.sizes.macs:,} MACs, {outcome.seconds:.0f} s", flush=True)  # fmt: skip
     draw(results, output / "resnet20_cifar.svg")
     timings = timed(results, test)
-    text = page(results, epochs, before, len(train.labels), timings, options.device)
+    text = page(results, epochs, before, len(train.labels), timings, crops, options.device)
     (output / "resnet20_cifar.md").write_text(text)
     print(text)
 
