@@ -84,16 +84,21 @@ class Images:
         labels = [classes.index(n.partition("/")[0]) for n in names]
         return cls(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2), torch.tensor(labels))
 
+    def to(self, device: str) -> Images:
+        """The images on a device."""
+        return Images(self.pixels.to(device), self.labels.to(device))
+
 
 def normalized(pixels: Tensor) -> Tensor:
     """float32, channels last."""
-    mean_, deviation = (torch.tensor(v).view(1, 3, 1, 1) for v in (MEAN, DEVIATION))
+    mean_, deviation = (torch.tensor(v, device=pixels.device).view(1, 3, 1, 1)
+                        for v in (MEAN, DEVIATION))  # fmt: skip
     x = (pixels.float() / 255 - mean_) / deviation
     return x.to(memory_format=torch.channels_last)
 
 
 def accuracy(model: nn.Module, test: Images) -> float:
-    """Percent of the test images that are classified right."""
+    """Percent of the test images, on the device of the model, that are classified right."""
     model.eval()
     with torch.inference_mode():
         right = sum((model(normalized(x)).argmax(1) == y).sum().item() for x, y in

@@ -2,9 +2,12 @@
 
 The task is made from what Python ships: which module of the standard library a line of source is
 from. The encoder is BERT's, as small as two cores train in minutes (by default 4 layers of 128, 4
-heads, 512 units; BERT-base has 12 of 768). Halfway half of its heads and units are masked; then the
-small network is demasked out and trained on, with the optimizer's state carried over and, to
-compare, with a new optimizer. Both losses are drawn, and the masked network that trains on.
+heads, 512 units). Halfway half of its heads and units are masked; then the small network is
+demasked out and trained on, with the optimizer's state carried over and, to compare, with a new
+optimizer. Both losses are drawn, and the masked network that trains on.
+
+BERT-base's layers, on a GPU: `--size 768x12x12 --rate 1e-4 --device cuda --name
+encoder_trainer_base`.
 
 Needs transformers and accelerate. Writes examples/results/encoder_trainer.md and .svg (`--quick`:
 to build/examples).
@@ -106,12 +109,12 @@ def read_task(test_share: float = 0.15) -> tuple[Lines, Lines, tuple[str, ...]]:
 
 
 def new_model(classes: int, size: str) -> BertForSequenceClassification:
-    """BERT with random weights. size: "128x4" is 4 layers of 128."""
-    width, layers = map(int, size.split("x"))
+    """BERT with random weights. size: "128x4x2" is 4 layers of 128 with 2 heads."""
+    width, layers, heads = map(int, size.split("x"))
     return BertForSequenceClassification(
         BertConfig(
             vocab_size=WORDS, hidden_size=width, num_hidden_layers=layers,
-            num_attention_heads=max(width // 32, 1), intermediate_size=4 * width,
+            num_attention_heads=heads, intermediate_size=4 * width,
             max_position_embeddings=LENGTH, num_labels=classes, attn_implementation="sdpa",
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )
@@ -143,12 +146,12 @@ class StopAt(TrainerCallback):
         return control
 
 
-def arguments(folder: Path, steps: int, batch: int) -> TrainingArguments:
+def arguments(options: argparse.Namespace, steps: int) -> TrainingArguments:
     """Every step is logged; nothing is saved or sent anywhere."""
     return TrainingArguments(
-        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=batch,
-        per_device_eval_batch_size=256, logging_steps=1, save_strategy="no", report_to=[],
-        disable_tqdm=True, use_cpu=True, seed=0, dataloader_pin_memory=False,
+        output_dir=str(options.output), max_steps=steps, logging_steps=1, save_strategy="no",
+        per_device_train_batch_size=options.batch, per_device_eval_batch_size=256, report_to=[],
+        disable_tqdm=True, use_cpu=options.device == "cpu", seed=0, dataloader_pin_memory=False,
     )  # fmt: skip
 
 
@@ -156,12 +159,14 @@ def accuracy(model: torch.nn.Module, lines: Lines) -> float:
     """Percent of the lines whose module is named."""
     model.eval()
     with torch.inference_mode():
-        right = sum((logits(model, x).argmax(1) == y).sum().item() for x, y in
+        right = sum((logits(model, x).argmax(1).cpu() == y).sum().item() for x, y in
                     zip(lines.tokens.split(256), lines.labels.split(256), strict=True))  # fmt: skip
     return 100 * right / len(lines)
 
 
 def logits(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+    """Of a model on any device, (n, classes)."""
+    tokens = tokens.to(next(model.parameters()).device)
     out = model(input_ids=tokens, attention_mask=(tokens != PAD).long())
     return out["logits"]
 
@@ -182,10 +187,10 @@ class Training:
     def new(cls, options: argparse.Namespace, classes: int) -> Training:
         """From random weights. The optimizer is made before any mask: its order is the model's."""
         torch.manual_seed(0)
-        model = new_model(classes, options.size)
+        model = new_model(classes, options.size).to(options.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_of(options.steps))
-        example = example_inputs(2)
+        example = example_inputs(2, options.device)
         pruners = [
             prune.Pruner(model, example, score=prune.Taylor(), structure=structure,
                          schedule=prune.Iterative(ROUNDS, fraction=AMOUNT))
@@ -210,7 +215,7 @@ class Training:
         """Train so many steps more with transformers' Trainer: the loss of each."""
         losses = Losses()
         trainer = Trainer(
-            self.model, arguments(options.output, until, options.batch), train_dataset=lines,
+            self.model, arguments(options, until), train_dataset=lines,
             optimizers=(self.optimizer, self.schedule), callbacks=[losses, *callbacks],
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
@@ -224,14 +229,14 @@ def rate_of(steps: int) -> Any:
     return lambda step: min(step / rise, max(steps - step, 0) / (steps - rise))
 
 
-def example_inputs(count: int) -> dict[str, Tensor]:
-    return {"input_ids": torch.ones(count, LENGTH, dtype=torch.long),
-            "attention_mask": torch.ones(count, LENGTH, dtype=torch.long)}  # fmt: skip
+def example_inputs(count: int, device: str) -> dict[str, Tensor]:
+    ones = torch.ones(count, LENGTH, dtype=torch.long, device=device)
+    return {"input_ids": ones, "attention_mask": ones.clone()}
 
 
-def demasked(training: Training) -> nn.Module:
+def demasked(training: Training, device: str) -> nn.Module:
     """The small network; checked."""
-    model, example = training.model.eval(), example_inputs(2)
+    model, example = training.model.eval(), example_inputs(2, device)
     slim = demask.demask(model, (), example)
     demask.verify(model, slim, (), example)
     return slim
@@ -239,13 +244,14 @@ def demasked(training: Training) -> nn.Module:
 
 @dataclass(frozen=True)
 class Outcome:
-    """losses: by way to go on, of every step from the middle on. before: of the steps before."""
+    """losses: by way to go on, of every step from the middle on. before: of the steps before.
+    timings: by device, and by way."""
 
     before: list[float]
     losses: dict[str, list[float]]
     accuracies: dict[str, float]
     sizes: tuple[Any, Any]
-    timings: dict[str, Timing]
+    timings: dict[str, dict[str, Timing]]
     pruned: list[int]
 
 
@@ -262,7 +268,7 @@ def run(options: argparse.Namespace, train: Lines, test: Lines, classes: int) ->
     trainings = {name: first.twin(options, classes) for name in (MASKED, CARRIED, NEW)}
     for name in (CARRIED, NEW):
         training = trainings[name]
-        slim = demasked(training)
+        slim = demasked(training, options.device)
         if name == CARRIED:
             demask.carry(slim, training.optimizer)
         else:
@@ -278,13 +284,27 @@ def run(options: argparse.Namespace, train: Lines, test: Lines, classes: int) ->
     losses = {n: t.train(train, options.steps - middle, options) for n, t in trainings.items()}
     accuracies = {"at the middle": accuracy(first.model, test)}
     accuracies |= {name: accuracy(t.model, test) for name, t in trainings.items()}
-    x = test.tokens[:32]
     models = {name: training.model.eval() for name, training in trainings.items()}
-    with torch.inference_mode():
-        calls = {name: lambda m=model: logits(m, x) for name, model in models.items()}
-        timings = time_alternately(calls, 15, seconds=6)
+    timings = {
+        device: time_on(models, device, test) for device in dict.fromkeys((options.device, "cpu"))
+    }
     steps = [middle // 2 + k * every for k in range(ROUNDS)]
     return Outcome(before, losses, accuracies, (report.before, report.after), timings, steps)
+
+
+def time_on(models: dict[str, nn.Module], device: str, lines: Lines) -> dict[str, Timing]:
+    """Seconds of 32 lines in each model, in turns; the models are on that device then."""
+    models = {name: model.to(device) for name, model in models.items()}
+    x = lines.tokens[:32].to(device)
+
+    def call(model: nn.Module) -> None:
+        logits(model, x)
+        if device != "cpu":
+            torch.accelerator.synchronize()
+
+    with torch.inference_mode():
+        calls = {name: lambda m=model: call(m) for name, model in models.items()}
+        return time_alternately(calls, 15, seconds=6)
 
 
 # ----------------------------------------------------------------------------------------- results
@@ -330,46 +350,54 @@ def draw(outcome: Outcome, path: Path) -> None:
 def page(outcome: Outcome, options: argparse.Namespace, task: str, seconds: float) -> str:
     """The page of results."""
     near = min(20, len(outcome.losses[MASKED]))
-    rows = [["", "test accuracy, %", "ms, 32 lines", f"largest change of the loss, {near} steps"],
-            ["---"] * 4]  # fmt: skip
+    places = {device: "CPU" if device == "cpu" else torch.cuda.get_device_name(device)
+              for device in outcome.timings}  # fmt: skip
+    head = ["", "test accuracy, %", *(f"ms, 32 lines, {place}" for place in places.values()),
+            f"largest change of the loss, {near} steps"]  # fmt: skip
+    rows = [head, ["---"] * len(head)]
     for name, values in outcome.losses.items():
         pairs = zip(values[:near], outcome.losses[MASKED][:near], strict=True)
         change = max(abs(a - b) for a, b in pairs)
-        rows.append([name, f"{outcome.accuracies[name]:.1f}", format_spread(outcome.timings[name]),
+        rows.append([name, f"{outcome.accuracies[name]:.1f}",
+                     *(format_spread(timings[name]) for timings in outcome.timings.values()),
                      "" if name == MASKED else f"{change:.2g}"])  # fmt: skip
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     before, after = outcome.sizes
     return f"""# An encoder pruned while transformers' Trainer trains it
 
 {task}
-BERT's architecture, {options.size} (width x layers), random weights, no dropout (its draws
+BERT's architecture, {options.size} (width x layers x heads), random weights, no dropout (its draws
 depend on sizes). After {options.steps // 4} steps of {options.batch} lines, heads and units are
 masked in {ROUNDS} rounds to {100 * AMOUNT:.0f} %, by Taylor's score; after {options.steps // 2} the
 network is demasked: {before.parameters:,} -> {after.parameters:,} parameters,
 {before.macs:,} -> {after.macs:,} MACs for two lines (the last layer is computed for the one token
 that the classifier reads, too). Then each row goes on for
 {options.steps - options.steps // 2} steps with the same batches and the same schedule of the rate.
-Accuracy at the demasking: {outcome.accuracies["at the middle"]:.1f} %.
+Accuracy at the demasking: {outcome.accuracies["at the middle"]:.1f} %. Trained on
+{places[options.device]}; milliseconds are of torch, with {options.threads} threads on the CPU.
 
 {table}
 
 The last column: the largest difference of the loss from that of the masked network.
 
-![Training loss, and its difference from the masked network's](encoder_trainer.svg)
+![Training loss, and its difference from the masked network's]({options.name}.svg)
 
-Made by `python examples/encoder_trainer.py` in {seconds / 60:.1f} minutes. {describe_machine()},
-demask {demask.__version__}. Load at the end: {load_average()}.
+Made by `{" ".join(["python examples/encoder_trainer.py", *sys.argv[1:]])}` in
+{seconds / 60:.1f} minutes. {describe_machine()}, demask {demask.__version__}. Load at the end:
+{load_average()}.
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a few steps, to build/examples")
-    parser.add_argument("--size", default="128x4", metavar="WIDTHxLAYERS")
+    parser.add_argument("--size", default="128x4x4", metavar="WIDTHxLAYERSxHEADS")
     parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--device", default="cpu", help="that trains: cpu (default) or cuda")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--name", default="encoder_trainer", help="of the page and the picture")
     parser.add_argument("--output", type=Path, help="folder; default: examples/results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -377,15 +405,15 @@ def main() -> None:
     options.output = options.output or (QUICK if options.quick else RESULTS)
     options.output.mkdir(parents=True, exist_ok=True)
     if options.quick:
-        options.size, options.steps, options.batch = "64x2", min(options.steps, 48), 16
+        options.size, options.steps, options.batch = "64x2x2", min(options.steps, 48), 16
     train, test, modules = read_task()
     task = (f"Which of {len(modules)} modules of Python's standard library a line of source is "
             f"from: {len(train):,} lines to train with, {len(test):,} others to test.")  # fmt: skip
     began = time.perf_counter()
     outcome = run(options, train, test, len(modules))
-    draw(outcome, options.output / "encoder_trainer.svg")
+    draw(outcome, options.output / f"{options.name}.svg")
     text = page(outcome, options, task, time.perf_counter() - began)
-    (options.output / "encoder_trainer.md").write_text(text)
+    (options.output / f"{options.name}.md").write_text(text)
     print(text)
 
 

@@ -6,7 +6,8 @@ three budgets, shares of the milliseconds that the optimized dense network takes
 are demasked, and train on for the same epochs. Compared are the milliseconds that were predicted
 before a network was built with those measured after its training, and the milliseconds of both ways
 at equal accuracy. Three seeds, with 95 % intervals; about half an hour on 2 cores: a step is
-measured first, and the epochs are chosen by it.
+measured first, and the epochs are chosen by it, or by `--epochs`. `--device cuda` trains on a GPU;
+milliseconds are of the CPU in any case.
 
 Needs the folder shared/data next to the project, and Pillow. Writes examples/results/
 latency_budget.md and .svg (`--quick`: to build/examples).
@@ -15,6 +16,7 @@ latency_budget.md and .svg (`--quick`: to build/examples).
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -82,6 +84,12 @@ class Training(Run):
     def evaluate(self) -> float:
         return 0.0
 
+    def finish(self, title: str) -> tuple[nn.Module, float]:
+        """The trained network, on the CPU, and its accuracy."""
+        self.go(1.0, title)
+        right = accuracy(self.model, self.test)
+        return self.model.cpu(), right
+
 
 def optimized_ms(model: nn.Module) -> float:
     """Milliseconds of one image in the optimized network, on one thread."""
@@ -90,13 +98,15 @@ def optimized_ms(model: nn.Module) -> float:
 
 
 def score_gradients(model: nn.Module, train: Images, seed: int) -> None:
-    """Gradients of the loss of some training images, in eval mode, in `parameter.grad`."""
-    model.eval()
+    """Gradients of the loss of some training images, in eval mode, in `parameter.grad`. They are
+    computed on the device of the images; the model is on the CPU before and after."""
+    model.eval().to(train.pixels.device)
     model.zero_grad()
     random = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(train.labels), generator=random)[: SCORED * BATCH]
-    for part in order.split(BATCH):
+    for part in order.to(train.pixels.device).split(BATCH):
         F.cross_entropy(model(normalized(train.pixels[part])), train.labels[part]).backward()
+    model.cpu()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +137,8 @@ class Experiment:
         run = Training(
             slim, self.train, self.test, self.steps, self.seed + 100, self.tick, RATE / 2
         )
-        run.go(1.0, title)
-        return accuracy(run.model, self.test), optimized_ms(run.model), macs
+        model, right = run.finish(title)
+        return right, optimized_ms(model), macs
 
     def points(self, dense: nn.Module, setting: Setting, dense_ms: float) -> Iterator[Point]:
         """The networks of all budgets and amounts."""
@@ -172,14 +182,13 @@ def points(
     for seed in seeds:
         torch.manual_seed(seed)
         first = Training(pretrained(), train, test, steps[0], seed, tick)
-        first.go(1.0, "fine-tuning")
-        dense = first.model
+        dense, _ = first.finish("fine-tuning")
         dense_ms = optimized_ms(dense)
         experiment = Experiment(train, test, seed, steps[1], tick)
         run = Training(deepcopy(dense), train, test, steps[1], seed + 100, tick, RATE / 2)
-        run.go(1.0, DENSE)
+        _, right = run.finish(DENSE)
         macs = demask.report(demask.demask(dense, (IMAGE,), check=False)).before.macs
-        yield Point(DENSE, 1.0, seed, accuracy(run.model, test), dense_ms, macs=macs)
+        yield Point(DENSE, 1.0, seed, right, dense_ms, macs=macs)
         yield from experiment.points(dense, setting, dense_ms)
 
 
@@ -229,8 +238,9 @@ def budget_rows(results: Sequence[Point], share: float, dense_ms: dict[int, floa
     ]  # fmt: skip
 
 
-def page(results: Sequence[Point], setting: Setting, before: str, images: int) -> str:
+def page(results: Sequence[Point], setting: Setting, before: str, images: int, device: str) -> str:
     """The page of results."""
+    trained = "the CPU" if device == "cpu" else torch.cuda.get_device_name(device)
     dense = [p for p in results if p.way == DENSE]
     dense_ms = {p.seed: p.measured_ms for p in dense}
     budgets = table(
@@ -250,9 +260,9 @@ def page(results: Sequence[Point], setting: Setting, before: str, images: int) -
 
 {images:,} JPEG images; published weights fine-tuned for {setting.dense:.2g} epochs, then
 {setting.tune:.2g} epochs for each network, the dense one too. {len(dense)} seeds, 95 % intervals of
-Student's t. Milliseconds are of one image on one thread, of `demask.optimize` of the network: the
-least median of seven consecutive calls. A prediction is made before its network is built; networks
-are measured after their training.
+Student's t. Trained on {trained}. Milliseconds are of one image on one thread of the CPU, of
+`demask.optimize` of the network: the least median of seven consecutive calls. A prediction is made
+before its network is built; networks are measured after their training.
 
 {budgets}
 
@@ -263,8 +273,9 @@ linear interpolation between the networks of the second table, over the time of 
 
 ![Accuracy by milliseconds](latency_budget.svg)
 
-Made by `python examples/latency_budget.py`. {describe_machine()}, demask {demask.__version__}. Load
-before and after: {before}, {load_average()}.
+Made by `{" ".join(["python examples/latency_budget.py", *sys.argv[1:]])}`.
+{describe_machine()}, demask {demask.__version__}. Load before and after: {before},
+{load_average()}.
 """
 
 
@@ -299,6 +310,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few steps, to build/examples")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--minutes", type=float, default=20, help="for all training, about")
+    parser.add_argument("--epochs", type=float, help="of each network; default: by --minutes")
+    parser.add_argument("--device", default="cpu", help="that trains: cpu (default) or cuda")
     parser.add_argument("--threads", type=int, default=2, help="of the training")
     parser.add_argument("--output", type=Path, help="folder; default: examples/results")
     options = parser.parse_args()
@@ -306,10 +319,15 @@ def main() -> None:
     output = options.output or (QUICK if options.quick else RESULTS)
     output.mkdir(parents=True, exist_ok=True)
     before = load_average()
-    train = Images.read("cifar10_train_jpeg.zip", 1280 if options.quick else None)
-    test = Images.read("cifar10_test_jpeg.zip", 200 if options.quick else None)
+    train, test = (
+        Images.read(f"cifar10_{name}_jpeg.zip", most if options.quick else None).to(options.device)
+        for name, most in (("train", 1280), ("test", 200))
+    )
     seeds, setting = options.seeds[:1], Setting((0.6,), (0.4,), 0.2, 0.2)
-    if not options.quick:
+    if not options.quick and options.epochs is not None:
+        seeds = options.seeds
+        setting = Setting(BUDGETS, AMOUNTS, options.epochs, options.epochs)
+    elif not options.quick:
         step = seconds_per_step(pretrained(), train)
         seeds = options.seeds
         setting = Setting.within(60 * options.minutes, step, len(train.labels), len(seeds))
@@ -321,7 +339,7 @@ def main() -> None:
             print(f"seed {point.seed}, {point.way} {point.setting:g}: {point.accuracy:.2f} %, "
                   f"{point.measured_ms:.3f} ms{predicted}", flush=True)  # fmt: skip
     draw(results, output / "latency_budget.svg")
-    text = page(results, setting, before, len(train.labels))
+    text = page(results, setting, before, len(train.labels), options.device)
     (output / "latency_budget.md").write_text(text)
     print(text)
 

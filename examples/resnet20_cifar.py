@@ -3,10 +3,12 @@
 The trained weights (of the original images) are fine-tuned on the JPEG images. That dense network
 is the teacher of all ways to half of the MACs, which get the same epochs and the same loss:
 `demask.prune` of channels, in steps, with the small network trained on by the carried optimizer,
-and Torch-Pruning's group-norm pruner. `--ways` adds single weights, two of every four, and
-Torch-Pruning after its regularization; each takes from the epochs of the others. A step is
-measured first, and the epochs are chosen by it so that training ends after `--minutes`; `--epochs`
-sets them.
+and Torch-Pruning's group-norm pruner. `--ways` adds single weights, two of every four,
+Torch-Pruning after its regularization, and the dense network trained on for as many epochs; each
+takes from the epochs of the others. A step is measured first, and the epochs are chosen by it so
+that training ends after `--minutes`; `--epochs` sets them. `--device cuda` trains on a GPU;
+milliseconds are of the CPU in any case. `--keep FOLDER` stores every network there, and reads those
+that are there.
 
 Needs the folder shared/data next to the project, Pillow, and torch-pruning for its rows. Writes
 examples/results/resnet20_cifar.md and .svg (`--quick`: to build/examples).
@@ -15,12 +17,13 @@ examples/results/resnet20_cifar.md and .svg (`--quick`: to build/examples).
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -41,16 +44,18 @@ from demask.machine.timing import Timing, time_alternately
 ROOT = Path(__file__).parents[1]
 RESULTS, QUICK = ROOT / "examples" / "results", ROOT / "build" / "examples"
 BATCH, MOMENTUM, DECAY = 128, 0.9, 5e-4
-RATE, TUNING_RATE, WARMUP = 0.04, 0.08, 20  # highest learning rates; steps up to them
-CROPS = ((0.5, 24), (0.8, 28), (1.0, 32))  # until a share of the steps: the sides of crops
+RATE, TUNING_RATE, WARMUP = 0.04, 0.02, 20  # highest learning rates; steps up to them
+# Until a share of the steps: the sides of crops. Small ones take two thirds of the time.
+GROWING, WHOLE = ((0.5, 24), (0.8, 28), (1.0, 32)), ((1.0, 32),)
+Crops = tuple[tuple[float, int], ...]
 BUDGET = 0.5  # of the MACs
 PRUNING = 0.1  # of the tuning: the steps of pruning
 REGULARIZING = 0.3  # of the tuning: Torch-Pruning's regularization
 ROUNDS = 3
-DENSE_EPOCHS = 3.0  # at most
 FLOOR = 0.4  # of each group stays; the best of 0.3 and 0.4 right after pruning, norms recalibrated
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles, by number of seeds
-DENSE, OURS, WEIGHTS = "dense", "demask.prune, channels", "demask.prune, 2 of 4 weights"
+DENSE, LONGER = "dense", "dense, trained on"
+OURS, WEIGHTS = "demask.prune, channels", "demask.prune, 2 of 4 weights"
 AT_ONCE, REGULARIZED = "Torch-Pruning, at once", "Torch-Pruning, regularized first"
 
 
@@ -60,7 +65,7 @@ AT_ONCE, REGULARIZED = "Torch-Pruning, at once", "Torch-Pruning, regularized fir
 def augmented(pixels: Tensor, side: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
     """Half of the images mirrored, all of a batch cropped at the same place, zeros around them; and
     which are mirrored, bool (n,)."""
-    mirrored = torch.rand(len(pixels), generator=random) < 0.5
+    mirrored = (torch.rand(len(pixels), generator=random) < 0.5).to(pixels.device)
     x = torch.where(mirrored.view(-1, 1, 1, 1), pixels.flip(3), pixels)
     margin = (32 - side) // 2 if side < 32 else 4
     down, right = torch.randint(2 * margin + 1, (2,), generator=random).tolist()
@@ -70,7 +75,7 @@ def augmented(pixels: Tensor, side: int, random: torch.Generator) -> tuple[Tenso
 
 @dataclass
 class Run:
-    """A network in training. seconds: what steps took. accuracies: (epochs, accuracy)."""
+    """A network in training, on the device of the images. accuracies: (epochs, accuracy)."""
 
     model: nn.Module
     train: Images
@@ -80,12 +85,14 @@ class Run:
     tick: Callable[[str], None]
     rate: float = RATE
     teacher: Tensor | None = None  # logits [mirrored, image, class]
+    crops: Crops = GROWING
     done: int = 0
     accuracies: list[tuple[float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
         self.order = self.batches()
+        self.model.to(self.train.pixels.device)
         self.new_optimizer()
 
     def new_optimizer(self) -> None:
@@ -104,12 +111,12 @@ class Run:
         """Train until this share of the steps is done."""
         self.model.train()
         while self.done < round(until * self.steps):
-            part = next(self.order)
+            part = next(self.order).to(self.train.pixels.device)
             progress = self.done / self.steps
             for group in self.optimizer.param_groups:  # a cosine, from `rate` to 0
                 group["lr"] = self.rate * (1 + np.cos(np.pi * progress)) / 2
                 group["lr"] *= min((self.done + 1) / WARMUP, 1)
-            side = next(side for end, side in CROPS if progress < end)
+            side = next(side for end, side in self.crops if progress < end)
             pixels, mirrored = augmented(self.train.pixels[part], side, self.random)
             loss = self.loss(self.model(normalized(pixels)), part, mirrored)
             self.optimizer.zero_grad()
@@ -152,9 +159,9 @@ def logits_of(model: nn.Module, images: Images) -> Tensor:
 # -------------------------------------------------------------------------------------- contenders
 
 
-def fine_tune(run: Run) -> nn.Module:
-    """The dense network."""
-    run.go(1.0, DENSE)
+def train_dense(run: Run) -> nn.Module:
+    """The dense network, fine-tuned or trained on."""
+    run.go(1.0, LONGER if run.teacher is not None else DENSE)
     return run.model
 
 
@@ -168,7 +175,8 @@ def prune_ours(run: Run) -> nn.Module:
     pruner.remove()
     masked = run.model.eval()
     slim = demask.demask(masked, example, dynamic_shapes="all")  # crops have other sizes
-    demask.verify(masked, slim, example)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        demask.verify(masked, slim, example)
     demask.carry(slim, run.optimizer)
     run.model = slim
     run.go(1.0, OURS)
@@ -224,10 +232,11 @@ def prune_peer(run: Run, *, regularize: bool) -> nn.Module:
     return run.model
 
 
-WAYS = {"channels": OURS, "weights": WEIGHTS, "torch-pruning": AT_ONCE,
+WAYS = {"dense": LONGER, "channels": OURS, "weights": WEIGHTS, "torch-pruning": AT_ONCE,
         "torch-pruning-regularized": REGULARIZED}  # fmt: skip
 DEFAULT = ("channels", "torch-pruning")
 CONTENDERS: dict[str, Callable[[Run], nn.Module]] = {
+    LONGER: train_dense,
     OURS: prune_ours,
     WEIGHTS: prune_weights,
     AT_ONCE: lambda run: prune_peer(run, regularize=False),
@@ -235,6 +244,7 @@ CONTENDERS: dict[str, Callable[[Run], nn.Module]] = {
 }
 
 NOTES = {
+    LONGER: f"""*{LONGER}*: with the epochs, the targets and the rates of the others.""",
     OURS: f"""*{OURS}*: those that vary least (`Fluctuation`) are masked in {ROUNDS} steps during
 the first {100 * PRUNING:.0f} % of the epochs, as a knapsack over MACs allots them, at least
 {100 * FLOOR:.0f} % of each group; then the small network trains on with the carried momentum.""",
@@ -254,7 +264,7 @@ epochs.""",
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One contender with one seed. seconds: of all its training."""
+    """One contender with one seed. model: on the CPU. seconds: of all its training."""
 
     name: str
     seed: int
@@ -271,11 +281,6 @@ def epochs_within(seconds: float, step: float, images: int, runs: int) -> float:
     return seconds * BATCH / (step * images * 0.67 * (1 + 0.75 * runs))
 
 
-def dense_epochs(epochs: float) -> float:
-    """Epochs of the dense network, of the others' epochs."""
-    return min(epochs, DENSE_EPOCHS)
-
-
 def seconds_per_step(model: nn.Module, train: Images) -> float:
     """The median of five steps."""
     taken: list[float] = []
@@ -285,36 +290,56 @@ def seconds_per_step(model: nn.Module, train: Images) -> float:
     return sorted(b - a for a, b in pairwise(taken))[2]
 
 
+def kept(file: Path | None, compute: Callable[[], Outcome]) -> Outcome:
+    """What a file has, or else what is computed and stored there."""
+    if file is not None and file.exists():
+        return torch.load(file, weights_only=False)
+    outcome = compute()
+    if file is not None:
+        torch.save(outcome, file)
+    return outcome
+
+
 def outcomes(
-    seeds: list[int], names: list[str], epochs: float, train: Images, test: Images, bar: Progress
-) -> Iterator[Outcome]:
-    """The dense network, and every contender with every seed, which begin from it."""
-    steps, dense_steps = (
-        max(round(e * len(train.labels) / BATCH), 4 * ROUNDS)
-        for e in (epochs, dense_epochs(epochs))
-    )
+    seeds: list[int], names: list[str], epochs: tuple[float, float], train: Images, test: Images,
+    bar: Progress, folder: Path | None = None, crops: Crops = GROWING,
+) -> Iterator[Outcome]:  # fmt: skip
+    """The dense network, and every contender with every seed, which begin from it.
+
+    epochs: of the dense network, and of each contender. folder: see `kept`.
+    """
+    dense_steps, steps = (max(round(e * len(train.labels) / BATCH), 4 * ROUNDS) for e in epochs)
     task = bar.add_task("", total=dense_steps + steps * len(seeds) * len(names))
 
     def tick(title: str) -> None:
         bar.update(task, advance=1, description=title)
 
-    def finished(name: str, run: Run, train_it: Callable[[Run], nn.Module]) -> Outcome:
+    def finished(name: str, seed: int, run: Run, train_it: Callable[[Run], nn.Module]) -> Outcome:
         torch.manual_seed(run.seed)
         began = time.perf_counter()
         run.evaluate()
         model = train_it(run).eval()
         right = run.evaluate()
         seconds = time.perf_counter() - began
-        return Outcome(name, run.seed, model, right, sizes_of(model), run.accuracies, seconds)
+        model = model.cpu()
+        return Outcome(name, seed, model, right, sizes_of(model), run.accuracies, seconds)
 
-    dense = finished(DENSE, Run(pretrained(), train, test, dense_steps, 0, tick), fine_tune)
+    def tuned(name: str, seed: int) -> Outcome:
+        copy = deepcopy(dense.model)
+        run = Run(copy, train, test, steps, seed + 100, tick, TUNING_RATE, teacher, crops)
+        return finished(name, seed, run, CONTENDERS[name])
+
+    def file_of(name: str) -> Path | None:
+        return folder / f"{name}.pt" if folder is not None else None
+
+    dense = kept(file_of("dense"), lambda: finished(
+        DENSE, 0, Run(pretrained(), train, test, dense_steps, 0, tick), train_dense))  # fmt: skip
     yield dense
-    teacher = logits_of(dense.model, train)
-    for seed in seeds:
-        for name in names:
-            copy = deepcopy(dense.model)
-            run = Run(copy, train, test, steps, seed + 100, tick, TUNING_RATE, teacher)
-            yield finished(name, run, CONTENDERS[name])
+    teacher = logits_of(deepcopy(dense.model).to(train.pixels.device), train)
+    for seed, (way, name) in product(seeds, WAYS.items()):
+        if name in names:
+            file = file_of(f"{way}-{seed}")
+            yield kept(file, lambda name=name, seed=seed: tuned(name, seed))
 
 
 def sizes_of(model: nn.Module) -> Sizes:
@@ -342,7 +367,7 @@ def sizes_of(model: nn.Module) -> Sizes:
 
 def timed(results: list[Outcome], test: Images) -> dict[str, Timing]:
     """Seconds of a batch of 64 in each network of the first seed, optimized, all in turns."""
-    x = normalized(test.pixels[:64])
+    x = normalized(test.pixels[:64].cpu())
     first = {r.name: r for r in reversed(results)}
     fast = {name: demask.optimize(r.model, (x,)) for name, r in reversed(first.items())}
     calls = {name: lambda run=run: run(x) for name, run in fast.items()}
@@ -358,8 +383,8 @@ def interval(values: list[float]) -> str:
     return f"{mean(values):.2f} ± {reach:.2f}"
 
 
-def page(results: list[Outcome], epochs: float, before: str, images: int,
-         timings: dict[str, Timing]) -> str:  # fmt: skip
+def page(results: list[Outcome], epochs: tuple[float, float], before: str, images: int,
+         timings: dict[str, Timing], crops: Crops, device: str) -> str:  # fmt: skip
     """The page of results."""
     names = list(dict.fromkeys(r.name for r in results))
     dense = results[0]
@@ -378,19 +403,21 @@ def page(results: list[Outcome], epochs: float, before: str, images: int,
             "ms, 64 images", "training"]  # fmt: skip
     lines = [head, ["---"] * len(head), *rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    sides = ", ".join(f"{side} until {100 * end:.0f} %" for end, side in CROPS)
+    sides = ", ".join(f"{side} until {100 * end:.0f} %" for end, side in GROWING)
+    of = " of the dense network" if crops == WHOLE else ""
     seeds = len({r.seed for r in results[1:]})
     many = "One seed" if seeds == 1 else f"{seeds} seeds"
-    tuned = dense_epochs(epochs)
+    trained = "the CPU" if device == "cpu" else torch.cuda.get_device_name(device)
+    longer = "" if LONGER in names else " With as many epochs the dense network may be better."
     notes = "\n".join(NOTES[name] for name in names if name in NOTES)
     spread = ", 95 % intervals of Student's t" if seeds > 2 else ""
     return f"""# ResNet-20 on CIFAR-10 with half of its MACs
 
-{images:,} JPEG images; published weights fine-tuned for {tuned:.2g} epochs; from there {epochs:.2g}
-epochs for each row and seed, with the dense network's logits as targets (Hinton et al. 2015). With
-as many epochs the dense network may be better. Crops are {sides} of the
-steps. {many} of one dense network{spread}. Milliseconds are of `demask.optimize` of the
-first seed's networks, in turns.
+{images:,} JPEG images; published weights fine-tuned for {epochs[0]:.2g} epochs; from there
+{epochs[1]:.2g} epochs for each row and seed, with the dense network's logits as targets (Hinton et
+al. 2015).{longer} Sides of the crops{of}: {sides} of the
+steps. {many} of one dense network{spread}. Trained on {trained}. Milliseconds are of the CPU, of
+`demask.optimize` of the first seed's networks, in turns.
 
 {table}
 
@@ -398,8 +425,9 @@ first seed's networks, in turns.
 
 ![Test accuracy by epoch, and at the end](resnet20_cifar.svg)
 
-Made by `python examples/resnet20_cifar.py`. {describe_machine()}, demask {demask.__version__}. Load
-before and after: {before}, {load_average()}.
+Made by `{" ".join(["python examples/resnet20_cifar.py", *sys.argv[1:]])}`.
+{describe_machine()}, demask {demask.__version__}. Load before and after: {before},
+{load_average()}.
 """
 
 
@@ -410,7 +438,7 @@ def draw(results: list[Outcome], path: Path) -> None:
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     curves, ends = figure.subplots(1, 2, width_ratios=(3, 2))
     names = list(dict.fromkeys(r.name for r in results))
-    palette = ("#8c8c8c", "#d1661f", "#8c4fa3", "#2a78b5", "#5aa469")
+    palette = ("#8c8c8c", "black", "#d1661f", "#8c4fa3", "#2a78b5", "#5aa469")
     colors = dict(zip((DENSE, *CONTENDERS), palette, strict=True))
     for place, name in enumerate(names):
         own = [r for r in results if r.name == name]
@@ -440,6 +468,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=WAYS, help=f"default: {', '.join(DEFAULT)}")
     parser.add_argument("--minutes", type=float, default=50, help="for all training, about")
     parser.add_argument("--epochs", type=float, help="of each way; default: by --minutes")
+    parser.add_argument("--whole", action="store_true", help="no small crops to begin with")
+    parser.add_argument("--dense-epochs", type=float, default=3, help="at most --epochs")
+    parser.add_argument("--device", default="cpu", help="that trains: cpu (default) or cuda")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of the networks")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, help="folder; default: examples/results")
     return parser.parse_args()
@@ -448,25 +480,33 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options, before = parse(), load_average()
     torch.set_num_threads(options.threads)
+    torch.backends.cudnn.benchmark = True
     output = options.output or (QUICK if options.quick else RESULTS)
     output.mkdir(parents=True, exist_ok=True)
     ways = options.ways or (WAYS if options.quick else DEFAULT)
     names = [WAYS[w] for w in ways if not w.startswith("torch-") or find_spec("torch_pruning")]
-    train = Images.read("cifar10_train_jpeg.zip", 1280 if options.quick else None)
-    test = Images.read("cifar10_test_jpeg.zip", 200 if options.quick else None)
+    train, test = (
+        Images.read(f"cifar10_{name}_jpeg.zip", most if options.quick else None).to(options.device)
+        for name, most in (("train", 1280), ("test", 200))
+    )
     seeds = options.seeds[:1] if options.quick else options.seeds
-    epochs = 1.0 if options.quick else options.epochs
-    if epochs is None:
+    each = 1.0 if options.quick else options.epochs
+    if each is None:
         step, runs = seconds_per_step(pretrained(), train), len(seeds) * len(names)
-        epochs = epochs_within(60 * options.minutes, step, len(train.labels), runs)
+        each = epochs_within(60 * options.minutes, step, len(train.labels), runs)
+    epochs = min(each, options.dense_epochs), each
+    crops = WHOLE if options.whole else GROWING
+    if options.keep is not None:
+        options.keep.mkdir(parents=True, exist_ok=True)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         results: list[Outcome] = []
-        for outcome in outcomes(seeds, names, epochs, train, test, bar):
+        for outcome in outcomes(seeds, names, epochs, train, test, bar, options.keep, crops):
             results.append(outcome)
             print(f"seed {outcome.seed}, {outcome.name}: {outcome.accuracy:.2f} %, "
                   f"{outcome.sizes.macs:,} MACs, {outcome.seconds:.0f} s", flush=True)  # fmt: skip
     draw(results, output / "resnet20_cifar.svg")
-    text = page(results, epochs, before, len(train.labels), timed(results, test))
+    timings = timed(results, test)
+    text = page(results, epochs, before, len(train.labels), timings, crops, options.device)
     (output / "resnet20_cifar.md").write_text(text)
     print(text)
 

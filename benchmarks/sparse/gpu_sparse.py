@@ -32,7 +32,8 @@ from benchmarks.sparse.gpu_page import page
 from benchmarks.sparse.gpu_problems import Problem, layers, pruned
 
 BENCHMARK = Benchmark(
-    "sparse products on a GPU: ours, cuBLAS, cuSPARSE, 2:4 and blocks", "at most 520 s", (),
+    "sparse products on a GPU: ours, cuBLAS, cuSPARSE, 2:4 and blocks", "at most 520 s",
+    ("gpu_sparse.md", "gpu_sparse.json"),
     needs=("a CUDA GPU", SHARED_DATA),
     quick="--device cpu --seconds 30 --rounds 1",
 )  # fmt: skip

@@ -3,7 +3,8 @@
 
 A picture of 16,384² pixels from a random latent, into each format, in a process of its own under
 1 GB; one of 4,096² by 1, 2 and 4 worker processes of one thread each, and again after its process
-was killed. Writes benchmarks/results/stores.md and .json.
+was killed. `--rows` chooses from these. Writes benchmarks/results/stores.md and .json, after every
+row.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,7 +40,7 @@ BENCHMARK = Benchmark(
     quick="--large 1024 --size 1024 --memory 128MiB --budget 128MiB --workers 1 2",
 )  # fmt: skip
 
-NETWORK, FORMATS = "TAEF2", ("picture.ome.zarr", "picture.cog.tif")
+NETWORK = "TAEF2"
 SMALL = 256  # pixels a side of the picture that comes first, for the libraries' code
 SHARED_READ = 1.0e9  # bytes per second that all workers share, for the projection
 PROJECTED = (8, 16, 32)
@@ -178,50 +181,63 @@ def streamed_once(source: Path, target: Path, budget: str) -> Any:
 # --- rows ---------------------------------------------------------------------------------------
 
 
-def large(options: argparse.Namespace, folder: Path, console: Console) -> list[Row | Failed]:
-    side = options.large // NETWORKS[NETWORK].grows
-    source, rows = write_random(folder / "large.npy", side), []
-    for name in FORMATS:
-        answer = fresh(streamed, source, folder / name, options.memory, options.threads)
-        row = answer
-        if not isinstance(answer, Failed):
-            row = Row(name, options.large, 0, *answer, digest_of(folder / name))
-        console.print(row)
-        rows.append(row)
-    return rows
+def large(options: argparse.Namespace, folder: Path, *, name: str) -> Iterator[Row | Failed]:
+    """A large picture in one format."""
+    source = write_random(folder / "large.npy", options.large // NETWORKS[NETWORK].grows)
+    answer = fresh(streamed, source, folder / name, options.memory, options.threads)
+    if isinstance(answer, Failed):
+        yield answer
+    else:
+        yield Row(name, options.large, 0, *answer, digest_of(folder / name))
 
 
-def several(options: argparse.Namespace, folder: Path, console: Console) -> list[Row | Failed]:
-    side = options.size // NETWORKS[NETWORK].grows
-    source, rows = write_random(folder / "source.npy", side), []
+def by_workers(options: argparse.Namespace, folder: Path) -> Iterator[Row | Failed]:
+    """A picture by several numbers of workers."""
+    source = write_source(options, folder)
     for count in options.workers:
         target = folder / f"workers-{count}.zarr"
         answer = caught(distributed, source, target, options.budget, count)
-        row = answer
-        if not isinstance(answer, Failed):
-            seconds, peaks, predicted = answer
-            note = "peaks " + ", ".join(mebibytes(peak) for peak in peaks) + " MiB"
-            row = Row("workers", options.size, count, seconds, max(peaks), predicted,
-                      digest_of(target), note)  # fmt: skip
-        console.print(row)
-        rows.append(row)
-    target = folder / "killed.zarr"
+        if isinstance(answer, Failed):
+            yield answer
+            continue
+        seconds, peaks, predicted = answer
+        note = "peaks " + ", ".join(mebibytes(peak) for peak in peaks) + " MiB"
+        yield Row("workers", options.size, count, seconds, max(peaks), predicted,
+                  digest_of(target), note)  # fmt: skip
+
+
+def after_a_kill(options: argparse.Namespace, folder: Path) -> Iterator[Row | Failed]:
+    """The same picture, by a process that was killed and another that resumes."""
+    source, target = write_source(options, folder), folder / "killed.zarr"
     answer = caught(killed, source, target, options.budget, options.kill)
-    row = answer
-    if not isinstance(answer, Failed):
-        seconds, resumed, predicted = answer
-        row = Row("killed, then resumed", options.size, 1, seconds, 0, predicted,
-                  digest_of(target), f"{resumed:,} rows of the result before the kill")  # fmt: skip
-    console.print(row)
-    return [*rows, row]
+    if isinstance(answer, Failed):
+        yield answer
+        return
+    seconds, resumed, predicted = answer
+    yield Row("killed, then resumed", options.size, 1, seconds, 0, predicted,
+              digest_of(target), f"{resumed:,} rows of the result before the kill")  # fmt: skip
+
+
+def write_source(options: argparse.Namespace, folder: Path) -> Path:
+    """The latent of the smaller pictures."""
+    return write_random(folder / "source.npy", options.size // NETWORKS[NETWORK].grows)
+
+
+ROWS: dict[str, Callable[[argparse.Namespace, Path], Iterator[Row | Failed]]] = {
+    "zarr": partial(large, name="picture.ome.zarr"),
+    "cog": partial(large, name="picture.cog.tif"),
+    "workers": by_workers,
+    "killed": after_a_kill,
+}
 
 
 def projection(options: argparse.Namespace, folder: Path, rows: Sequence[Row | Failed]) -> str:
     """Seconds of more workers: work divides among them, and the plan's traffic passes a store that
-    all share."""
-    one = next((r for r in rows if isinstance(r, Row) and r.workers == 1), None)
+    all share. Empty without a run of one worker."""
+    one = next((r for r in rows if isinstance(r, Row) and (r.name, r.workers) == ("workers", 1)),
+               None)  # fmt: skip
     if one is None:
-        return "No projection: the run of one worker failed."
+        return ""
     model = named([NETWORK])[NETWORK].make()
     job = prepare(model, folder / "source.npy", folder / "projected.zarr", memory=options.budget,
                   output="uint8")  # fmt: skip
@@ -279,6 +295,7 @@ def arguments() -> argparse.Namespace:
     add("--threads", type=int, default=2)
     add("--folder", type=Path, help="for the files, up to 3 GB; the system's by default")
     add("--output", type=Path, default=RESULTS / "stores.md")
+    add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="default: all")
     return parser.parse_args()
 
 
@@ -286,15 +303,18 @@ def main() -> None:
     options, console, before = arguments(), Console(markup=False), load_average()
     named([NETWORK])
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    rows, projected = list[Row | Failed](), ""
     with TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        rows = [*large(options, folder, console), *several(options, folder, console)]
-        projected = projection(options, folder, rows)
-    words = provenance("stores", f"{options.threads} threads, workers 1", before=before)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(page(rows, projected, words))
-    stored = {"words": words, "rows": [asdict(row) for row in rows]}
-    options.output.with_suffix(".json").write_text(json.dumps(stored, indent=1) + "\n")
+        for row in chain.from_iterable(ROWS[what](options, folder) for what in options.rows):
+            console.print(row)
+            rows.append(row)
+            projected = projected or projection(options, folder, rows)
+            words = provenance("stores", f"{options.threads} threads, workers 1", before=before)
+            options.output.write_text(page(rows, projected, words))
+            stored = {"words": words, "rows": [asdict(row) for row in rows]}
+            options.output.with_suffix(".json").write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":

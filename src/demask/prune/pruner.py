@@ -256,7 +256,7 @@ class Pruner:
         scores = _called(f"score on {name}", self.score, view)
         if not isinstance(scores, Tensor) or scores.shape != (units,):
             raise BadInput(f"expected {units} scores for {name}, got {scores!r:.60}")
-        scores = _averaged(scores.detach()).double().cpu()
+        scores = _averaged(scores.detach(), self.model).double().cpu()
         if bool(scores.isnan().any()):
             raise BadInput(
                 f"{int(scores.isnan().sum())} of {units} scores of {name} are NaN: look for NaN in "
@@ -319,7 +319,7 @@ class Pruner:
             mine = compensate(view, gone[view.candidates.name], recorder.statistics)
             for name, change in mine.items():
                 changes[name] = changes[name] + change if name in changes else change
-        return {name: _averaged(change) for name, change in changes.items()}
+        return {name: _averaged(change, self.model) for name, change in changes.items()}
 
     def _add_to_biases(self, changes: Mapping[str, Tensor]) -> None:
         """Add to the biases of layers, by the names of their weights; those without get one."""
@@ -422,10 +422,11 @@ def _uncalled_in(model: nn.Module, args: tuple, kwargs: Mapping | None) -> froze
         ) from error
 
 
-def _averaged(values: Tensor) -> Tensor:
+def _averaged(values: Tensor, model: nn.Module) -> Tensor:
     """The mean of values over all ranks, so that masks are equal on all; without ranks, as is."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return values
-    total = values.clone()
+    # on the device of the model: NCCL sums nothing on the CPU
+    total = values.to(next(model.parameters()).device, copy=True)
     distributed.all_reduce(total)
     return total / distributed.get_world_size()

@@ -133,6 +133,26 @@ def test_axes_have_any_order(image, layout):
     torch.testing.assert_close(torch.from_numpy(out), expected)
 
 
+def test_the_cache_of_gdal_is_small_meanwhile_and_as_before_then(image, monkeypatch):
+    """By default it has 5 % of the machine's memory, which a budget knows nothing of."""
+    env = pytest.importorskip("rasterio.env")
+    from demask.traverse.storage.stores import raster
+
+    before, sizes, copy = env.get_gdal_config(raster.CACHE_OPTION), [], raster.rasterio.shutil.copy
+
+    def note(*args, **options):
+        sizes.append(env.get_gdal_config(raster.CACHE_OPTION))
+        return copy(*args, **options)
+
+    monkeypatch.setattr(raster.rasterio.shutil, "copy", note)
+    monkeypatch.setattr(raster, "_bands", lambda box: (
+        sizes.append(env.get_gdal_config(raster.CACHE_OPTION)),
+        list(range(box[0][0] + 1, box[0][1] + 1)))[1])  # fmt: skip
+    stream(net(), "image.npy", "y.cog.tif", memory=MEMORY, output="uint8")
+    assert len(sizes) > 1 and set(sizes) == {raster.CACHE}
+    assert env.get_gdal_config(raster.CACHE_OPTION) == before > raster.CACHE
+
+
 def test_coordinates_and_missing_values_of_a_geotiff_are_kept(image):
     rasterio = pytest.importorskip("rasterio")
     x, _ = image

@@ -28,6 +28,7 @@ from demask.prune.coupling.groups import Group, Member
 from demask.prune.coupling.kinds import Kinds
 from demask.prune.coupling.plain_weights import with_plain_weights
 from demask.prune.coupling.roles import READS, ROWS, SHIFTS, find_roles
+from demask.shrink.on_device import CPU, copy_to_cpu, device_of
 from demask.shrink.pipeline import canonicalize, programs_of
 from demask.shrink.program_size import measure_program
 
@@ -68,10 +69,14 @@ class Coupling:
         skip: Sequence[str] = (),
         table: Table = TABLE,
     ) -> Coupling:
-        """The slices of a network. Raises BadInput for a name in `skip` that does not exist, or for
-        inputs that the model does not accept, NotExportable where it cannot be captured."""
+        """The slices of a network, computed on the CPU. Raises BadInput for a name in `skip` that
+        does not exist, or for inputs that the model does not accept, NotExportable where it cannot
+        be captured."""
         skipped = _matching(skip, model)
-        programs = programs_of(with_plain_weights(model), args, kwargs, None, fold_parameters=False)
+        plain: Any = with_plain_weights(model)
+        if device_of(plain, args, kwargs) != CPU:
+            plain, args, kwargs = copy_to_cpu(plain, args, kwargs)
+        programs = programs_of(plain, args, kwargs, None, fold_parameters=False)
         captured = next(programs)
         program = canonicalize(split_recurrent(captured), table, fold_parameters=False)
         whole = measure_program(fold_constants(captured), {})

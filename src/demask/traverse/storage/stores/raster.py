@@ -3,7 +3,8 @@ and nodata value go from the source to the result."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -13,6 +14,7 @@ import rasterio
 import rasterio.shutil
 import rasterio.windows
 import torch
+from rasterio.env import get_gdal_config, set_gdal_config
 from rasterio.errors import RasterioError
 from torch import Tensor
 
@@ -23,6 +25,22 @@ from demask.traverse.storage.stores.formats import ArrayInfo, replace_path
 from demask.traverse.storage.stores.store import first_line, to_tensor, torch_dtype
 
 EDGE = 512
+CACHE = 16 << 20  # bytes
+CACHE_OPTION = "GDAL_CACHEMAX"
+
+
+@contextmanager
+def small_cache() -> Iterator[None]:
+    """GDAL's cache of tiles, of 5 % of the machine's memory by default, has `CACHE` bytes at most
+    meanwhile: no budget would count more."""
+    before = get_gdal_config(CACHE_OPTION)
+    if before > CACHE:  # else another thread has lowered it and raises it again
+        set_gdal_config(CACHE_OPTION, CACHE)
+    try:
+        yield
+    finally:
+        if before > CACHE:
+            set_gdal_config(CACHE_OPTION, before)
 
 
 @dataclass(slots=True)
@@ -53,7 +71,7 @@ class RasterStore:
         """The values of a box."""
         bands, window = _bands(box), _window(box)
         try:
-            with self.lock:
+            with self.lock, small_cache():
                 values = self.data.read(bands, window=window)
         except RasterioError as error:
             raise BadInput(f"{self.name}: {window} cannot be read: {first_line(error)}") from error
@@ -62,7 +80,7 @@ class RasterStore:
     def write(self, box: Box, values: Tensor) -> None:
         """Write the values of a box."""
         try:
-            with self.lock:
+            with self.lock, small_cache():
                 self.data.write(values.numpy(), _bands(box), window=_window(box))
         except RasterioError as error:
             raise BadInput(f"{self.name}: cannot be written: {first_line(error)}") from error
@@ -140,7 +158,8 @@ def finish(part: Path, final: Path, info: ArrayInfo) -> None:
         return
     optimized = part.with_name(f"{part.name}.cog")
     resampling = "NEAREST" if info.metadata.get("labels") else "AVERAGE"
-    rasterio.shutil.copy(part, optimized, driver="COG", compress="DEFLATE", bigtiff="IF_SAFER",
-                         overview_resampling=resampling)  # fmt: skip
+    with small_cache():
+        rasterio.shutil.copy(part, optimized, driver="COG", compress="DEFLATE",
+                             bigtiff="IF_SAFER", overview_resampling=resampling)  # fmt: skip
     replace_path(optimized, final)
     part.unlink()
