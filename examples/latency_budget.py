@@ -19,7 +19,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
@@ -91,10 +91,34 @@ class Training(Run):
         return self.model.cpu(), right
 
 
-def optimized_ms(model: nn.Module) -> float:
-    """Milliseconds of one image in the optimized network, on one thread."""
-    fast = demask.optimize(model.eval(), (IMAGE,), threads=1)
+def milliseconds(fast: nn.Module) -> float:
+    """Milliseconds of one image in an optimized network, on one thread."""
     return 1e3 * time_network(fast, (IMAGE,), {}, threads=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """Times networks at the speed that the machine had when the budgets were set: shared machines
+    become slower and faster within minutes. dense: the optimized dense network; ms: its time then.
+    drifts: its later times over that one."""
+
+    dense: nn.Module
+    ms: float
+    drifts: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, dense: nn.Module) -> Stopwatch:
+        """A stopwatch that starts now."""
+        fast = demask.optimize(dense.eval(), (IMAGE,), threads=1)
+        return cls(fast, milliseconds(fast))
+
+    def measure(self, model: nn.Module) -> float:
+        """Milliseconds of one image in the optimized network, between two measurements of the dense
+        one."""
+        fast = demask.optimize(model.eval(), (IMAGE,), threads=1)
+        before, now, after = map(milliseconds, (self.dense, fast, self.dense))
+        self.drifts.append((before + after) / 2 / self.ms)
+        return now / self.drifts[-1]
 
 
 def score_gradients(model: nn.Module, train: Images, seed: int) -> None:
@@ -118,6 +142,7 @@ class Experiment:
     seed: int
     steps: int
     tick: Callable[[str], None]
+    stopwatch: Stopwatch
 
     def pruned(self, dense: nn.Module, allocation: object, amount: float) -> nn.Module:
         """A copy of the dense network without the channels that went."""
@@ -138,12 +163,12 @@ class Experiment:
             slim, self.train, self.test, self.steps, self.seed + 100, self.tick, RATE / 2
         )
         model, right = run.finish(title)
-        return right, optimized_ms(model), macs
+        return right, self.stopwatch.measure(model), macs
 
-    def points(self, dense: nn.Module, setting: Setting, dense_ms: float) -> Iterator[Point]:
+    def points(self, dense: nn.Module, setting: Setting) -> Iterator[Point]:
         """The networks of all budgets and amounts."""
         for share in setting.budgets:
-            latency = Recorded(prune.Latency(share * dense_ms, threads=1))
+            latency = Recorded(prune.Latency(share * self.stopwatch.ms, threads=1))
             slim = self.pruned(dense, latency, 0.5)
             right, ms, macs = self.trained(slim, f"{LATENCY} {share:g}")
             plan = latency.plan
@@ -183,13 +208,15 @@ def points(
         torch.manual_seed(seed)
         first = Training(pretrained(), train, test, steps[0], seed, tick)
         dense, _ = first.finish("fine-tuning")
-        dense_ms = optimized_ms(dense)
-        experiment = Experiment(train, test, seed, steps[1], tick)
+        stopwatch = Stopwatch.of(dense)
+        experiment = Experiment(train, test, seed, steps[1], tick, stopwatch)
         run = Training(deepcopy(dense), train, test, steps[1], seed + 100, tick, RATE / 2)
         _, right = run.finish(DENSE)
         macs = demask.report(demask.demask(dense, (IMAGE,), check=False)).before.macs
-        yield Point(DENSE, 1.0, seed, right, dense_ms, macs=macs)
-        yield from experiment.points(dense, setting, dense_ms)
+        yield Point(DENSE, 1.0, seed, right, stopwatch.ms, macs=macs)
+        yield from experiment.points(dense, setting)
+        least, most = min(stopwatch.drifts), max(stopwatch.drifts)
+        print(f"seed {seed}: the dense network took {least:.2f} to {most:.2f} times as long later")
 
 
 # ----------------------------------------------------------------------------------------- results
@@ -262,7 +289,9 @@ def page(results: Sequence[Point], setting: Setting, before: str, images: int, d
 {setting.tune:.2g} epochs for each network, the dense one too. {len(dense)} seeds, 95 % intervals of
 Student's t. Trained on {trained}. Milliseconds are of one image on one thread of the CPU, of
 `demask.optimize` of the network: the least median of seven consecutive calls. A prediction is made
-before its network is built; networks are measured after their training.
+before its network is built; networks are measured after their training, between two measurements of
+the dense network, and divided by how much slower than at first that one was then: a shared machine
+changes its speed within minutes.
 
 {budgets}
 

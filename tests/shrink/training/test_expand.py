@@ -147,6 +147,16 @@ def test_a_trained_border_map_is_refused() -> None:
         demask.expand(slim)
 
 
+def test_an_optimized_network_is_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval(), torch.ones(3, 4)
+    with torch.no_grad():
+        model[0].weight[:4], model[0].bias[:4] = 0, 0
+    fast = demask.optimize(model, (x,), backends=("torch",), cache=False)
+    if fast.demasked.decisions[0].chosen != "given":
+        with pytest.raises(demask.BadInput, match="is for inference"):
+            demask.expand(fast, model)
+
+
 def test_it_needs_the_original() -> None:
     net = two_layers()
     slim = slimmed(net)

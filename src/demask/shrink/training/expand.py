@@ -14,6 +14,7 @@ from demask.errors import BadInput
 from demask.failures import described, public
 from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import provenance_of
+from demask.graph.result.demasked_module import Demasked
 from demask.graph.result.origin import Origin, Piece, get_origin
 from demask.shrink.check import describe_difference
 from demask.shrink.emit.constant_store import cut
@@ -59,6 +60,11 @@ def expand(slim: nn.Module, model: nn.Module | None = None) -> nn.Module:
         (torch.Size([8, 4]), True)
     """
     provenance_of(slim)
+    if isinstance(slim, Demasked) and not slim.trains:
+        raise BadInput(
+            "an optimized, tiled or conditioned network is for inference, with weights of another "
+            "form; pass the one of demask.demask(), which trains"
+        )
     origin = get_origin(slim)
     if model is None:
         model = origin.model() if origin is not None and origin.model is not None else None
