@@ -56,7 +56,7 @@ def _exp(e: Emitter, x: Value) -> Value:
     half = e.b.fmul(x, e.splat(0.5))
     half = e.smaller(e.larger(half, e.splat(-64.0)), e.splat(64.0))
     power, power_minus_1 = reduced_exponential(e, half, 0)
-    root = e.b.fmul(e.b.fadd(power_minus_1, e.splat(1.0)), power)
+    root = e.fma(power_minus_1, power, power)
     return e.b.fmul(root, root)
 
 
