@@ -19,7 +19,9 @@ from demask.prune.allocation.layer_seconds import SEGMENT, TORCH
 from demask.registry import RUNNERS
 from demask.shrink.demask import demask
 
-CALLS, BLOCK, SECONDS = 210, 7, 2.5  # of the timing of a network
+# Of the timing of a network: short ones take as long as others, since a shared machine may be slow
+# for tenths of seconds.
+CALLS, BLOCK, SECONDS = 20_000, 7, 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,8 @@ def runner_of(candidate: str) -> str:
 def time_network(
     network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], threads: int
 ) -> float:
-    """Seconds of a call: the least median of `BLOCK` consecutive calls. Other processes on the
-    machine only add to it, and not to all blocks."""
+    """Seconds of a call: the least median of `BLOCK` consecutive calls within `SECONDS`. Other
+    processes on the machine only add to it, and not to all blocks."""
     call = {"": partial(network, *args, **kwargs)}
     with torch.no_grad(), set_threads(threads):
         seconds = sample_seconds(call, CALLS, seconds=SECONDS, clock=clock_of(threads))[""]
