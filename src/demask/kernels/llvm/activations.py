@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from demask.kernels.llvm.emitter import Emitter, Value
 
 LN2_HIGH = 0.693145751953125  # ln 2 in 17 bits: n * LN2_HIGH is exact
-#: (e**r - 1 - r) / r**2, a polynomial in r for |r| <= ln 2 / 2; the relative error of e**r is 3.1e-9;
-#: a least-squares fit, weighted until errors are equal
+#: (e**r - 1 - r) / r**2, a polynomial in r for |r| <= ln 2 / 2: a least-squares fit, weighted until
+#: errors are equal, 3.1e-9 of e**r
 EXP_COEFFICIENTS = (
     0.49999993447711044, 0.16666520630902493, 0.041668388062218426, 0.008368716954755606,
     0.0013814597848218549,
