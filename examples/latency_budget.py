@@ -39,6 +39,7 @@ from demask.prune.allocation.network_seconds import time_network
 
 BUDGETS = (0.8, 0.6, 0.4)  # of the dense network's milliseconds
 AMOUNTS = (0.1, 0.25, 0.4, 0.55)  # of the channels of every group
+TURNS = 4  # of the measurements of a network
 SCORED = 8  # batches whose gradients score the channels
 IMAGE = torch.zeros(1, 3, 32, 32)
 DENSE, LATENCY, UNIFORM = "dense", "prune.Latency", "prune.Uniform"
@@ -91,9 +92,11 @@ class Training(Run):
         return self.model.cpu(), right
 
 
-def milliseconds(fast: nn.Module) -> float:
-    """Milliseconds of one image in an optimized network, on one thread."""
-    return 1e3 * time_network(fast, (IMAGE,), {}, threads=1)
+def milliseconds(*fast: nn.Module) -> list[float]:
+    """Milliseconds of one image in each optimized network, on one thread: the least of some
+    measurements, which take turns."""
+    rounds = [[time_network(each, (IMAGE,), {}, threads=1) for each in fast] for _ in range(TURNS)]
+    return [1e3 * min(seconds) for seconds in zip(*rounds, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +113,13 @@ class Stopwatch:
     def of(cls, dense: nn.Module) -> Stopwatch:
         """A stopwatch that starts now."""
         fast = demask.optimize(dense.eval(), (IMAGE,), threads=1)
-        return cls(fast, milliseconds(fast))
+        return cls(fast, *milliseconds(fast))
 
     def measure(self, model: nn.Module) -> float:
-        """Milliseconds of one image in the optimized network, between two measurements of the dense
-        one."""
+        """Milliseconds of one image in the optimized network, in turns with the dense one."""
         fast = demask.optimize(model.eval(), (IMAGE,), threads=1)
-        before, now, after = map(milliseconds, (self.dense, fast, self.dense))
-        self.drifts.append((before + after) / 2 / self.ms)
+        dense, now = milliseconds(self.dense, fast)
+        self.drifts.append(dense / self.ms)
         return now / self.drifts[-1]
 
 
@@ -289,9 +291,9 @@ def page(results: Sequence[Point], setting: Setting, before: str, images: int, d
 {setting.tune:.2g} epochs for each network, the dense one too. {len(dense)} seeds, 95 % intervals of
 Student's t. Trained on {trained}. Milliseconds are of one image on one thread of the CPU, of
 `demask.optimize` of the network: the least median of seven consecutive calls. A prediction is made
-before its network is built; networks are measured after their training, between two measurements of
-the dense network, and divided by how much slower than at first that one was then: a shared machine
-changes its speed within minutes.
+before its network is built; networks are measured after their training, {TURNS} times in turns with the
+dense network, of which the least counts, and divided by how much slower than at first that one was
+then: a shared machine changes its speed within minutes.
 
 {budgets}
 
