@@ -291,9 +291,9 @@ def page(results: Sequence[Point], setting: Setting, before: str, images: int, d
 {setting.tune:.2g} epochs for each network, the dense one too. {len(dense)} seeds, 95 % intervals of
 Student's t. Trained on {trained}. Milliseconds are of one image on one thread of the CPU, of
 `demask.optimize` of the network: the least median of seven consecutive calls. A prediction is made
-before its network is built; networks are measured after their training, {TURNS} times in turns with the
-dense network, of which the least counts, and divided by how much slower than at first that one was
-then: a shared machine changes its speed within minutes.
+before its network is built; networks are measured after their training, {TURNS} times in turns
+with the dense network, of which the least counts, and divided by how much slower than at first that
+one was then: a shared machine changes its speed within minutes.
 
 {budgets}
 
