@@ -290,7 +290,7 @@ def seconds_per_step(model: nn.Module, train: Images) -> float:
     return sorted(b - a for a, b in pairwise(taken))[2]
 
 
-def kept(file: Path | None, compute: Callable[[], Outcome]) -> Outcome:
+def recall(file: Path | None, compute: Callable[[], Outcome]) -> Outcome:
     """What a file has, or else what is computed and stored there."""
     if file is not None and file.exists():
         return torch.load(file, weights_only=False)
@@ -306,7 +306,7 @@ def outcomes(
 ) -> Iterator[Outcome]:  # fmt: skip
     """The dense network, and every contender with every seed, which begin from it.
 
-    epochs: of the dense network, and of each contender. folder: see `kept`.
+    epochs: of the dense network, and of each contender. folder: see `recall`.
     """
     dense_steps, steps = (max(round(e * len(train.labels) / BATCH), 4 * ROUNDS) for e in epochs)
     task = bar.add_task("", total=dense_steps + steps * len(seeds) * len(names))
@@ -332,14 +332,14 @@ def outcomes(
     def file_of(name: str) -> Path | None:
         return folder / f"{name}.pt" if folder is not None else None
 
-    dense = kept(file_of("dense"), lambda: finished(
+    dense = recall(file_of("dense"), lambda: finished(
         DENSE, 0, Run(pretrained(), train, test, dense_steps, 0, tick), train_dense))  # fmt: skip
     yield dense
     teacher = logits_of(deepcopy(dense.model).to(train.pixels.device), train)
     for seed, (way, name) in product(seeds, WAYS.items()):
         if name in names:
             file = file_of(f"{way}-{seed}")
-            yield kept(file, lambda name=name, seed=seed: tuned(name, seed))
+            yield recall(file, lambda name=name, seed=seed: tuned(name, seed))
 
 
 def sizes_of(model: nn.Module) -> Sizes:

@@ -15,8 +15,12 @@ from torch.nn.utils import parametrize, prune
 import demask
 import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
+from demask.graph.result.demasked_module import build
 from demask.graph.result.origin import get_origin
+from demask.ops import TABLE
+from demask.shrink.pipeline import capture_program, shrink_program
 from demask.shrink.training.pieces import NetworkTensors
+from demask.tune.module.optimized_module import Optimized
 from micro import MICROS, Micro
 from night import every
 from test_micro import difference, made
@@ -151,10 +155,10 @@ def test_an_optimized_network_is_refused() -> None:
     model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval(), torch.ones(3, 4)
     with torch.no_grad():
         model[0].weight[:4], model[0].bias[:4] = 0, 0
-    fast = demask.optimize(model, (x,), backends=("torch",), cache=False)
-    if fast.demasked.decisions[0].chosen != "given":
-        with pytest.raises(demask.BadInput, match="is for inference"):
-            demask.expand(fast, model)
+    program, record = shrink_program(capture_program(model, (x,), None, None), TABLE)
+    fast = build(program, record, Optimized)
+    with pytest.raises(demask.BadInput, match="is for inference"):
+        demask.expand(fast, model)
 
 
 def test_it_needs_the_original() -> None:
