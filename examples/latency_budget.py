@@ -19,7 +19,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
@@ -35,11 +35,10 @@ from torch.nn import functional as F
 import demask
 from demask import prune
 from demask.machine.describe import describe_machine, load_average
-from demask.prune.allocation.network_seconds import time_network
+from demask.prune.allocation.network_seconds import NetworkTimer
 
 BUDGETS = (0.8, 0.6, 0.4)  # of the dense network's milliseconds
 AMOUNTS = (0.1, 0.25, 0.4, 0.55)  # of the channels of every group
-TURNS = 4  # of the measurements of a network
 SCORED = 8  # batches whose gradients score the channels
 IMAGE = torch.zeros(1, 3, 32, 32)
 DENSE, LATENCY, UNIFORM = "dense", "prune.Latency", "prune.Uniform"
@@ -92,35 +91,10 @@ class Training(Run):
         return self.model.cpu(), right
 
 
-def milliseconds(*fast: nn.Module) -> list[float]:
-    """Milliseconds of one image in each optimized network, on one thread: the least of some
-    measurements, which take turns."""
-    rounds = [[time_network(each, (IMAGE,), {}, threads=1) for each in fast] for _ in range(TURNS)]
-    return [1e3 * min(seconds) for seconds in zip(*rounds, strict=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class Stopwatch:
-    """Times networks at the speed that the machine had when the budgets were set: shared machines
-    become slower and faster within minutes. dense: the optimized dense network; ms: its time then.
-    drifts: its later times over that one."""
-
-    dense: nn.Module
-    ms: float
-    drifts: list[float] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, dense: nn.Module) -> Stopwatch:
-        """A stopwatch that starts now."""
-        fast = demask.optimize(dense.eval(), (IMAGE,), threads=1)
-        return cls(fast, *milliseconds(fast))
-
-    def measure(self, model: nn.Module) -> float:
-        """Milliseconds of one image in the optimized network, in turns with the dense one."""
-        fast = demask.optimize(model.eval(), (IMAGE,), threads=1)
-        dense, now = milliseconds(self.dense, fast)
-        self.drifts.append(dense / self.ms)
-        return now / self.drifts[-1]
+def measure_ms(model: nn.Module, timer: NetworkTimer) -> float:
+    """Milliseconds of one image in the optimized network."""
+    fast = demask.optimize(model.eval(), (IMAGE,), threads=1)
+    return 1e3 * timer.seconds_of(fast, (IMAGE,), {})
 
 
 def score_gradients(model: nn.Module, train: Images, seed: int) -> None:
@@ -144,7 +118,7 @@ class Experiment:
     seed: int
     steps: int
     tick: Callable[[str], None]
-    stopwatch: Stopwatch
+    timer: NetworkTimer
 
     def pruned(self, dense: nn.Module, allocation: object, amount: float) -> nn.Module:
         """A copy of the dense network without the channels that went."""
@@ -165,12 +139,13 @@ class Experiment:
             slim, self.train, self.test, self.steps, self.seed + 100, self.tick, RATE / 2
         )
         model, right = run.finish(title)
-        return right, self.stopwatch.measure(model), macs
+        return right, measure_ms(model, self.timer), macs
 
     def points(self, dense: nn.Module, setting: Setting) -> Iterator[Point]:
         """The networks of all budgets and amounts."""
         for share in setting.budgets:
-            latency = Recorded(prune.Latency(share * self.stopwatch.ms, threads=1))
+            budget = 1e3 * share * self.timer.seconds
+            latency = Recorded(prune.Latency(budget, threads=1, measure=self.timer))
             slim = self.pruned(dense, latency, 0.5)
             right, ms, macs = self.trained(slim, f"{LATENCY} {share:g}")
             plan = latency.plan
@@ -196,8 +171,9 @@ class Recorded:
 
 
 def points(
-    seeds: Sequence[int], setting: Setting, train: Images, test: Images, bar: Progress
-) -> Iterator[Point]:
+    seeds: Sequence[int], setting: Setting, train: Images, test: Images, timer: NetworkTimer,
+    bar: Progress,
+) -> Iterator[Point]:  # fmt: skip
     """All networks of all seeds, the dense one of each seed first."""
     steps = [max(round(e * len(train.labels) / BATCH), 2) for e in (setting.dense, setting.tune)]
     ways = len(setting.budgets) + len(setting.amounts)
@@ -210,15 +186,12 @@ def points(
         torch.manual_seed(seed)
         first = Training(pretrained(), train, test, steps[0], seed, tick)
         dense, _ = first.finish("fine-tuning")
-        stopwatch = Stopwatch.of(dense)
-        experiment = Experiment(train, test, seed, steps[1], tick, stopwatch)
+        experiment = Experiment(train, test, seed, steps[1], tick, timer)
         run = Training(deepcopy(dense), train, test, steps[1], seed + 100, tick, RATE / 2)
         _, right = run.finish(DENSE)
         macs = demask.report(demask.demask(dense, (IMAGE,), check=False)).before.macs
-        yield Point(DENSE, 1.0, seed, right, stopwatch.ms, macs=macs)
+        yield Point(DENSE, 1.0, seed, right, measure_ms(dense, timer), macs=macs)
         yield from experiment.points(dense, setting)
-        least, most = min(stopwatch.drifts), max(stopwatch.drifts)
-        print(f"seed {seed}: the dense network took {least:.2f} to {most:.2f} times as long later")
 
 
 # ----------------------------------------------------------------------------------------- results
@@ -253,35 +226,39 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def budget_rows(results: Sequence[Point], share: float, dense_ms: dict[int, float]) -> list[str]:
+def budget_row(results: Sequence[Point], share: float, whole_ms: float) -> list[str]:
     """The row of a budget."""
     own = [p for p in results if p.way == LATENCY and p.setting == share]
     errors = [100 * (p.predicted_ms / p.measured_ms - 1) for p in own]
     faster = gains(results, share)
     return [
-        f"{100 * share:.0f} %", interval([share * dense_ms[p.seed] for p in own]),
-        interval([p.predicted_ms for p in own]), interval([p.measured_ms for p in own]),
+        f"{100 * share:.0f} %", f"{share * whole_ms:.3f}",
+        interval([p.predicted_ms for p in own], 3), interval([p.measured_ms for p in own], 3),
         f"{max(map(abs, errors)):.1f} %", interval([p.accuracy for p in own]),
         f"{mean(p.macs for p in own):,.0f}",
         f"{interval(faster)} ({len(faster)} of {len(own)} seeds)" if faster else "less accurate",
     ]  # fmt: skip
 
 
-def page(results: Sequence[Point], setting: Setting, before: str, images: int, device: str) -> str:
+def page(
+    results: Sequence[Point], setting: Setting, timer: NetworkTimer, before: str, images: int,
+    device: str,
+) -> str:  # fmt: skip
     """The page of results."""
     trained = "the CPU" if device == "cpu" else torch.cuda.get_device_name(device)
     dense = [p for p in results if p.way == DENSE]
-    dense_ms = {p.seed: p.measured_ms for p in dense}
+    ratios = [1.0, *timer.ratios]
     budgets = table(
         ["budget", "ms allowed", "ms predicted", "ms measured", "largest error", "accuracy, %",
          "MACs", "ms of uniform / ms, at equal accuracy"],
-        [budget_rows(results, share, dense_ms) for share in setting.budgets],
+        [budget_row(results, share, 1e3 * timer.seconds) for share in setting.budgets],
     )  # fmt: skip
-    rows = [[DENSE, interval([p.measured_ms for p in dense]),
+    rows = [[DENSE, interval([p.measured_ms for p in dense], 3),
              interval([p.accuracy for p in dense]), f"{dense[0].macs:,}"]]  # fmt: skip
     for amount in setting.amounts:
         own = [p for p in results if p.way == UNIFORM and p.setting == amount]
-        rows.append([f"{100 * amount:.0f} % of each group", interval([p.measured_ms for p in own]),
+        rows.append([f"{100 * amount:.0f} % of each group",
+                     interval([p.measured_ms for p in own], 3),
                      interval([p.accuracy for p in own]),
                      f"{mean(p.macs for p in own):,.0f}"])  # fmt: skip
     uniform = table(["uniform pruning", "ms measured", "accuracy, %", "MACs"], rows)
@@ -290,10 +267,12 @@ def page(results: Sequence[Point], setting: Setting, before: str, images: int, d
 {images:,} JPEG images; published weights fine-tuned for {setting.dense:.2g} epochs, then
 {setting.tune:.2g} epochs for each network, the dense one too. {len(dense)} seeds, 95 % intervals of
 Student's t. Trained on {trained}. Milliseconds are of one image on one thread of the CPU, of
-`demask.optimize` of the network: the least median of seven consecutive calls. A prediction is made
-before its network is built; networks are measured after their training, {TURNS} times in turns
-with the dense network, of which the least counts, and divided by how much slower than at first that
-one was then: a shared machine changes its speed within minutes.
+`demask.optimize` of the network: the mean of the fastest quarter of all blocks of seven calls
+within 3 seconds. A prediction is made before its network is built; networks are measured after
+their training. A shared machine changes its speed within minutes, so each network is measured in
+turns with the dense one of the first seed, and its milliseconds are those of that one at first
+({1e3 * timer.seconds:.3f}) times the ratio of both. In these turns the dense network took
+{min(ratios):.2f} to {max(ratios):.2f} times as long as at first.
 
 {budgets}
 
@@ -362,15 +341,15 @@ def main() -> None:
         step = seconds_per_step(pretrained(), train)
         seeds = options.seeds
         setting = Setting.within(60 * options.minutes, step, len(train.labels), len(seeds))
-    results: list[Point] = []
+    results, timer = [], NetworkTimer(threads=1)
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        for point in points(seeds, setting, train, test, bar):
+        for point in points(seeds, setting, train, test, timer, bar):
             results.append(point)
             predicted = f", predicted {point.predicted_ms:.3f}" if point.predicted_ms else ""
             print(f"seed {point.seed}, {point.way} {point.setting:g}: {point.accuracy:.2f} %, "
                   f"{point.measured_ms:.3f} ms{predicted}", flush=True)  # fmt: skip
     draw(results, output / "latency_budget.svg")
-    text = page(results, setting, before, len(train.labels), options.device)
+    text = page(results, setting, timer, before, len(train.labels), options.device)
     (output / "latency_budget.md").write_text(text)
     print(text)
 

@@ -375,12 +375,12 @@ def timed(results: list[Outcome], test: Images) -> dict[str, Timing]:
         return time_alternately(calls, 31, seconds=20)
 
 
-def interval(values: list[float]) -> str:
-    """Mean ± 95 % interval of Student's t, in percent; of fewer than three values, these."""
+def interval(values: list[float], digits: int = 2) -> str:
+    """Mean ± 95 % interval of Student's t; of fewer than three values, these."""
     if len(values) < 3:
-        return ", ".join(f"{value:.2f}" for value in values)
+        return ", ".join(f"{value:.{digits}f}" for value in values)
     reach = STUDENT.get(len(values), 1.96) * stdev(values) / len(values) ** 0.5
-    return f"{mean(values):.2f} ± {reach:.2f}"
+    return f"{mean(values):.{digits}f} ± {reach:.{digits}f}"
 
 
 def page(results: list[Outcome], epochs: tuple[float, float], before: str, images: int,

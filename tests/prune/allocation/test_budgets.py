@@ -16,7 +16,7 @@ from demask.ops import TABLE
 from demask.prune import Cubic, Latency, LatencyPlan, MACs, OneShot, Pruner
 from demask.prune.allocation import layer_seconds
 from demask.prune.allocation.layer_seconds import Width, resized
-from demask.prune.allocation.network_seconds import NetworkTime, time_network
+from demask.prune.allocation.network_seconds import NetworkTime, NetworkTimer
 from demask.prune.removal_cost import Extent
 from demask.shrink.pipeline import capture_program, shrink_program
 from demask.tune.layer_costs import Layer
@@ -185,6 +185,37 @@ def test_widths_follow_counts() -> None:
     assert width.knots() == (1, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30)
 
 
-def test_the_time_of_a_network_is_of_its_quiet_calls() -> None:
-    seconds = time_network(nn.Linear(64, 64), (torch.randn(8, 64),), {}, threads=1)
+class Machine:
+    """A clock, and networks that take its time: `pace` times theirs."""
+
+    def __init__(self) -> None:
+        self.now, self.pace = 0.0, 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def network(self, seconds: float) -> nn.Module:
+        def forward(x: Tensor) -> Tensor:
+            self.now += self.pace * seconds
+            return x
+
+        network = nn.Identity()
+        network.forward = forward
+        return network
+
+
+@pytest.mark.parametrize("longest", [2e-2, 2.0])  # timed by blocks, and by calls
+def test_networks_are_timed_at_one_speed_of_the_machine(longest: float) -> None:
+    machine = Machine()
+    timer = NetworkTimer(threads=1, clock=machine)
+    assert timer.seconds_of(machine.network(longest), (X,), {}) == pytest.approx(longest)
+    for pace in (1.9, 0.8):
+        machine.pace = pace
+        seconds = timer.seconds_of(machine.network(0.3 * longest), (X,), {})
+        assert seconds == pytest.approx(0.3 * longest)
+    assert timer.ratios == pytest.approx([1.9, 0.8])
+
+
+def test_networks_are_timed_by_their_quiet_calls() -> None:
+    seconds = NetworkTimer(threads=1).seconds_of(nn.Linear(64, 64), (torch.randn(8, 64),), {})
     assert 0 < seconds < 1e-2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -16,7 +15,7 @@ from demask.machine.threads import checked_threads, set_threads
 from demask.prune.allocation.context import NetworkContext
 from demask.prune.allocation.knapsack import Choice
 from demask.prune.allocation.layer_seconds import NetworkSeconds
-from demask.prune.allocation.network_seconds import NetworkTime, clock_of, measure_optimized
+from demask.prune.allocation.network_seconds import NetworkTime, NetworkTimer, clock_of
 from demask.prune.allocation.problem import Problem, Scores, check_budget, check_floor
 from demask.text_table import number_table, render_text
 from demask.tune.layer_costs import LayerCosts
@@ -87,8 +86,8 @@ class Latency:
         threads: number of CPU threads; None: `torch.get_num_threads()`.
         floor: the share of its slices that each group retains at least; one slice always stays.
         cache: path of the file for measured costs, False for none; as for `demask.optimize`.
-        measure: called with a network, arguments and keywords of one call, in the place of
-            `demask.optimize` and a timing; returns a `NetworkTime`.
+        measure: called with a network, arguments and keywords of one call; returns a `NetworkTime`.
+            None: a `NetworkTimer`, which times networks in turns with the one of all slices.
         progress: called with a short text at each step.
 
     Example:
@@ -125,7 +124,7 @@ class Latency:
         threads = checked_threads(self.threads)
         costs = Costs.open(self.cache, threads=threads, clock=clock_of(threads))
         asker = LayerCosts(costs, pruner.coupling.program.example)
-        measure = self.measure or partial(measure_optimized, threads=threads, cache=self.cache)
+        measure = self.measure or NetworkTimer(threads, self.cache)
         problem = Problem.of(scores, context, self.floor, TIMED_COUNTS)
         with set_threads(threads), share_captures():
             search = _LatencySearch(self, context, problem, asker, measure)
