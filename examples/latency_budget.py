@@ -22,11 +22,12 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any, cast
 
 import numpy as np
 import torch
 from cifar_resnet20 import Images, accuracy, normalized, pretrained
-from resnet20_cifar import BATCH, QUICK, RATE, RESULTS, Run, interval, seconds_per_step
+from resnet20_cifar import BATCH, QUICK, RESULTS, WHOLE, Run, interval, seconds_per_step
 from rich.console import Console
 from rich.progress import Progress
 from torch import nn
@@ -35,7 +36,6 @@ from torch.nn import functional as F
 import demask
 from demask import prune
 from demask.machine.describe import describe_machine, load_average
-from demask.prune.allocation.network_seconds import NetworkTimer
 
 BUDGETS = (0.8, 0.6, 0.4)  # of the dense network's milliseconds
 AMOUNTS = (0.1, 0.25, 0.4, 0.55)  # of the channels of every group
@@ -91,7 +91,7 @@ class Training(Run):
         return self.model.cpu(), right
 
 
-def measure_ms(model: nn.Module, timer: NetworkTimer) -> float:
+def measure_ms(model: nn.Module, timer: prune.NetworkTimer) -> float:
     """Milliseconds of one image in the optimized network."""
     fast = demask.optimize(model.eval(), (IMAGE,), threads=1)
     return 1e3 * timer.seconds_of(fast, (IMAGE,), {})
@@ -118,25 +118,28 @@ class Experiment:
     seed: int
     steps: int
     tick: Callable[[str], None]
-    timer: NetworkTimer
+    timer: prune.NetworkTimer
 
-    def pruned(self, dense: nn.Module, allocation: object, amount: float) -> nn.Module:
-        """A copy of the dense network without the channels that went."""
+    def pruned(
+        self, dense: nn.Module, allocation: Any, amount: float
+    ) -> tuple[nn.Module, prune.Pruned]:
+        """A copy of the dense network without the channels that went, and which went."""
         model = deepcopy(dense)
         score_gradients(model, self.train, self.seed)
         pruner = prune.Pruner(
             model, IMAGE, score=prune.Taylor(), allocation=allocation,
             schedule=prune.OneShot(amount),
         )  # fmt: skip
-        pruner.step()
+        pruned = pruner.step()
         model.zero_grad()
-        return demask.demask(model, (IMAGE,), dynamic_shapes="all")  # crops have other sizes
+        slim = demask.demask(model, (IMAGE,), dynamic_shapes="all")  # crops have other sizes
+        return slim, pruned
 
     def trained(self, slim: nn.Module, title: str) -> tuple[float, float, int]:
         """Accuracy, milliseconds and MACs of a small network after its training."""
         macs = slim.demasked.after.macs
         run = Training(
-            slim, self.train, self.test, self.steps, self.seed + 100, self.tick, RATE / 2
+            slim, self.train, self.test, self.steps, self.seed + 100, self.tick, crops=WHOLE
         )
         model, right = run.finish(title)
         return right, measure_ms(model, self.timer), macs
@@ -145,33 +148,20 @@ class Experiment:
         """The networks of all budgets and amounts."""
         for share in setting.budgets:
             budget = 1e3 * share * self.timer.seconds
-            latency = Recorded(prune.Latency(budget, threads=1, measure=self.timer))
-            slim = self.pruned(dense, latency, 0.5)
+            latency = prune.Latency(budget, threads=1, measure=self.timer)
+            slim, pruned = self.pruned(dense, latency, 0.5)
             right, ms, macs = self.trained(slim, f"{LATENCY} {share:g}")
-            plan = latency.plan
+            plan = cast(prune.LatencyPlan, pruned.plan)
             yield Point(LATENCY, share, self.seed, right, ms, plan.chosen.predicted_ms,
                         len(plan.trials), macs)  # fmt: skip
         for amount in setting.amounts:
-            slim = self.pruned(dense, prune.Uniform(), amount)
+            slim, _ = self.pruned(dense, prune.Uniform(), amount)
             right, ms, macs = self.trained(slim, f"{UNIFORM} {amount:g}")
             yield Point(UNIFORM, amount, self.seed, right, ms, macs=macs)
 
 
-class Recorded:
-    """An allocation that remembers its last plan."""
-
-    plan: prune.LatencyPlan
-
-    def __init__(self, latency: prune.Latency):
-        self.latency = latency
-
-    def __call__(self, *args: object) -> prune.LatencyPlan:
-        self.plan = self.latency(*args)
-        return self.plan
-
-
 def points(
-    seeds: Sequence[int], setting: Setting, train: Images, test: Images, timer: NetworkTimer,
+    seeds: Sequence[int], setting: Setting, train: Images, test: Images, timer: prune.NetworkTimer,
     bar: Progress,
 ) -> Iterator[Point]:  # fmt: skip
     """All networks of all seeds, the dense one of each seed first."""
@@ -184,10 +174,10 @@ def points(
 
     for seed in seeds:
         torch.manual_seed(seed)
-        first = Training(pretrained(), train, test, steps[0], seed, tick)
+        first = Training(pretrained(), train, test, steps[0], seed, tick, crops=WHOLE)
         dense, _ = first.finish("fine-tuning")
         experiment = Experiment(train, test, seed, steps[1], tick, timer)
-        run = Training(deepcopy(dense), train, test, steps[1], seed + 100, tick, RATE / 2)
+        run = Training(deepcopy(dense), train, test, steps[1], seed + 100, tick, crops=WHOLE)
         _, right = run.finish(DENSE)
         macs = demask.report(demask.demask(dense, (IMAGE,), check=False)).before.macs
         yield Point(DENSE, 1.0, seed, right, measure_ms(dense, timer), macs=macs)
@@ -241,7 +231,7 @@ def budget_row(results: Sequence[Point], share: float, whole_ms: float) -> list[
 
 
 def page(
-    results: Sequence[Point], setting: Setting, timer: NetworkTimer, before: str, images: int,
+    results: Sequence[Point], setting: Setting, timer: prune.NetworkTimer, before: str, images: int,
     device: str,
 ) -> str:  # fmt: skip
     """The page of results."""
@@ -341,7 +331,7 @@ def main() -> None:
         step = seconds_per_step(pretrained(), train)
         seeds = options.seeds
         setting = Setting.within(60 * options.minutes, step, len(train.labels), len(seeds))
-    results, timer = [], NetworkTimer(threads=1)
+    results, timer = [], prune.NetworkTimer(threads=1)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         for point in points(seeds, setting, train, test, timer, bar):
             results.append(point)

@@ -15,6 +15,7 @@ Example:
 
 from demask.prune.allocation.budgets import MACs
 from demask.prune.allocation.latency import Latency, LatencyPlan
+from demask.prune.allocation.network_seconds import NetworkTime, NetworkTimer
 from demask.prune.allocation.shares import Global, OutlierWeighted, Uniform
 from demask.prune.coupling.find_groups import groups
 from demask.prune.coupling.groups import Group, Member
@@ -29,7 +30,8 @@ from demask.prune.sensitivity import Sensitivity, SensitivityRow, sensitivity
 
 __all__ = [
     "L1", "L2", "Activation", "Cubic", "Fluctuation", "Global", "Group", "Iterative", "Latency",
-    "LatencyPlan", "MACs", "Member", "OneShot", "OutlierWeighted", "Pruned", "Pruner", "Random",
-    "ScoreView", "Search", "SearchTrial", "Sensitivity", "SensitivityRow", "Taylor", "Uniform",
-    "distillation_loss", "groups", "recalibrate_norms", "search", "sensitivity",
+    "LatencyPlan", "MACs", "Member", "NetworkTime", "NetworkTimer", "OneShot", "OutlierWeighted",
+    "Pruned", "Pruner", "Random", "ScoreView", "Search", "SearchTrial", "Sensitivity",
+    "SensitivityRow", "Taylor", "Uniform", "distillation_loss", "groups", "recalibrate_norms",
+    "search", "sensitivity",
 ]  # fmt: skip

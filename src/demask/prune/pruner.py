@@ -51,6 +51,7 @@ class Pruned:
             from the op table; single weights and blocks count only where they leave no slice.
             Tokens that no output reads, as all but the first in the last layer of a classifier, are
             in neither. Of buffers of integers that demask cuts, the bytes stay.
+        plan: what the allocation returned; of `Latency` a `LatencyPlan`, with what was measured.
 
     Example:
         >>> import torch
@@ -74,6 +75,7 @@ class Pruned:
     left: Mapping[str, int]
     before: Sizes
     after: Sizes
+    plan: Mapping[str, int | Tensor]
 
     def __str__(self) -> str:
         table = number_table("", "units", "removed", "left")
@@ -215,7 +217,8 @@ class Pruner:
             c.name: self._score(view).masked_fill(~alive[c.name], -torch.inf)
             for c, view in zip(self.candidates, views, strict=True)
         }
-        keep = self._allocate(scores, alive, target)
+        plan = self._allocate(scores, alive, target)
+        keep = self._select(plan, scores, alive)
         more = self._masks_of(keep)
         gone = {name: alive[name] & ~keep[name] for name in keep}
         before = self.removal_cost.masked(masks)
@@ -230,6 +233,7 @@ class Pruner:
             {name: int(mask.sum()) for name, mask in keep.items()},
             before,
             self.removal_cost.masked(read_masks(self.model)),
+            plan,
         )
         recover = getattr(self.schedule, "recover", None)
         if recover is not None:
@@ -266,16 +270,23 @@ class Pruner:
 
     def _allocate(
         self, scores: Mapping[str, Tensor], alive: Mapping[str, Tensor], fraction: float
-    ) -> dict[str, Tensor]:
-        """By group or weight, the units that stay, bool. Raises BadInput where none would."""
+    ) -> Mapping[str, int | Tensor]:
+        """By group or weight, how many units stay, or which, as the allocation says."""
         finite = {name: s.masked_fill(~alive[name], 0.0) for name, s in scores.items()}
         shares = _called("allocation", self.allocation, finite, fraction, self)
         if not isinstance(shares, Mapping):
             raise BadInput("expected the allocation to return how many units stay by name, of "
                            f"{', '.join(finite)}; got {shares!r:.60}")  # fmt: skip
+        return shares
+
+    def _select(
+        self, plan: Mapping[str, int | Tensor], scores: Mapping[str, Tensor],
+        alive: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """By group or weight, the units that stay, bool. Raises BadInput where none would."""
         keep = {}
         for candidates in self.candidates:
-            name, share = candidates.name, shares.get(candidates.name)
+            name, share = candidates.name, plan.get(candidates.name)
             mine = alive[name]
             if (
                 isinstance(share, Tensor)

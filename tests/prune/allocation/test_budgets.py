@@ -140,15 +140,10 @@ def macs_as_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_latency_is_met_and_was_predicted(measure: Any, share: float) -> None:
     whole = measure(small(), (X,), {}).seconds
     budget = 1e3 * (share * whole + 1e-5)
-    plans: list[LatencyPlan] = []
-
-    def allocation(scores: Mapping[str, Tensor], fraction: float, pruner: Pruner) -> LatencyPlan:
-        plans.append(Latency(budget, cache=False, measure=measure)(scores, fraction, pruner))
-        return plans[-1]
-
     model = small()
-    Pruner(model, X, allocation=allocation).step()
-    (plan,) = plans
+    latency = Latency(budget, cache=False, measure=measure)
+    plan = Pruner(model, X, allocation=latency).step().plan
+    assert isinstance(plan, LatencyPlan)
     assert plan.chosen in plan.trials and 1 <= len(plan.trials) <= 6
     assert plan.chosen.measured_ms == pytest.approx(1e3 * measure(model, (X,), {}).seconds)
     assert 0.8 * budget <= plan.chosen.measured_ms <= budget

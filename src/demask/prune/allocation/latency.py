@@ -87,7 +87,8 @@ class Latency:
         floor: the share of its slices that each group retains at least; one slice always stays.
         cache: path of the file for measured costs, False for none; as for `demask.optimize`.
         measure: called with a network, arguments and keywords of one call; returns a `NetworkTime`.
-            None: a `NetworkTimer`, which times networks in turns with the one of all slices.
+            None: a new `NetworkTimer` in every step, which times networks in turns with that of all
+            slices. Pass one where all steps of a schedule should be timed at one speed.
         progress: called with a short text at each step.
 
     Example:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from demask.graph.provenance import GIVEN
-from demask.machine.threads import set_threads
+from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import sample_seconds
 from demask.prune.allocation.layer_seconds import SEGMENT, TORCH
 from demask.registry import RUNNERS
@@ -26,7 +26,18 @@ CALLS, BLOCK, SHORT, SECONDS = 20_000, 7, 0.02, 3.0
 
 @dataclass(frozen=True, slots=True)
 class NetworkTime:
-    """Seconds of a network. runners: by what runs its layers, the fastest one among them."""
+    """Seconds of one call of a network.
+
+    Attributes:
+        seconds: of the network as `demask.optimize` returns it.
+        runners: by what runs its layers, "segment" or "torch", the seconds of the fastest such
+            network.
+
+    Example:
+        >>> from demask.prune import NetworkTime
+        >>> NetworkTime(2e-3, {"torch": 2e-3}).seconds
+        0.002
+    """
 
     seconds: float
     runners: Mapping[str, float]
@@ -41,9 +52,9 @@ class NetworkTimer:
     the ratio of both.
 
     Args:
-        threads: number of CPU threads.
+        threads: number of CPU threads; None: `torch.get_num_threads()`.
         cache: of `demask.optimize`.
-        clock: returns seconds; None: that of `clock_of`.
+        clock: returns seconds; None: the time of the process on one thread, else of the wall.
 
     Attributes:
         first: the first network, ready to call; None before it.
@@ -53,6 +64,7 @@ class NetworkTimer:
 
     Example:
         >>> import torch
+        >>> from demask.prune import NetworkTimer
         >>> timer = NetworkTimer(threads=1)
         >>> x = torch.zeros(8, 64)
         >>> first = timer.seconds_of(torch.nn.Linear(64, 64), (x,), {})
@@ -60,7 +72,7 @@ class NetworkTimer:
         (True, True)
     """
 
-    threads: int
+    threads: int | None = None
     cache: Any = None
     clock: Callable[[], float] | None = None
     first: Callable[[], object] | None = None
@@ -103,9 +115,10 @@ class NetworkTimer:
         """Mean seconds of each call in the fastest quarter of the rounds within `SECONDS`, in each
         of which every call runs `BLOCK` times, long ones once. Other processes only add to it, and
         not to all rounds."""
-        clock = self.clock or clock_of(self.threads)
+        threads = checked_threads(self.threads)
+        clock = self.clock or clock_of(threads)
         names = {str(number): call for number, call in enumerate(calls)}
-        with torch.no_grad(), set_threads(self.threads):
+        with torch.no_grad(), set_threads(threads):
             once = sample_seconds(names, 1, 1, clock=clock)
             size = BLOCK if max(seconds[0] for seconds in once.values()) < SHORT else 1
             blocks = {name: partial(_repeat, call, size) for name, call in names.items()}
