@@ -365,6 +365,7 @@ def examples(help_text):
     return [line.split() for line in lines[start:] if line.strip().startswith("demask ")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("command", [*COMMANDS[1:], *at_night(COMMANDS[0])])
 def test_the_example_in_the_help_runs(run, saved, few_digits, tmp_path, command):
     shown = run(command, "--help")

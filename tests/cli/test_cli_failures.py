@@ -189,6 +189,7 @@ ABSURD = (
 )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("words", ABSURD, ids=lambda words: " ".join(map(str, words)))
 def test_absurd_numbers_are_bad_input(run, files, words):
     np.save(files / "x.npy", np.ones((3, 4), np.float32))
@@ -203,6 +204,7 @@ def test_absurd_numbers_are_bad_input(run, files, words):
 # -- errors that nobody expected ------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [

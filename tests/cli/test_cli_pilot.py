@@ -151,6 +151,7 @@ def test_condition(run, model, tmp_path):
     assert (outcome.code, outcome.out) == (2, "") and "'dance'" in outcome.err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", ["compare", "collect", "condition"])
 def test_the_examples_in_the_help_run(run, model, command):
     pytest.importorskip("matplotlib")

@@ -68,6 +68,7 @@ def test_json_and_an_archive(run, few, tmp_path):
     assert not demask.report(slim).nothing_removed
 
 
+@pytest.mark.nightly
 def test_a_number_of_macs_is_of_one_image(run, few):
     network = networks.build_network(None, 10, 1)
     per_image = demask.demask(network, (torch.zeros(1, 1, 16, 16),)).demasked.before.macs

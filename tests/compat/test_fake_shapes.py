@@ -87,6 +87,7 @@ def listed(outputs: Any) -> list[Tensor]:
     return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", fake_shapes._FITS, ids=str)
 def test_values_are_laid_out_as_torch_does(

@@ -30,6 +30,7 @@ def same_and_refused(run, model: nn.Module, same: Tensor, other: Tensor, refusal
         run(other)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("condition", "example", "same", "other"), CONDITIONS)
 def test_files_refuse_what_the_network_refuses(condition, example, same, other, tmp_path) -> None:
     model = ByShape(condition)
@@ -94,6 +95,7 @@ def relu():
     return demask.demask(nn.ReLU(), (torch.randn(2, 3),), dynamic_shapes="all")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_conditions_come_out_as_in_python(expression: str, relu) -> None:
     model = write.proto_of(relu)

@@ -26,6 +26,7 @@ def function(spelled: str):
     return here
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "k", "case"), CASES, ids=[f"{n}-{k}" for n, k, _ in CASES])
 def test_a_binding_is_its_op(name: str, k: int, case) -> None:
     spelled = binding(*name.split(".")[1:])

@@ -140,7 +140,7 @@ WAKING = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", WAKING)
 def test_a_dead_channel_wakes(name):
     """f(0) != 0, and both a Linear and a padded convolution read it."""
@@ -170,7 +170,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("bias", [0.0, 0.6])
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_dead_channel_counts_in_the_whole_axis(name, bias):
@@ -199,6 +199,7 @@ RUN_TIME = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RUN_TIME)
 def test_a_mask_made_at_run_time_is_no_constant(name):
     net = Fn(RUN_TIME[name], a=nn.Linear(4, 6), b=nn.Linear(6, 3), g=nn.Linear(4, 6))

@@ -83,6 +83,7 @@ def near(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @torch.no_grad()
 @pytest.mark.parametrize("name", NETWORKS)
 def test_hooks_fire(name: str) -> None:

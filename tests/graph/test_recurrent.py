@@ -191,7 +191,7 @@ CASES = [
 
 
 # Every third by day: each mask with several layers.
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("config", "mask"), every(3, CASES))
 def test_exact_small_and_minimal(config: Config, mask: str, result: Callable[..., None]) -> None:
     result(suite="recurrent", network=config.name, mask=mask)
@@ -214,7 +214,7 @@ def test_exact_small_and_minimal(config: Config, mask: str, result: Callable[...
         assert missed(slim, example(config, 8, 48)) == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize(("config", "mask"), [c for c in CASES if c.values[1] == "units"])
 def test_an_ordinary_module(config: Config, mask: str) -> None:
@@ -271,6 +271,7 @@ def test_what_cannot_become_smaller_stays_one_call() -> None:
     assert slim.demasked.before.macs == steps * (5 * FEATURES + count + 2 * HIDDEN * OUT)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("given", [False, True])
 def test_final_states_of_every_layer_and_direction(cell: type[nn.RNNBase], given: bool) -> None:

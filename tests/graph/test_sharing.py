@@ -160,6 +160,7 @@ def test_what_is_asked_for_after_the_shared_programs_is_captured() -> None:
     assert len(several) > 1 and [*map(dump, several)] == [*map(dump, expected)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["graph", "class"])
 def test_parts_with_a_shared_capture_are_as_without(
     form: str, monkeypatch: pytest.MonkeyPatch
@@ -237,7 +238,7 @@ LOOK_EQUAL: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.filterwarnings("ignore:the hooks of")
 @pytest.mark.parametrize("kind", LOOK_EQUAL)
 def test_blocks_that_look_equal_share_nothing(kind: str) -> None:
@@ -269,6 +270,7 @@ def doubled(block: Block) -> Block:
     return block
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", SHARE)
 def test_blocks_that_are_equal_share(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, count = SHARE[kind]

@@ -34,7 +34,7 @@ class Net(nn.Module):
         return self.form(self.layer(x[:, None]))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("stride", [8, 1])
 @pytest.mark.parametrize("name", SQUEEZES)
 def test_squeezes_of_dynamic_axes(name, stride):

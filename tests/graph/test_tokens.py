@@ -34,6 +34,7 @@ class Classifier(nn.Module):
 MACS = 2 * 5 * 16 * 16 + 16 * 16 + 2 * 5 * 16 + 16 * 16 + 2 * 16 * 32 + 16 * 3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("form", "token"),
     [("products", -1), *at_night(("sdpa", 0), ("sdpa", -1), ("products", 0))],

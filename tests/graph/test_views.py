@@ -61,6 +61,7 @@ def errors(name: str) -> list[float]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_through_what_may_copy(name):
     assert max(errors(name)) <= 1e-10
@@ -88,6 +89,7 @@ COMPUTED: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", COMPUTED)
 def test_writes_at_places_that_sizes_tell(name):
     net, sizes = Rows(COMPUTED[name]).eval(), {0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO}

@@ -120,6 +120,7 @@ def test_elsewhere_the_allocator_stays_and_the_words_say_so(monkeypatch):
     assert "has no attribute 'mallopt'" in fix_allocator()
 
 
+@pytest.mark.nightly
 def test_the_real_allocator_answers():
     # In a process of its own: the setting lasts for the life of the process.
     code = "from demask.machine.allocator import fix_allocator; print(fix_allocator())"

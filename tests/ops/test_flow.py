@@ -16,6 +16,7 @@ aten = torch.ops.aten
 CASES = list(law_cases(TABLE))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", sorted({name for name, *_ in CASES}))
 def test_the_flow_law_holds(name):
     for other, index, case in CASES:

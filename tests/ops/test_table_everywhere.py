@@ -188,6 +188,7 @@ def test_verify_compares_with_its_network_cut_alike(act: Act, table: Table) -> N
     assert not verify(model, slim, (IMAGES,), table=table, check=False).ok
 
 
+@pytest.mark.sampled(4)
 @everywhere
 @pytest.mark.parametrize("form", ["demasked alone", "channels last", "segments of all layers"])
 def test_optimize_keeps_what_was_cut(act: Act, table: Table, form: str, monkeypatch: Any) -> None:

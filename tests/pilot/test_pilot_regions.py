@@ -142,6 +142,7 @@ def test_whole_numbers_are_equal_bit_for_bit(seed, dtype):
     assert wrong(model, x, seed, exact=True, count=10) == ""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
 def test_float64_is_equal_but_for_rounding(mode):
     model, x = mixed(False, mode)

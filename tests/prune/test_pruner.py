@@ -38,6 +38,7 @@ def mlp() -> nn.Sequential:
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["residual", "excited", "u-net", "attention", "recurrent"])
 def test_what_it_predicts_is_what_demask_removes(name: str) -> None:
     model, inputs = network(name)

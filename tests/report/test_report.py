@@ -254,6 +254,7 @@ def rows(shown) -> int:
     return sum(int(count.replace(",", "")) for _, count in removed_rows(shown))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("function", [demask.demask, partial(demask.optimize, threads=1)])
 @pytest.mark.parametrize("modules", [None, ["0", "1", "2", "3"], ["3"]])
 def test_every_function_counts_parameters_alike(function, modules):

@@ -67,6 +67,7 @@ class Nets(nn.Module):
         return [net(x) for net in self.nets.values()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("names", list(zip(*[iter(CREATED)] * 5, strict=True)), ids=", ".join)
 def test_created_tensors(names):
     nets = Nets(names).eval()

@@ -18,6 +18,7 @@ from night import at_night
 from rounds import rounds
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("modules", [None, *at_night("auto")])
 def test_every_layer_keeps_its_place_in_the_cache(modules: str | None) -> None:
     """The third of three layers has the number of the key and value heads, of which one goes."""

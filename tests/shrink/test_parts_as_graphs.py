@@ -257,6 +257,7 @@ def test_a_part_that_is_called_twice_is_no_graph():
     assert demask.verify(net, slim, (x,)).ok
 
 
+@pytest.mark.nightly
 def test_an_encoder_with_parts_of_heads_masked_is_of_its_class():
     hub = transformers()
     torch.manual_seed(0)

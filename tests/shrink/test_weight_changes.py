@@ -95,6 +95,7 @@ def fresh(network: nn.Module) -> Tensor:
     return pickle.loads(pickle.dumps(network))(X)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_changed_weights_are_seen(way, last: bool) -> None:

@@ -76,6 +76,7 @@ def test_a_mask_of_another_size_is_refused() -> None:
         dlmc.shaped(torch.ones(2, 59, dtype=torch.bool), torch.Size([2, 3, 4, 5]))
 
 
+@pytest.mark.sampled(3)
 @there
 @pytest.mark.parametrize("sparsity", every(3, dlmc.SPARSITIES))
 def test_every_layer_has_its_mask(sparsity: float) -> None:

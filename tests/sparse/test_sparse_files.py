@@ -94,6 +94,7 @@ def test_a_pt2_file_holds_dense_layers(network, tmp_path):
     close(exported.module()(x[:1]), model(x[:1]))
 
 
+@pytest.mark.nightly
 def test_an_onnx_file_holds_dense_layers(network, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     model, fast, x = network
@@ -135,6 +136,7 @@ class Head(nn.Module):
         return joined.softmax(-1), self.last((joined[:, 1:] * 0.2).exp())
 
 
+@pytest.mark.nightly
 def test_steps_of_single_ops_in_files_and_other_dtypes(tmp_path):
     """Layers after them have the sizes that these calls make, which files do not state."""
     torch.manual_seed(0)
@@ -365,6 +367,7 @@ def test_dense_networks_become_segments_without_sparse_layers(quick):
     close(fast(X), dense(X))
 
 
+@pytest.mark.nightly
 def test_another_dtype_has_no_segments(model, quick):
     fast = demask.optimize(copy.deepcopy(model).double(), (X.double(),), cache=False)
     assert not has_segments(fast)
@@ -388,6 +391,7 @@ def test_lossy_storage_says_how_far_it_is_off(model, quick, precision, limit, tm
     close(wide(X.double()).float(), fast(X), 1e-4)
 
 
+@pytest.mark.nightly
 def test_exact_weights_of_a_lossy_form_are_checked(model, quick, monkeypatch):
     """A form is left out where more than the storage of its weights is wrong."""
     real = sparse_forms.segmented
@@ -438,6 +442,7 @@ def test_dense_forms_are_left_out_where_a_sparse_one_is_far_ahead(model, quick, 
     assert module.DEMASKED in optimized(model).demasked.decisions[0].seconds
 
 
+@pytest.mark.nightly
 def test_a_warm_cache_needs_no_measurement(model, monkeypatch, tmp_path):
     cache = tmp_path / "costs.json"
     monkeypatch.setattr("demask.machine.cost.SPREAD", float("inf"))  # however busy the machine is
@@ -456,6 +461,7 @@ def test_the_command_line(run, saved, tmp_path):
     assert wrong.code == 2 and "int3" in wrong.err
 
 
+@pytest.mark.nightly
 def test_a_fault_in_the_sparse_forms_leaves_the_dense_ones(model, quick, monkeypatch):
     def broken(*_: Any, **__: Any) -> Program:
         raise KeyError("planted")

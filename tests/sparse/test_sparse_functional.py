@@ -76,7 +76,7 @@ def test_products_with_any_number_of_columns(size, density, index):
         close(spmm(x.T, as_csr(w, index).to_dense().T.to_sparse_csc()), exact(w, x).T)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("n", [17, *at_night(0, 1, 2)])
 @pytest.mark.parametrize("activation", [*presets(), None])
 def test_bias_and_activation(n, activation):
@@ -283,6 +283,7 @@ def test_indices_that_change_unseen_are_refused():
         spmm(w, X)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("end", [True, False], ids=["end", "beginning"])
 @pytest.mark.parametrize(
     ("index", "named"),
@@ -312,6 +313,7 @@ def test_kernels_stay_in_their_buffers(end, index, named):
             close(made, exact(w, x, bias).relu())
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="signals and mprotect as on Linux")
 @pytest.mark.parametrize("end", [True, False])
 def test_a_planted_overrun_is_caught(end):

@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused(a, b, transposed, words):
         sddmm(torch.ones(2, 3), torch.ones(3, 4), torch.ones(2, 4))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", ["odd", "empty rows", "nothing", "one dense row"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gradients(name, transposed):

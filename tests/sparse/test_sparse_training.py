@@ -337,6 +337,7 @@ COMPILED = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_training_makes_no_dense_weights(name, dtype):

@@ -83,6 +83,7 @@ def same(found: Tensor, expected: Tensor) -> None:
     assert float(rest) <= LIMIT * max(1.0, scale)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", TARGETS)
 def test_random_networks_compute_the_same(name):
     said = [check(seed, name) for seed in range(50)]
@@ -163,6 +164,7 @@ def a_maximum_of_zeros(monkeypatch):
     monkeypatch.setattr(grid_windows, "LOWEST", 0.0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(monkeypatch, name):
     FAULTS[name](monkeypatch)

@@ -96,6 +96,7 @@ def test_lengths_and_counts_are_those_of_aten():
         assert torch.equal((sums / means).round().long(), pool.counts(sizes))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["_length", "_counts", "pads"])
 def test_a_planted_fault_is_found(monkeypatch, name):
     """Windows that begin beyond the image; padding counted; no zeros behind for ceil_mode."""

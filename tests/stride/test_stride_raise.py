@@ -85,6 +85,7 @@ def others(module: nn.Module) -> set[str]:
     return {call for call in calls if any(name in call for name in names)}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("way", "s", "act"), every(7, itertools.product(WAYS, [2, 3], ACTS)))
 def test_every_way_to_subsample_becomes_a_stride_where_it_is_sound(way, s, act):
     keep, positive = WAYS[way]

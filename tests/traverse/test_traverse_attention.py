@@ -31,6 +31,7 @@ def model() -> nn.Module:
     return Attended().double().eval()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spills", [False, True], ids=["memory", "disk"])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_queries_go_band_by_band(model, rows, spills):
@@ -79,6 +80,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["plan", BANDS, FRUSTUMS, LAYERWISE, "disk"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_inputs_that_are_read_whole(name, mode):

@@ -193,6 +193,7 @@ def test_same_results_at_any_batch_and_traffic_as_predicted(kind, place, tmp_pat
     assert module.plan.traffic(11) == traffic(model, (x,), batch=11, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", (Head, Tied, Matrices))

@@ -42,7 +42,7 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("place", ["module", "file"])
 @pytest.mark.parametrize("kind", NETWORKS)
 @pytest.mark.parametrize("at_once", [None, 2])
@@ -93,6 +93,7 @@ class Shuffled(nn.Module):
         return x @ self.weights[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", every(8, range(40)))
 def test_what_is_not_refused_is_right(seed):
     torch.manual_seed(seed)

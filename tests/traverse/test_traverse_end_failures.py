@@ -139,6 +139,7 @@ def child(code, tmp_path):
     return own_process.start(textwrap.dedent(start) + textwrap.dedent(code), folder=tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_full_disk_is_found_at_once_and_says_how_much_is_needed(tmp_path):
     """Of a spill and of an array, in one process."""
     code = """

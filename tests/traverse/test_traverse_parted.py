@@ -226,6 +226,7 @@ def test_a_norm_goes_into_the_weights_before_it(bias):
 shrink = partial(demask.demask, check=False)  # the law is the check
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "index", "case"),
     [pytest.param(*c, id=f"{c[0]}-{c[1]}") for c in law_cases(SPLIT) if c[0] not in TABLE],

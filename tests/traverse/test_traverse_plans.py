@@ -91,6 +91,7 @@ def spoiled(stored: bytes, folder, edit):
     return path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_plans_are_refused(name: str, stored_plan, tmp_path) -> None:
     with pytest.raises(BadInput):
@@ -107,6 +108,7 @@ ODD = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ODD)
 def test_odd_plans_are_refused_or_right(name: str, stored_plan, tmp_path) -> None:
     model, x = build("autoencoder")

@@ -159,6 +159,7 @@ def test_outputs_for_several_batches_and_image_sizes(pair) -> None:
     pair.agree()  # by plans that exist
 
 
+@pytest.mark.nightly
 def test_without_dynamic_sizes_operands_of_a_sum_may_have_different_channels() -> None:
     model = masked_network("stem", "a", "b")
     for batch in (1, 3):

@@ -77,6 +77,7 @@ FORMS = ("demasked alone", "norms in the weights", "layers with their epilogues"
 
 
 # By day each form of one network.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "form"),
     every(5, itertools.product(CHOSEN, FORMS)),

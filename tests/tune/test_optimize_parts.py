@@ -143,6 +143,7 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("answers", "kind", "units"),
     [([True], Optimized, 26), ([False, True], Block, 26), ([False, False], Block, 40)],

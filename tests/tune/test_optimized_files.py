@@ -115,7 +115,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("what", CHANGES)
 def test_another_network_or_option_is_measured(what: str, cache) -> None:
     model = network()
@@ -142,6 +142,7 @@ def test_all_of_the_code_counts(monkeypatch) -> None:
     assert names == {str(path.relative_to(package)) for path in package.rglob("*.py")}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("damage", [
     lambda data: b"",
     lambda data: data[:-1],
@@ -158,6 +159,7 @@ def test_a_damaged_file_is_replaced(damage, cache) -> None:
     assert is_from_file(demask.optimize(model, (X,), cache=cache))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("content", [b"", b"no archive", b"2026-11-24 00:00 UTC\nno archive"])
 def test_a_foreign_file_is_not_used(content: bytes, cache) -> None:
     demask.optimize(network(), (X,), cache=cache)

@@ -188,6 +188,7 @@ SEQUENCES: dict[str, Pass] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", every(12, MICROS), ids=lambda c: c.name)
 def test_every_pass_is_an_identity(case: Micro) -> None:
     program, args = made(case)
@@ -195,6 +196,7 @@ def test_every_pass_is_an_identity(case: Micro) -> None:
         check(program, change, args)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", every(12, MICROS), ids=lambda c: c.name)
 def test_constants_that_are_computed_leave_no_border_maps(case: Micro) -> None:
     """Without border maps the same is computed, and in the form for runtimes too."""
@@ -231,6 +233,7 @@ def everything(seeds: range, few: bool = False) -> None:
                 raise AssertionError(words) from error
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", [323, 342, 349])
 def test_networks_that_found_faults(seed: int) -> None:
     """Branches that no input reaches, and layers in groups, do not take rows."""

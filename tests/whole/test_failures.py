@@ -82,6 +82,7 @@ def owner(path):
 CASES = [*((*call, ERRORS[0]) for call in CALLS), *((*CALLS[-1], error) for error in ERRORS[1:])]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("where", "name", "error"), CASES)
 def test_a_rule_that_fails_declines_its_call(monkeypatch, where, name, error):
     real = getattr(owner(where), name)
@@ -328,6 +329,7 @@ def test_sizes_are_expressions_of_dynamic_sizes():
     torch.testing.assert_close(slim(x), net(x))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("shapes", "fails", "left"), [
     ("all", lambda sizes: sum(map(_named, sizes)) > 1, ("s", 3, 24, 20)),
     ("all", lambda sizes: any(map(_named, sizes)), (2, 3, 24, 20)),

@@ -96,6 +96,7 @@ def pair_of(name: str, kind: str) -> object:
     return pytest.param(name, kind, id=f"{name}-{kind}", marks=marks)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "kind"), [pair_of(*pair) for pair in PAIRS])
 def test_exact_at_two_batches_and_two_lengths(
     name: str, kind: str, result: Callable[..., None]
@@ -385,6 +386,7 @@ def test_masks_and_counts_by_hand(name: str) -> None:
     assert not any(bool((p == 0).any()) for p in whole.parameters())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_mask_zeroes_what_it_says(name: str) -> None:
     """A pattern that matches nothing would leave a network unmasked, and every test passes."""

@@ -78,6 +78,7 @@ def widened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("little")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_are_compared_in_float64(dtype: torch.dtype, widened: list[int]) -> None:
@@ -95,6 +96,7 @@ def test_layers_are_compared_in_float64(dtype: torch.dtype, widened: list[int]) 
         assert words in found.coverage and words in str(found)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("little")
 def test_one_pair_of_copies_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model, slim, x = pair()
@@ -131,6 +133,7 @@ def test_the_memory_of_this_machine_is_known() -> None:
     assert 2**28 < module.memory() < 2**50
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("little")
 def test_the_sample_holds_both_ends_and_the_middle() -> None:
     names = [f"blocks.{k}" for k in range(40)]

@@ -155,6 +155,7 @@ def test_half_of_the_channels_are_masked_in_two_ways() -> None:
         assert hasattr(conv, "weight_mask") == (k % 2 == 0)
 
 
+@pytest.mark.nightly
 def test_the_comparison_finds_a_planted_fault() -> None:
     generator = torch.Generator().manual_seed(0)
     model = mask(built("squeezenet1_1", generator), generator).double()

@@ -268,7 +268,7 @@ class Gated(nn.Module):
 NORMS = (nn.LayerNorm, partial(nn.RMSNorm, eps=1e-6), nn.BatchNorm1d, Written)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("mode", ["zeros", "declared"])
 @pytest.mark.parametrize("amount", [0, 0.25, 0.5])

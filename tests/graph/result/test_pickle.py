@@ -78,6 +78,7 @@ def same_state(a: nn.Module, b: nn.Module) -> None:
     assert modes[0] == modes[1]
 
 
+@pytest.mark.sampled(2)
 @ROADS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_all_of_a_result_comes_back(road, dtype: torch.dtype) -> None:

@@ -164,6 +164,7 @@ def test_attributes_that_are_updated_from_calls_are_arguments_of_their_rows(kind
     assert rows and {row.numbers.get(name) for row in rows} == {name}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layer, shape", MADE, ids=lambda v: str(v)[:40])
 def test_a_row_is_what_export_captures(layer, shape) -> None:
     x = drawn(layer, shape)
@@ -175,7 +176,7 @@ def test_a_row_is_what_export_captures(layer, shape) -> None:
 
 
 # By day half of the layers are tried with a file, and the others without their model.
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("layer, shape", every(2, MADE), ids=lambda v: str(v)[:40])
 def test_a_layer_comes_back_and_through_a_file(layer, shape, tmp_path) -> None:
     model, x = Holder(copy.deepcopy(layer)).eval(), drawn(layer, shape)
@@ -330,6 +331,7 @@ def test_two_rounds_train() -> None:
     torch.testing.assert_close(last(X), model(X))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "put",
     [

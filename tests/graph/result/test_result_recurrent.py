@@ -99,7 +99,7 @@ def test_a_pruned_layer_is_a_smaller_module(pair) -> None:
                    in zip(layer._flat_weights_names, layer._flat_weights, strict=True))  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 def test_it_goes_through_files_pickles_and_onnx(pair, tmp_path) -> None:
     net, slim = pair
     demask.save(slim, tmp_path / "m.demask")
@@ -128,7 +128,7 @@ def test_spelled_calls_compute_what_modules_do(pair) -> None:
                if node.target is aten.new_zeros.default)  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_hooks_and_pruning_take_effect(pair) -> None:
     net, _ = pair
     seen: list[tuple[int, int]] = []
@@ -143,7 +143,7 @@ def test_hooks_and_pruning_take_effect(pair) -> None:
     same(to_graph(slim, (X,))(X)[0], after)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 def test_three_rounds_train(pair) -> None:
     model, sizes = pair[0], [10]
     for _ in range(3):
@@ -165,6 +165,7 @@ def test_three_rounds_train(pair) -> None:
     assert {str(n.target) for n in last.graph.find_nodes(op="call_module")} >= {"layer"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_a_state_is_handed_on(kind, count) -> None:
@@ -177,6 +178,7 @@ def test_a_state_is_handed_on(kind, count) -> None:
     same(slim(X, state), net(X, state))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cell", [nn.LSTMCell(5, 6), nn.GRUCell(5, 6), nn.RNNCell(5, 6)], ids=str)
 def test_cells_step(cell) -> None:
     class Steps(nn.Module):
@@ -243,7 +245,7 @@ def test_files_bound_the_layers_of_a_module(tmp_path) -> None:
             archive._make_module("layer", spec | change)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 def test_it_is_compiled_like_the_modules_of_torch(pair) -> None:
     """Which break the graph, unless torch is asked to trace them."""
     _, slim = pair

@@ -54,6 +54,7 @@ def check(device, task):
         gpu_contenders.ours_poisoned = honest
 
 
+@pytest.mark.nightly
 def test_nothing_wrong_is_timed():
     row, wrong = run_on("cpu", check, "sddmm")
     assert row.errors["demask"] < 5e-3

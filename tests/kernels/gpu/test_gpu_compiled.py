@@ -29,6 +29,7 @@ def rows(kind, height, width, warps, even=True):
     return compiled(kernel, types, constants | {"out_column": 1}, aligned, warps)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("height", "width", "warps"), [(4, 64, 1), (8, 64, 2), (2, 128, 1)])
 def test_rows_load_vectors(height, width, warps):
     """Columns, values and x by 16 bytes; nothing goes from thread to thread but the longest

@@ -40,6 +40,7 @@ def check(device, name, dtype, k, choice, plain=False, shift=0):
     assert error(found, wanted) <= CLOSE[dtype], (name, choice, error(found, wanted))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.parametrize("choice", [CHOICES[0], CHOICES[2]], ids=str)
 def test_every_matrix(device, name, choice):

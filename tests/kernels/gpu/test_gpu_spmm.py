@@ -71,13 +71,14 @@ def check(device, name, dtype, n, choice, act, lies="columns", shift=0):
     assert error(found, wanted) <= CLOSE[dtype], (name, choice, error(found, wanted))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.parametrize("choice", [ROWS[0], TILES[0], TILES[1]], ids=str)
 def test_every_matrix(device, name, choice):
     run_on(device, check, name, torch.float32, 19, choice, ("relu", ()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("n", [1, 33])
 @pytest.mark.parametrize("choice", [ROWS[2], TILES[1]], ids=str)
 def test_columns_of_x(device, n, choice):
@@ -97,6 +98,7 @@ def test_memory_that_begins_anywhere(device, choice):
         run_on(device, check, "empty rows", torch.float16, 8, choice, None, "columns", shift)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("choice", [ROWS[0], TILES[1]], ids=["rows", "bitmap"])
 def test_activations(device, name, choice):

@@ -59,6 +59,7 @@ def image(batch: int = 1) -> Tensor:
     return torch.rand(batch, 3, 8, 8)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "condition", CONDITIONS, ids=lambda c: f"{c.name}{getattr(c, 'levels', '')}"
 )

@@ -77,6 +77,7 @@ def draw_masks(pruner: Pruner, seed: int) -> dict[str, Tensor]:
 BY_DAY = ("resnet20", "bert-unit", "llama-head")  # each structure, and each network
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [*BY_DAY, *at_night(*(name for name in CASES if name not in BY_DAY))]
 )
@@ -112,6 +113,7 @@ def classifiers() -> list[tuple[nn.Module, Tensor]]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [0, 1])
 def test_tokens_that_nothing_reads_are_in_no_size(number: int) -> None:
     model, x = classifiers()[number]

@@ -259,6 +259,7 @@ def wait_for(condition, seconds=120):
         time.sleep(0.02)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -368,6 +369,7 @@ def test_what_evaluate_raises_on_a_worker_is_raised(client):
         prune.search(network(), fails, (X,), trials=1, client=client)
 
 
+@pytest.mark.nightly
 def test_a_worker_that_is_killed_loses_no_trial(client, reference, tmp_path):
     """One worker is killed in the middle of a trial: all trials complete, once, as without."""
     folder, file = tmp_path / "seen", tmp_path / "search.journal"

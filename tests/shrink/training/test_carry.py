@@ -143,7 +143,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_where_it_was(name: str) -> None:
     expected, actual, masked, slim = run_both(residual, images(10), OPTIMIZERS[name])
@@ -231,6 +231,7 @@ def llama() -> nn.Module:
     return net
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [llama, *at_night(bert)])
 def test_language_models_go_on(make: Callable[[], nn.Module]) -> None:
     try:

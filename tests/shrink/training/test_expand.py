@@ -43,7 +43,7 @@ def nudge(slim: nn.Module) -> None:
                 parameter.add_(0.1 * step * (parameter != 0))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("case", every(4, MICROS), ids=lambda c: c.name)
 @pytest.mark.parametrize("result", ["auto", "graph"])
 def test_a_trained_network_expands(case: Micro, result: str) -> None:

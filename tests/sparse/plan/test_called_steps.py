@@ -95,7 +95,7 @@ def test_moves_keep_the_bits(name: str, threads: int) -> None:
         assert y.shape == want.shape and torch.equal(bits(y), bits(want))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MOVES)
 def test_other_steps_read_moves(name: str) -> None:
     for k, isa in enumerate(ISAS):

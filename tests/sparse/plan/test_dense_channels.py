@@ -78,7 +78,7 @@ def always(monkeypatch) -> list[int]:
     return calls
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_same_bits_as_tiles(name: str, isa: Isa, always, monkeypatch) -> None:

@@ -33,7 +33,7 @@ GEOMETRY = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("place", range(len(GEOMETRY)))
 def test_convolutions(place, isa, emitted):

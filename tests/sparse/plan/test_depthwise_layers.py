@@ -67,7 +67,7 @@ def edges(request, monkeypatch) -> str:
     return request.param
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("place", range(len(GEOMETRY)))
 def test_convolutions(place, isa, edges, emitted):
@@ -103,7 +103,7 @@ def test_wide_rows_are_cut(edges, emitted):
     assert len(emitted) >= 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_with_a_sum(name, emitted):
     act = (name, (-0.5, 2.0)[: ACTIVATIONS[name].count])

@@ -68,7 +68,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @widths()
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -189,6 +189,7 @@ def random_draft(seed: int) -> RecurrentDraft:
     return draft
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", every(10, range(120)))
 def test_random_programs(seed: int) -> None:
     draft = random_draft(seed)

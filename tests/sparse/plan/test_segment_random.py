@@ -68,6 +68,7 @@ def check_random(seed: int, most: int = 9, isa: Isa | None = None) -> None:
         raise AssertionError(f"seed {seed}: {error!r:.300}") from error
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seeds", [range(k, k + 10) for k in range(0, 40, 10)], ids=str)
 def test_random_programs(seeds: range) -> None:
     for seed in seeds:

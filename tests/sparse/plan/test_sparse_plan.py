@@ -101,7 +101,7 @@ GEOMETRY = [
 SIZES = [(1, 9, 7), (3, 14, 14), (1, 33, 20), (5, 6, 5)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("place", range(len(GEOMETRY)))
 def test_convolutions(place, isa):

@@ -117,6 +117,7 @@ def check_random(seed: int, isa: Isa | None = None) -> None:
     check(program, draft.weights, draft.inputs, f"seed {seed}", isa)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "seeds", [range(2), *at_night(range(2, 4), range(4, 8), range(8, 12))], ids=str
 )
@@ -132,6 +133,7 @@ def test_many_random_programs(seeds: range) -> None:
         check_random(seed, ISAS[seed % len(ISAS)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (7, 7), (13, 14), (37, 40), (150, 131)], ids=str)
 def test_means_of_values_of_all_sizes(size: tuple[int, int]) -> None:
     """Terms from 1e-12 to 1e12, of both signs; ones that nearly cancel; and ones that are halfway
@@ -169,6 +171,7 @@ def test_means_that_are_not_finite(size: tuple[int, int]) -> None:
     check(draft.program(1), [], [x], size)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("count", [1, 2, 40])
 def test_rows_with_columns_in_any_order(dtype: str, count: int) -> None:

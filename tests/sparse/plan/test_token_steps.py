@@ -179,6 +179,7 @@ def test_products_of_numbers_that_are_not_finite() -> None:
 # ------------------------------------------------------------------------------------- attention
 
 
+@pytest.mark.sampled(3)
 @widths()
 @pytest.mark.parametrize(
     "batch, length, heads, width", [(1, 5, 2, 3), (1, 130, 3, 8), (3, 17, 2, 4)]

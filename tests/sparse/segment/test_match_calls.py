@@ -181,6 +181,7 @@ OTHERS: dict[str, Callable[[nn.ModuleDict, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_calls_that_do_not_match(name: str) -> None:
     body = OTHERS[name]
@@ -247,6 +248,7 @@ CALLED: dict[str, tuple[Callable[[nn.ModuleDict, Tensor], Tensor], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CALLED)
 @pytest.mark.parametrize("dynamic", [(), (0,)], ids=str)
 def test_calls_of_single_ops(name: str, dynamic: tuple[int, ...]) -> None:

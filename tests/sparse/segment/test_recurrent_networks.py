@@ -90,6 +90,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_becomes_one_segment_and_comes_back(name: str) -> None:
     make, inputs = NETWORKS[name]

@@ -55,6 +55,7 @@ def equal(program: Any, model: nn.Module, x: Tensor) -> bool:
     return torch.allclose(build_plain(program)(x), model(x), rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MIDDLES)
 def test_layers_around_a_resize_are_one_segment(name: str) -> None:
     middle, step = MIDDLES[name]

@@ -438,7 +438,7 @@ def test_nothing_is_read_beside_inputs_and_weights(end):
             torch.testing.assert_close(found, wanted, **CLOSE)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("grad", [True, False])
 def test_torch_checks_the_op(dtype, grad):

@@ -120,6 +120,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_becomes_one_segment_and_comes_back(name: str) -> None:
@@ -134,6 +135,7 @@ def test_a_network_becomes_one_segment_and_comes_back(name: str) -> None:
     assert not heavy & {str(node.target) for node in found.graph.nodes}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["block", "patches", "channels last"])
 def test_plans_in_float32(name: str) -> None:
     """The same bits for any number of threads, and the network in float64 up to rounding."""

@@ -82,6 +82,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PLAIN)
 def test_networks_without_strides_run_as_they_are(name):
     make, shape = PLAIN[name]
@@ -99,6 +100,7 @@ STRIDED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STRIDED)
 def test_strided_networks_run_on_a_machine_that_has_no_strides(name):
     make, shape = STRIDED[name]

@@ -71,6 +71,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_become_steps(name):
     model, x = Function(CALLS[name]).eval(), images(*X)

@@ -222,6 +222,7 @@ def test_random_networks_are_exact(names):
     assume(check(model, scale, tight=False))
 
 
+@pytest.mark.nightly
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(1, 7), st.integers(1, 4), st.integers(1, 3)),
                 min_size=1, max_size=3))  # fmt: skip
@@ -258,6 +259,7 @@ def test_a_halo_that_is_too_small_is_seen(fault):
         check(model, Fraction(2), claimed=(side.before + fault[0], side.after + fault[1]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_columns_are_like_rows(name):
     make, _ = LAYERS[name]

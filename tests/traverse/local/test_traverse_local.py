@@ -47,6 +47,7 @@ NEVER = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "index", "case"), ONE_OF_EACH)
 def test_run_law(name, index, case):
     seed = zlib.crc32(f"{name}-{index}".encode())
@@ -111,6 +112,7 @@ def test_transposed_convolutions(size, kernel, stride, pad, extra, dilation, gro
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 @WINDOWS
 @given(
     of((4, 12), (4, 12)), of((1, 5), (1, 5)), of((1, 4), (1, 4)), of((0, 2), (0, 2)),
@@ -147,6 +149,7 @@ def test_adaptive_pools(size, out):
     holds("aten.adaptive_avg_pool2d.default", S((1, 3, *size)), list(out))
 
 
+@pytest.mark.nightly
 @settings(WINDOWS, max_examples=20)
 @given(
     of((1, 9), (1, 9)),
@@ -181,6 +184,7 @@ def test_pads(size, pad, mode):
     holds("aten.pad.default", x, positive, mode, exact=True)
 
 
+@pytest.mark.nightly
 @settings(WINDOWS, max_examples=20)
 @given(
     of((4, 9), (4, 9)), st.integers(0, 3), st.integers(1, 9), st.integers(1, 3), st.integers(-4, 4)

@@ -50,6 +50,7 @@ def read(path):
 WRITTEN = ["y.zarr", "y.ome.zarr", "y.tif", "y.ome.tiff", "y.cog.tif"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("path", WRITTEN)
 @pytest.mark.parametrize("output", ["float32", "uint8", "uint16"])
 def test_a_file_of_each_format_holds_the_result(image, path, output):
@@ -66,6 +67,7 @@ def test_a_file_of_each_format_holds_the_result(image, path, output):
         assert ((values - wanted) != 0).float().mean() < 0.01
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", WRITTEN)
 def test_what_a_stream_wrote_a_stream_reads(image, path):
     for package in ("zarr", "tifffile", "rasterio"):
@@ -91,6 +93,7 @@ def test_a_pyramid_is_of_means_and_has_the_metadata_of_ngff(image):
     assert transform == {"type": "scale", "scale": [1.0, 2.0, 2.0]}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["zarr", "h5py", "tifffile", "memmap", "big-endian", "fortran"])
 def test_any_array_that_can_be_sliced_is_a_source_and_a_destination(image, kind):
     x, expected = image

@@ -51,7 +51,7 @@ def test_no_map_overwrites_another_in_stripes():
                    if place.segment.stripe)  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("budget", ["least", PLENTY])
 def test_stripes_compute_what_the_network_computes(name, budget, tmp_path):

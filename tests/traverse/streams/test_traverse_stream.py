@@ -236,6 +236,7 @@ def test_a_plan_writes_nothing(files, tmp_path):
 # -- refusals --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -122,7 +122,7 @@ class NetworkTimer:
             once = sample_seconds(names, 1, 1, clock=clock)
             size = BLOCK if max(seconds[0] for seconds in once.values()) < SHORT else 1
             blocks = {name: partial(_repeat, call, size) for name, call in names.items()}
-            samples = sample_seconds(blocks, CALLS, 1, seconds=SECONDS, clock=clock)
+            samples = sample_seconds(blocks, CALLS, 0, seconds=SECONDS, clock=clock)
         rounds = sorted(zip(*samples.values(), strict=True), key=sum)
         fastest = rounds[: max(len(rounds) // 4, 1)]
         return [mean(seconds) / size for seconds in zip(*fastest, strict=True)]

@@ -193,6 +193,7 @@ def test_whatever_an_op_raises_is_bad_input(monkeypatch, error):
         net(torch.ones(2, 6))
 
 
+@pytest.mark.nightly
 def test_memory_stays_small(tmp_path):
     """In a process of its own: the most that files of a few megabytes make of themselves."""
     (tmp_path / "nodes.onnx").write_bytes(AMPLIFIED["nodes"][0])

@@ -118,6 +118,7 @@ PIECES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("calls", "x", "y"),
     [

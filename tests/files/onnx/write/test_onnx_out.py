@@ -242,6 +242,7 @@ class Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, q, v, attn_mask=mask, **self.more)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sizes", [None, (4, 4), (2, 4, 4), (3, 2, 4, 4), (2, 3, 2, 4, 4)], ids=str)
 def test_attention_over_windows(sizes, tmp_path):
     """Five axes: images, windows, heads, tokens, features."""

@@ -254,6 +254,7 @@ def layer(kind, point) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", PLACES)
 def test_each_way_to_store_a_constant(tmp_path, kind):
     path, out = tmp_path / "given.onnx", tmp_path / "slim.onnx"
@@ -377,6 +378,7 @@ def test_a_wrong_scale_in_the_history_leaves_a_weight_float(tmp_path):
     )
 
 
+@pytest.mark.nightly
 def test_the_file_to_run_has_round_widths(tmp_path, monkeypatch):
     monkeypatch.setattr(deploying, "MULTIPLES", (4,))
     monkeypatch.setattr(deploying, "ROUNDS", 2)

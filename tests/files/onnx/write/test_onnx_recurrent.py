@@ -75,6 +75,7 @@ def count(op: str, direction: str, units: int) -> int:
     return ways * (GATES[op] * units * (FEATURES + units + 2) + units * OUT)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("op", "direction", "attributes"), CASES)
 def test_units_at_rest_leave_the_file(
     op: str, direction: str, attributes: dict[str, int], tmp_path: Path
