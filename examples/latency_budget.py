@@ -5,7 +5,7 @@ three budgets, shares of the milliseconds that the optimized dense network takes
 `prune.Uniform` the same share of every group, for several shares. All score channels by `Taylor`,
 are demasked, and train on for the same epochs. Compared are the milliseconds that were predicted
 before a network was built with those measured after its training, and the milliseconds of both ways
-at equal accuracy. Three seeds, with 95 % intervals; about half an hour on 2 cores: a step is
+at equal accuracy. Three seeds, with 95 % intervals; 40 minutes to an hour on 2 cores: a step is
 measured first, and the epochs are chosen by it, or by `--epochs`. `--device cuda` trains on a GPU;
 milliseconds are of the CPU in any case.
 
