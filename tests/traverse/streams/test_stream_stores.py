@@ -193,10 +193,9 @@ def test_sizes_of_pixels_are_scaled_from_zarr_to_tiff(image):
     ome["multiscales"][0]["datasets"][0]["coordinateTransformations"][0]["scale"] = [1, 0.5, 0.25]
     group.attrs["ome"] = ome
     stream(net(), "a.ome.zarr", "b.ome.tif", memory=MEMORY)
-    pixels = tifffile.xml2dict(tifffile.TiffFile("b.ome.tif").ome_metadata)["OME"]["Image"][
-        "Pixels"
-    ]
-    assert float(pixels["PhysicalSizeY"]) == 0.25
+    with tifffile.TiffFile("b.ome.tif") as file:
+        metadata = tifffile.xml2dict(file.ome_metadata)
+    assert float(metadata["OME"]["Image"]["Pixels"]["PhysicalSizeY"]) == 0.25
 
 
 def test_classes_a_region_a_mask_and_normalization(image):
