@@ -116,7 +116,6 @@ def test_every_entry_has_cases():
     assert {name for name, entry in TABLE.items() if not entry.cases} == set(WITHOUT_CASES)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "index", "case"), ONE_OF_EACH)
 @settings(DRAWS, max_examples=1)
 @given(draw=st.integers(0, 1000))
@@ -190,7 +189,6 @@ NORMS = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("which", ["", "weight", "bias"])
 def test_where_a_scale_is_zero_the_output_is_the_shift(name, which):
@@ -204,7 +202,6 @@ def test_where_a_scale_is_zero_the_output_is_the_shift(name, which):
         assert slim.demasked.after.parameters < slim.demasked.before.parameters
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "index", "case"), CASES)
 def test_region_law(name, index, case):
     result = check_region_law(name, case, index, TABLE)
@@ -381,7 +378,6 @@ def scatter_breaks(name: str, table: Table) -> bool:
     return False
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "columns"),
     [
@@ -419,7 +415,6 @@ def region_breaks(name: str, table: Table) -> bool:
     return any(not isinstance(result, Declined) and result.broken for result in results)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "region"),
     [
@@ -436,7 +431,6 @@ def test_a_wrong_region_class_breaks_the_region_law(name, region):
     assert region_breaks(name, changed(name, region=region))
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("region", sorted(regions._RULES))
 def test_a_region_one_short_breaks_the_region_law(monkeypatch, region, side):
@@ -479,7 +473,6 @@ def test_the_oracle_sees_what_is_left_behind():
     assert "0.weight, axis 0: position 1" in missed(shrink(net, (x,), table=without), (x,))
 
 
-@pytest.mark.nightly
 def test_the_oracle_sees_a_missing_affine_law():
     case = TABLE["aten.batch_norm.default"].cases[0]
     table = changed("aten.batch_norm.default", affine=None)

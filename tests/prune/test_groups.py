@@ -87,6 +87,7 @@ def test_more_drawn_networks_obey_the_law(seed: int) -> None:
 def test_a_planted_fault_breaks_the_law(monkeypatch) -> None:
     """A number added to all channels: without the rule for it they would count as removable."""
     model, inputs = network("one number added")
+    assert broken_law(model, inputs) == []
     monkeypatch.setattr(AxisTies, "_unlike", lambda self, relation: set())
     assert summary(model, inputs, "channel")[0] == "a 6 3"
     assert broken_law(model, inputs) != []

@@ -50,7 +50,6 @@ def weights(module: torch.nn.Module) -> int:
     return sum(t.numel() for t in tensors.values() if t.is_floating_point())
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", MICROS, ids=lambda c: c.name)
 def test_exact_and_as_small_as_by_hand(case: Micro) -> None:
     model, args, slim = demasked(case)
@@ -61,7 +60,6 @@ def test_exact_and_as_small_as_by_hand(case: Micro) -> None:
     assert slim.demasked.after.parameters == weights(slim)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", every(6, MICROS), ids=lambda c: c.name)
 def test_idempotent(case: Micro) -> None:
     _, args, once = demasked(case)
@@ -71,7 +69,7 @@ def test_idempotent(case: Micro) -> None:
     assert len(once.graph.nodes) == len(twice.graph.nodes), (str(once.graph), str(twice.graph))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", every(2, [c for c in MICROS if c.resizable]), ids=lambda c: c.name)
 def test_exact_at_any_image_size(case: Micro) -> None:
     model, args = made(case)

@@ -124,7 +124,7 @@ def macs_as_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_seconds, "layer_seconds", seconds)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("macs_as_seconds")
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
 @pytest.mark.parametrize(
