@@ -132,8 +132,7 @@ class Experiment:
         )  # fmt: skip
         pruned = pruner.step()
         model.zero_grad()
-        slim = demask.demask(model, (IMAGE,), dynamic_shapes="all")  # crops have other sizes
-        return slim, pruned
+        return demask.demask(model, (IMAGE,)), pruned
 
     def trained(self, slim: nn.Module, title: str) -> tuple[float, float, int]:
         """Accuracy, milliseconds and MACs of a small network after its training."""
@@ -258,9 +257,9 @@ def page(
 {setting.tune:.2g} epochs for each network, the dense one too. {len(dense)} seeds, 95 % intervals of
 Student's t. Trained on {trained}. Milliseconds are of one image on one thread of the CPU, of
 `demask.optimize` of the network: the mean of the fastest quarter of all blocks of seven calls
-within 3 seconds. A prediction is made before its network is built; networks are measured after
-their training. A shared machine changes its speed within minutes, so each network is measured in
-turns with the dense one of the first seed, and its milliseconds are those of that one at first
+within 3 seconds, predicted before a network is built and measured after its training. A shared
+machine changes its speed within minutes, so each network is measured in turns with the dense one of
+the first seed, and its milliseconds are those of that one at first
 ({1e3 * timer.seconds:.3f}) times the ratio of both. In these turns the dense network took
 {min(ratios):.2f} to {max(ratios):.2f} times as long as at first.
 

@@ -279,6 +279,11 @@ FAULTS = (
           "return [trial for trial in self.trials if trial.measured_ms <= 1e3 * budget]",
           "return [trial for trial in self.trials if trial.measured_ms <= 1.2e3 * budget]",
           "budgets"),
+    fault("speed-of-the-machine-ignored", "prune/allocation/network_seconds.py",
+          "return self.seconds * own / first", "return own", "budgets"),
+    fault("seconds-of-whole-blocks", "prune/allocation/network_seconds.py",
+          "return [mean(seconds) / size for seconds in zip(*fastest, strict=True)]",
+          "return [mean(seconds) for seconds in zip(*fastest, strict=True)]", "budgets"),
 )  # fmt: skip
 
 
