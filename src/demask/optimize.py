@@ -19,6 +19,8 @@ from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.files.optimized_files import EarlierChoice, OptimizedFile
 from demask.graph.example_inputs import draw_examples, draw_like
+from demask.graph.example_runs import copy_in_eval
+from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import GIVEN, WHOLE, Provenance, Speed, TuneDecision
@@ -29,7 +31,6 @@ from demask.machine.cost import Costs
 from demask.machine.threads import checked_threads, set_threads
 from demask.ops import TABLE, Table
 from demask.registry import RUNNERS
-from demask.shrink.check import copy_in_eval
 from demask.shrink.demask import demask
 from demask.shrink.on_device import CPU, copy_to_cpu, device_of, move_module
 from demask.shrink.pipeline import capture_program as captured
@@ -51,6 +52,7 @@ NAN = "a ReLU fused into a layer maps NaN to 0: outputs may hide values that are
 ProgressCallback = Callable[[str], object]
 
 
+@in_isolation
 @public
 def optimize(
     model: nn.Module | ExportedProgram,

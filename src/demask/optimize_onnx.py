@@ -36,6 +36,7 @@ from demask.files.onnx.write.writer import (
     size_of,
 )
 from demask.graph.example_inputs import draw_examples
+from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
 from demask.graph.provenance import GIVEN, WHOLE, Provenance, TuneDecision
 from demask.graph.result.demasked_module import Demasked, build
@@ -70,6 +71,7 @@ class Deployed:
     error: float | None
 
 
+@in_isolation
 @public
 def optimize_onnx(
     model: nn.Module | ExportedProgram | str | os.PathLike[str],
@@ -139,6 +141,7 @@ def optimize_onnx(
     )  # fmt: skip
 
 
+@in_isolation
 @public
 def deploy(
     model: nn.Module | ExportedProgram,

@@ -22,6 +22,7 @@ from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.capture.shared_captures import share_captures
 from demask.graph.example_inputs import batch_axes, draw_examples, draw_like, resize_batch
+from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.provenance import Cut, Provenance
 from demask.graph.result.class_result import as_graph
@@ -98,6 +99,7 @@ class Verification:
         return text + still + (f"; {self.coverage}" if self.coverage else "")
 
 
+@in_isolation
 @public
 def verify(
     model: nn.Module | ExportedProgram,

@@ -20,6 +20,8 @@ from torch._prims_common import is_channels_last_contiguous_or_false, is_contigu
 from torch._subclasses.fake_impls import get_fast_op_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from demask.compat.ambient import one_at_a_time
+
 aten = torch.ops.aten
 _RECURRENT = tuple(getattr(aten, name).input for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _ACTIVATIONS = tuple(getattr(aten, name).default for name in (
@@ -28,37 +30,21 @@ _ACTIVATIONS = tuple(getattr(aten, name).default for name in (
 
 
 class _Patch:
-    """Our kernels of calls on fake tensors, in torch's tables while any thread asks for them.
+    """Our kernels of calls on fake tensors, in torch's tables while a thread wants them.
 
     torch registers kernels for the whole process, and has no narrower scope: real tensors do not
-    pass through them. The first thread to enter puts ours there, the last to leave restores
-    torch's; calls of other threads run torch's meanwhile.
+    pass through them. One thread at a time has them; calls of others run torch's meanwhile.
     """
 
     def __init__(self) -> None:
-        self.lock, self.threads, self.here = threading.Lock(), 0, threading.local()
+        self.thread, self.depth = 0, 0
         self.before: dict[Any, dict[Any, Callable[..., Any]]] = {}
 
     def is_on(self) -> bool:
-        """Did the current thread ask for our kernels?"""
-        return getattr(self.here, "depth", 0) > 0
+        """Whether the current thread wants our kernels."""
+        return self.thread == threading.get_ident()
 
-    def enter(self) -> None:
-        depth = getattr(self.here, "depth", 0)
-        with self.lock:
-            if not self.threads:
-                self._install()
-            self.threads += depth == 0
-        self.here.depth = depth + 1
-
-    def leave(self) -> None:
-        self.here.depth -= 1
-        with self.lock:
-            self.threads -= self.here.depth == 0
-            if not self.threads:
-                self._restore()
-
-    def _install(self) -> None:
+    def install(self) -> None:
         self.before = {op: dict(op.py_kernels) for op in _RECURRENT}
         for op, kernels in self.before.items():
             shaped = _shaped(op)
@@ -67,7 +53,7 @@ class _Patch:
             if op in decomposition_table:
                 get_fast_op_impls().setdefault(op, _ShapeKernel(op, fits))
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
         for op, kernels in self.before.items():
             _replace_kernels(op, kernels)
         for op in _FITS:
@@ -82,11 +68,18 @@ _PATCH = _Patch()
 def shapes_only() -> Iterator[None]:
     """While it lasts, recurrent calls of this thread on fake tensors, and norms and activations of
     dynamic sizes, make empty tensors of the right shape."""
-    _PATCH.enter()
-    try:
-        yield
-    finally:
-        _PATCH.leave()
+    with one_at_a_time():
+        if not _PATCH.depth:
+            _PATCH.install()
+            _PATCH.thread = threading.get_ident()
+        _PATCH.depth += 1
+        try:
+            yield
+        finally:
+            _PATCH.depth -= 1
+            if not _PATCH.depth:
+                _PATCH.thread = 0
+                _PATCH.restore()
 
 
 # --- recurrent calls ------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
+from demask.graph.isolation import in_isolation
 from demask.machine.byte_sizes import format_bytes
 from demask.machine.timing import Timing, time_alternately
 from demask.ops import TABLE, Table
@@ -135,6 +136,7 @@ class Comparison:
         )
 
 
+@in_isolation
 @public
 def compare(
     model: nn.Module | ExportedProgram,

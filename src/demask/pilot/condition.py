@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from demask.errors import BadInput
 from demask.failures import public
+from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy
 from demask.machine.benchmark import ALLOWED, PAIRS
 from demask.machine.timing import sample_seconds
@@ -55,6 +56,7 @@ WHOLE = "the network, whole"
 WARMUP = 3
 
 
+@in_isolation
 @public
 def condition(
     model: nn.Module,

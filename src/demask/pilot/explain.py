@@ -29,6 +29,7 @@ from demask.errors import BadInput, DemaskError
 from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.editor import GraphEditor
+from demask.graph.isolation import in_isolation
 from demask.machine.cost import Costs
 from demask.machine.describe import describe_machine as described
 from demask.machine.threads import checked_threads, set_threads
@@ -153,6 +154,7 @@ class Explanation:
         return "\n".join([head, *render_lines(table, width=140)])
 
 
+@in_isolation
 @public
 def explain(
     model: nn.Module,

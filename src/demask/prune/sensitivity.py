@@ -14,6 +14,7 @@ from torch import nn
 from demask.errors import BadInput
 from demask.failures import public
 from demask.graph.capture.shared_captures import share_captures
+from demask.graph.isolation import in_isolation
 from demask.graph.provenance import provenance_of
 from demask.progress import ProgressStep, progress
 from demask.prune.coupling.find_groups import as_arguments
@@ -125,6 +126,7 @@ def _ends(rows: Sequence[SensitivityRow]) -> list[str]:
     return [f"{row.accuracy:.4g} at {100 * row.amount:.0f} %" for row in (rows[0], rows[-1])]
 
 
+@in_isolation
 @public
 def sensitivity(
     model: nn.Module,

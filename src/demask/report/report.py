@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from demask.failures import public
+from demask.graph.isolation import in_isolation
 from demask.graph.provenance import Reason, provenance_of
 from demask.report.page import write_page
 from demask.report.text import EFFECTS, render
@@ -67,6 +68,7 @@ class Report(ReportValues):
         write_page(self, Path(path))
 
 
+@in_isolation
 @public
 def report(slim: nn.Module) -> Report:
     """The `Report` on a network that a function of demask returned.

@@ -9,10 +9,9 @@ rounds as badly before demasking as after it, and only a larger difference is a 
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput, CaptureDiffers, Mismatch
 from demask.failures import described, is_strict
 from demask.graph.example_inputs import batch_axes, draw_examples, draw_like, resize_batch
-from demask.graph.module_copy import structural_copy, without_caches
+from demask.graph.example_runs import Inputs, copy_in_eval, run_seeded
 from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import Cut, Provenance
 from demask.graph.result.demasked_module import Demasked, build, build_plain
@@ -43,7 +42,6 @@ from demask.numerics import (
 from demask.ops import schema
 from demask.shrink.bug_report import write_bug_report
 
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Draws = list[tuple[str, Inputs, Any]]  # a description, the inputs, and the outputs of the model
 # Relative to the largest output: two steps of an 8-bit value, in networks that round.
 FLIPS = 2 / 255
@@ -215,47 +213,6 @@ def _shuffle_values(leaf: Tensor, draw: torch.Generator) -> Tensor:
     values = leaf.detach().reshape(-1)[order]
     values = torch.where(torch.rand(values.shape, generator=draw).to(leaf.device) < 0.25, 0, values)
     return values.to(leaf.dtype).reshape(leaf.shape)
-
-
-def run_seeded(
-    module: nn.Module | Callable[..., Any], inputs: Inputs, *, grad: bool = False
-) -> Any:
-    """The outputs of a network for copies of the inputs, its random numbers seeded."""
-    args, kwargs = pytree.tree_map(_copy_input, inputs)
-    with torch.set_grad_enabled(grad), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of the network itself
-        _seed()
-        return module(*args, **kwargs)
-
-
-def _seed() -> None:
-    """`torch.manual_seed(0)`, without what it does for accelerators where there is none: it formats
-    the Python stack for each kind that is not in use."""
-    if torch.accelerator.is_available():
-        torch.manual_seed(0)
-    else:
-        torch.default_generator.manual_seed(0)
-
-
-def _copy_input(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.detach().clone()
-    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else copy.deepcopy(leaf)
-
-
-def copy_in_eval(
-    module: nn.Module | ExportedProgram, *, share: bool = True, caches: bool = False
-) -> nn.Module:
-    """A copy in eval mode; its tensors are shared, or cloned. caches: whether a language model
-    returns a cache of keys and values."""
-    if isinstance(module, ExportedProgram):
-        return module.module(check_guards=False)
-    copied = structural_copy(module, share=share)
-    if not caches:
-        without_caches(copied)
-    for part in copied.modules():
-        part.training = False
-    return copied
 
 
 def _difference(network: nn.Module | ExportedProgram, draws: Draws, *, caches: bool = False) -> str:

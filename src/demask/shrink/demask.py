@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from demask.errors import BadInput, CaptureDiffers, DemaskError, NeedsGraph
 from demask.failures import Log, described, is_strict, public
 from demask.graph.capture.declared_masks import Masks, apply_masks, masks_of_submodule
+from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
 from demask.graph.provenance import Provenance
 from demask.graph.result.class_result import record_call
@@ -41,6 +42,7 @@ from demask.shrink.training.pieces import remember_original
 CLASS_OVERHEAD = 1.01  # most parameters of a result of the own class, relative to a graph
 
 
+@in_isolation
 @public
 def demask(
     model: nn.Module | ExportedProgram,

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from demask.errors import BadInput
 from demask.failures import public
+from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
 from demask.traverse.analysis.captured_size import captured, network_of
 from demask.traverse.normalization.inputs import with_normalized_input
@@ -22,6 +23,7 @@ from demask.traverse.storage.dtype_conversion import assign
 Model = nn.Module | ExportedProgram | str | os.PathLike[str]
 
 
+@in_isolation
 @public
 def calibrate(
     model: Model, tiles: Tensor | np.ndarray | Iterable[Any], *, normalize: Any = None

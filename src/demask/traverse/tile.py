@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
+from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
 from demask.machine.byte_sizes import BUDGET, parse_memory
 from demask.numerics import is_integer
@@ -27,6 +28,7 @@ from demask.traverse.planning.plan import TilePlan
 from demask.traverse.planning.plan_memory import WORKERS, MemoryLayout
 
 
+@in_isolation
 @public
 def tile(
     model: nn.Module,
@@ -85,6 +87,7 @@ def tile(
     return tiled(program, tile_plan, flow, layout, table)
 
 
+@in_isolation
 @public
 def plan(
     model: nn.Module,

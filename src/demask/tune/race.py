@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from demask.graph.example_runs import Inputs, copy_in_eval
 from demask.graph.program import Program
 from demask.graph.provenance import GIVEN, Speed
 from demask.graph.result.demasked_module import build_plain
@@ -20,7 +21,7 @@ from demask.machine.describe import describe_machine
 from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, sample_seconds
 from demask.numerics import ULPS, compare, is_about_as_exact, to_computable, to_double, widen_dtypes
-from demask.shrink.check import Inputs, copy_in_eval, draw_inputs
+from demask.shrink.check import draw_inputs
 from demask.shrink.on_device import CPU
 from demask.tune.candidates import Candidate
 

@@ -36,6 +36,7 @@ from demask.files.bounded_read import check_zip, open_zip, read_json
 from demask.files.into_class import resize
 from demask.files.pytree_specs import check_call_spec, load_spec
 from demask.files.weight_file import StoredTensor, WeightFile
+from demask.graph.isolation import in_isolation
 from demask.graph.provenance import Provenance
 from demask.graph.result.demasked_module import Demasked, apply_pass
 from demask.graph.result.module_calls import KINDS as MODULES
@@ -54,6 +55,7 @@ GRAPH, TENSORS = "graph.json", "tensors.safetensors"
 _OPS = ("placeholder", "get_attr", "call_function", "call_module", "output")
 
 
+@in_isolation
 @public
 def save(slim: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a demasked network to a file that `load` reads; after an error, none is written.

@@ -21,6 +21,7 @@ from demask.files.bounded_read import open_zip
 from demask.files.file_kinds import other_kind
 from demask.files.pt2.gate import open_pt2
 from demask.files.retrace import example, export_graph
+from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import provenance_of
 from demask.graph.result.class_result import as_graph
@@ -28,6 +29,7 @@ from demask.graph.result.demasked_module import Demasked
 from demask.ops.custom import custom_op_of
 
 
+@in_isolation
 @public
 def to_pt2(slim: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a demasked network, in eval mode, to a .pt2 file that `torch.export.load` reads.

@@ -16,6 +16,7 @@ from demask.failures import public
 from demask.files.pt2.io import read_model
 from demask.graph.capture.capture import capture
 from demask.graph.capture.functionalize import functionalize
+from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
 from demask.graph.provenance import Cut, Provenance
 from demask.machine.byte_sizes import parse_memory
@@ -30,6 +31,7 @@ Model = nn.Module | ExportedProgram | str | os.PathLike[str]
 Inputs = tuple[Any, ...] | Iterable[tuple[Any, ...]]
 
 
+@in_isolation
 @public
 def collect(
     model: Model,

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
+from demask.graph.isolation import in_isolation
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE, Table
 from demask.pilot.simplifiers.channels import Channels
@@ -70,6 +71,7 @@ class Simplifier(Protocol):
         ...
 
 
+@in_isolation
 @public
 def simplify(
     model: nn.Module | ExportedProgram,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from demask.errors import BadInput
 from demask.failures import public
+from demask.graph.isolation import in_isolation
 from demask.prune.coupling.coupling import Coupling
 from demask.prune.coupling.groups import Groups
 
@@ -22,6 +23,7 @@ KINDS_OF = {
 }
 
 
+@in_isolation
 @public
 def groups(
     model: nn.Module,

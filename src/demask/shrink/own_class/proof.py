@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 
 from demask.errors import DemaskError
 from demask.failures import described, is_strict
+from demask.graph.example_runs import Inputs, copy_in_eval, run_seeded
 from demask.graph.normalize.program_equality import find_difference
 from demask.graph.program import Program, module_of
 from demask.graph.provenance import Cut
 from demask.graph.result.uncalled_modules import is_holder
-from demask.shrink.check import Inputs, copy_in_eval, run_seeded
 
 NormalForm = Callable[[Program], Program]
 

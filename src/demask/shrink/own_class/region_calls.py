@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from demask.graph.example_runs import run_seeded
 from demask.graph.module_copy import structural_copy
 from demask.graph.recorded_run import RecordedRun
 from demask.graph.result.resize import put_module
-from demask.shrink.check import run_seeded
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
 from demask.shrink.own_class.regions import ModuleRegion
 

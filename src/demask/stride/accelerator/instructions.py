@@ -20,6 +20,7 @@ from demask.failures import public
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
+from demask.graph.isolation import in_isolation
 from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.machine.byte_sizes import format_bytes
@@ -44,6 +45,7 @@ from demask.stride.targets import Target
 from demask.tune.passes.fold_affine import fold_affine
 
 
+@in_isolation
 @public
 def instructions(
     model: nn.Module | ExportedProgram,

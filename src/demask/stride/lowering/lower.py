@@ -21,6 +21,7 @@ from demask.facts.analysis import Analysis
 from demask.facts.ranges import ANY, Ranges, compute_ranges
 from demask.failures import public
 from demask.graph.editor import GraphEditor, reshape_views
+from demask.graph.isolation import in_isolation
 from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
@@ -99,6 +100,7 @@ class Choice:
         return f"{text}. Refused: {'; '.join(reasons)}" if reasons else text
 
 
+@in_isolation
 @public
 def lower(
     model: nn.Module | ExportedProgram,
@@ -156,6 +158,7 @@ def lower(
     return build_uncut(Analysis(before, table), program, map(str, choices))
 
 
+@in_isolation
 @public
 def lowered(
     program: Program, target: str | Path | Target = "max_pool", table: Table = TABLE

@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.graph.capture.fold_constants import fold_constants
+from demask.graph.isolation import in_isolation
 from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
@@ -34,6 +35,7 @@ from demask.stride.raising.subsampling_as_slices import rewrite_as_slices
 PASSES = 1000  # upper bound; every pass reduces the work of some call
 
 
+@in_isolation
 @public
 def raise_strides(
     model: nn.Module | ExportedProgram,
@@ -85,6 +87,7 @@ def raise_strides(
     return build_uncut(Analysis(before, table), *raised(before, table))
 
 
+@in_isolation
 @public
 def raised(program: Program, table: Table = TABLE) -> tuple[Program, tuple[str, ...]]:
     """The program with raised strides, and a description of each strided convolution."""

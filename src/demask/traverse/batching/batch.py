@@ -30,6 +30,7 @@ from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.guards import literal_inputs
+from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result.demasked_module import attach, build
@@ -53,6 +54,7 @@ Weights = str | os.PathLike[str] | None
 FILE = "weights.safetensors"  # written to the folder `weights`
 
 
+@in_isolation
 @public
 def batch(
     model: nn.Module,
@@ -118,6 +120,7 @@ def batch(
     return Batched(program, plan, file)
 
 
+@in_isolation
 @public
 def traffic(
     model: nn.Module,

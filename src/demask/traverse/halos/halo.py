@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from demask.compat.dispatch import has_schema
 from demask.errors import BadInput, NotExportable
 from demask.failures import public
+from demask.graph.isolation import in_isolation
 from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
 from demask.ops.flow import Part
@@ -176,6 +177,7 @@ class Halo:
         return _text(self)
 
 
+@in_isolation
 @public
 def halo(
     model: nn.Module | ExportedProgram,

@@ -35,6 +35,7 @@ from demask.files.onnx.write.recurrent_ops import translation, wrap_recurrent
 from demask.files.onnx.write.size_conditions import refuse_sizes
 from demask.files.retrace import accepts, example, export_graph
 from demask.graph.capture.capture import capture
+from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy
 from demask.graph.program import Program
 from demask.graph.provenance import Interface, OnnxPort, Provenance, Sizes
@@ -50,6 +51,7 @@ FLIPS = 2  # steps of a quantized value: a sum halfway between two rounds to eit
 LARGEST = 2**31 - 2**20  # bytes of one protobuf message, less the graph
 
 
+@in_isolation
 @public
 def to_onnx(
     module: nn.Module,
