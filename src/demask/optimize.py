@@ -18,8 +18,9 @@ from demask.errors import BadInput
 from demask.facts.analysis import Analysis
 from demask.failures import public
 from demask.files.optimized_files import EarlierChoice, OptimizedFile
-from demask.graph.example_inputs import draw_examples, draw_like
+from demask.graph.example_inputs import draw_examples
 from demask.graph.example_runs import copy_in_eval
+from demask.graph.input_domains import draw_like
 from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.program import Program, copy_tensors

@@ -21,7 +21,8 @@ from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.capture.shared_captures import share_captures
-from demask.graph.example_inputs import batch_axes, draw_examples, draw_like, resize_batch
+from demask.graph.example_inputs import batch_axes, draw_examples, resize_batch
+from demask.graph.input_domains import draw_like
 from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.provenance import Cut, Provenance
@@ -416,7 +417,9 @@ def _double(network: Any, args: Any, kwargs: Any) -> nn.Module:
         widen_dtypes(copy)
         if isinstance(network, Demasked) or not narrows(copy, args, kwargs):
             return copy
-    graph = build_plain(fold_constants(functionalize(capture(network, *inputs)))).double()
+    graph = build_plain(
+        fold_constants(functionalize(capture(network, *inputs), writes=True))
+    ).double()
     widen_dtypes(graph)
     return graph
 

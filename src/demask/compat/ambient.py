@@ -156,9 +156,10 @@ def never_trace(function: Any) -> Any:
     """A function that torch.compile calls and does not trace, nor what it calls. Unlike
     `torch.compiler.disable` this does not import the compiler, which takes a second."""
     assert isinstance(function, FunctionType)
-    frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+    frames: Any = vars(torch._C)["_dynamo"].eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "demask captures networks itself"  # type: ignore
+    vars(function).update(
+        _torchdynamo_disable=True, _torchdynamo_disable_msg="demask captures networks itself"
+    )
     return function

@@ -93,6 +93,8 @@ def _add_needs_of_operands(
             for source in node.all_input_nodes:
                 _need_whole(needs, source)
         return
+    if schema.draws_random_numbers(node):  # the numbers drawn later depend on how many it draws
+        _need_whole(needs, node)
     live = [needs.value[key] & ~facts[key].known for key in keys]
     if isinstance(relation, Relation) and relation.back and any(map(has_any, live)):
         live = add_recurrent_needs(relation, operand_facts(relation, facts), live)

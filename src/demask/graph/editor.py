@@ -192,9 +192,10 @@ class GraphEditor:
 
 
 def drop_unread(graph: fx.Graph) -> None:
-    """Erase every node that nothing reads, except for inputs."""
+    """Erase every node that nothing reads, except for inputs and calls with effects."""
     for node in reversed(list(graph.nodes)):
-        if node.op not in ("placeholder", "output") and not node.users:
+        stays = node.users or node.op in ("placeholder", "output")
+        if not stays and not schema.has_effect(node):
             graph.erase_node(node)
 
 

@@ -211,16 +211,6 @@ def _constants(network: Demasked | ExportedProgram, graph: fx.Graph) -> dict[str
     return {node.name: stored[str(node.target)] for node in nodes if str(node.target) in stored}
 
 
-def draw_like(leaf: Tensor, draw: torch.Generator) -> Tensor:
-    """Random numbers in the shape of a tensor: normally distributed, or integers of its range."""
-    if leaf.is_floating_point():
-        return torch.randn(leaf.shape, generator=draw).to(leaf)
-    if leaf.numel() == 0:
-        return leaf
-    low, high = int(leaf.min()), int(leaf.max())
-    return torch.randint(low, high + 1, leaf.shape, generator=draw).to(leaf)
-
-
 def batch_axes(record: Any, leaves: list[Any]) -> list[set[int]]:
     """The axes of each input whose size is the dynamic dimension 0 of an input. record: the
     network's Provenance; for other objects there are no such axes."""

@@ -24,6 +24,18 @@ def structural_copy(model: nn.Module, *, share: bool) -> nn.Module:
         return copy.deepcopy(model, memo)
 
 
+def copy_with_state(model: nn.Module) -> nn.Module:
+    """A copy in eval mode, whose calls change neither buffers nor attributes of `model`; parameters
+    are shared."""
+    copied = without_caches(structural_copy(model, share=True)).eval()
+    for module in copied.modules():
+        for pool in (module._buffers, vars(module)):
+            for name, value in pool.items():
+                if isinstance(value, Tensor):
+                    pool[name] = value.detach().clone()
+    return copied
+
+
 def without_caches(model: nn.Module) -> nn.Module:
     """Set `use_cache` of language models to False, in place: a cache of keys and values is an
     object with state, which a graph cannot return. model: a copy of the caller's."""

@@ -45,7 +45,8 @@ class Program:
     pytrees of arguments and outputs. names: the argument names of forward. notes: remarks on the
     capture for the user. training: the model's flag. guards: conditions on dynamic sizes, as
     Python. interface: of the ONNX file that the network was read from. example: the dynamic sizes
-    of the example inputs.
+    of the example inputs. written: the inputs that a call writes to; the last outputs are their
+    values after it, and `out_spec` is of the outputs before these.
     """
 
     graph: fx.Graph
@@ -58,6 +59,7 @@ class Program:
     guards: tuple[str, ...] = ()
     interface: Interface | None = None
     example: ExampleSizes = field(default_factory=ExampleSizes)
+    written: tuple[str, ...] = ()
 
     @property
     def trained(self) -> dict[str, Tensor | None]:

@@ -184,6 +184,8 @@ def bind(node: fx.Node, table: Table) -> Relation | Declined:
     entry = table.get(name)
     if entry is None:
         return Declined(f"no rule for {name}")
+    if schema.draws_random_numbers(node):
+        return Declined(f"{name} draws random numbers, which depend on the shape")
     declared = entry.line if isinstance(entry.line, str) else entry.line(node)
     if isinstance(declared, Declined):
         return declared

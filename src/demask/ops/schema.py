@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from demask.compat.dispatch import schema_of
+from demask.compat.dispatch import OpOverload, is_mutable, schema_of
 
 Size = int | None  # None: dynamic
 
@@ -60,6 +60,22 @@ def arguments(node: fx.Node) -> dict[str, Any]:
             default = argument.default
             values[argument.name] = list(default) if isinstance(default, list) else default
     return values
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether a call draws random numbers; dropout draws none in eval mode."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    values = arguments(node)
+    off = (values.get("train", True), values.get("training", True), values.get("dropout_p", 1.0))
+    return all(value is None or bool(value) for value in off)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a call does more than to return a value: it writes to an operand, or advances the
+    generator of random numbers."""
+    target = node.target
+    return isinstance(target, OpOverload) and (is_mutable(target) or draws_random_numbers(node))
 
 
 def bind_arguments(

@@ -23,8 +23,9 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, CaptureDiffers, Mismatch
 from demask.failures import described, is_strict
-from demask.graph.example_inputs import batch_axes, draw_examples, draw_like, resize_batch
+from demask.graph.example_inputs import batch_axes, draw_examples, resize_batch
 from demask.graph.example_runs import Inputs, copy_in_eval, run_seeded
+from demask.graph.input_domains import draw_like
 from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import Cut, Provenance
 from demask.graph.result.demasked_module import Demasked, build, build_plain
@@ -360,7 +361,5 @@ def _has_rounding(program: Program) -> bool:
 
 
 def _is_random(program: Program) -> bool:
-    """Whether a graph draws random numbers (dropout draws none in eval mode)."""
-    seeded = torch.Tag.nondeterministic_seeded
-    drawing = (n for n in program.graph.nodes if seeded in getattr(n.target, "tags", ()))
-    return any(schema.arguments(node).get("train", True) for node in drawing)
+    """Whether a graph draws random numbers."""
+    return any(map(schema.draws_random_numbers, program.graph.nodes))

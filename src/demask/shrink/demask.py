@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from demask.errors import BadInput, CaptureDiffers, DemaskError, NeedsGraph
 from demask.failures import Log, described, is_strict, public
 from demask.graph.capture.declared_masks import Masks, apply_masks, masks_of_submodule
+from demask.graph.capture.module_state import KeepsState, modules_without_state
 from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
 from demask.graph.provenance import Provenance
@@ -118,16 +119,30 @@ def demask(
     if slim is not None:
         return remember_original(slim, unmasked, model, masks)
     call = _DemaskCall(model, args, kwargs, dynamic_shapes, table, masks)
+    try:
+        slim = _demask_program(call, result, check)
+    except KeepsState as error:
+        if result == "graph" or not isinstance(model, nn.Module):
+            raise
+        names = modules_without_state(model, error.modules)
+        slim = _demask_modules(model, args, kwargs, names, masks, options, optional=True)
+        note = f"{error.where}: {error.op}, so that these modules stay as they are"
+        vars(slim)["demasked"] = replace(slim.demasked, notes=(note, *slim.demasked.notes))
+    return remember_original(slim, unmasked, model, masks)
+
+
+def _demask_program(call: _DemaskCall, result: str, check: bool) -> nn.Module:
+    """The result of a call that is captured as one program."""
+    model, args, kwargs = call.model, call.args, call.kwargs
     differs: CaptureDiffers | None = None
     for program, target, record, has_side in _candidates(call.programs(model), call.table):
         own, reasons = call.class_result(program, target, record, has_side, result, check)
         if own is not None:
-            return remember_original(own, unmasked, model, masks)
+            return own
         record = replace(record, graph_reasons=reasons)
         slim = build(target, record, originals=originals_of(model, program))
         try:
-            slim = check_result(slim, program, model, args, kwargs) if check else slim
-            return remember_original(slim, unmasked, model, masks)
+            return check_result(slim, program, model, args, kwargs) if check else slim
         except CaptureDiffers as error:
             differs = differs or error
     assert differs is not None  # there is a candidate, or the first program raised
@@ -141,6 +156,8 @@ def _demask_modules(
     names: str | Sequence[str],
     masks: Masks,
     options: Mapping[str, Any],
+    *,
+    optional: bool = False,
 ) -> nn.Module:
     """A copy of `model` with submodules `names` demasked. Raises what `replace_submodules` does."""
     options = {**options, "dynamic_shapes": part_dynamic_shapes(options["dynamic_shapes"])}
@@ -151,7 +168,7 @@ def _demask_modules(
             module, part_args, part_kwargs, masks=masks_of_submodule(masks, name), **options
         )
 
-    return replace_submodules(model, args, kwargs, names, part)
+    return replace_submodules(model, args, kwargs, names, part, optional=optional)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +184,7 @@ class _DemaskCall:
 
     def programs(self, model: nn.Module | ExportedProgram) -> Iterator[Program]:
         """The programs of a network for the inputs of this call."""
-        return programs_of(model, self.args, self.kwargs, self.shapes, self.masks)
+        return programs_of(model, self.args, self.kwargs, self.shapes, self.masks, writes=True)
 
     def class_result(
         self, program: Program, target: Program, record: Provenance, has_side: bool, result: str,

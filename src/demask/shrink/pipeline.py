@@ -67,11 +67,13 @@ def programs_of(
     masks: Masks = "zeros",
     *,
     fold_parameters: bool = True,
+    writes: bool = False,
 ) -> Iterator[Program]:
     """Functional programs of a network with folded constants, before anything is removed: the one
     for most sizes first, then, if iterated further, those for fewer.
 
-    fold_parameters: False: what is computed from parameters remains calls.
+    fold_parameters: False: what is computed from parameters remains calls. writes: whether a
+    program may write to its inputs.
 
     Raises NotExportable or BadInput where no program can be captured.
     """
@@ -80,7 +82,7 @@ def programs_of(
     leaves = pytree.tree_leaves((args, dict(kwargs or {})))
     for captured in shared_captures(model, args, kwargs, dynamic_shapes):
         try:
-            program = _functional(declare_masks(captured, masks), fold_parameters)
+            program = _functional(declare_masks(captured, masks), fold_parameters, writes)
         except MemoryError:
             raise
         except Exception as error:
@@ -104,10 +106,10 @@ def programs_of(
         ) from failure
 
 
-def _functional(captured: Program, fold_parameters: bool) -> Program:
+def _functional(captured: Program, fold_parameters: bool, writes: bool) -> Program:
     """A captured program without in-place calls, its constants folded."""
     log = Log()
-    program = functionalize(captured)
+    program = functionalize(captured, writes=writes)
     program = log.attempt("one call per border map", partial(unstack_border_maps, program), program)
     folds = partial(fold_constants, program, parameters=fold_parameters)
     program = log.attempt("the folding of constants", folds, program)

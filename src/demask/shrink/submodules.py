@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from demask.errors import BadInput, NotExportable
 from demask.failures import described
 from demask.graph.capture.shared_captures import share_captures
-from demask.graph.module_copy import structural_copy, without_caches
+from demask.graph.module_copy import copy_with_state, structural_copy
 from demask.graph.provenance import WHOLE, InputSpec, Provenance
 from demask.graph.result.class_result import record_call
 from demask.graph.result.resize import put_module
@@ -35,12 +35,16 @@ def replace_submodules(
     kwargs: Mapping[str, Any] | None,
     names: str | Sequence[str],
     part: Part,
+    *,
+    optional: bool = False,
 ) -> nn.Module:
     """A copy of `model` in which each submodule in `names` is replaced by `part(name, args,
     kwargs)`, a demasked network for the inputs of its first call.
 
     Args:
         names: names and globs of submodules, or "auto". The rest of the model need not export.
+        optional: whether submodules that are never called stay, and of those that cannot be
+            captured the children are tried, as for "auto".
 
     Raises:
         BadInput: a name is no submodule, is inside another one in the list, or is never called.
@@ -59,9 +63,10 @@ def replace_submodules(
         raise BadInput("args must be a tuple of inputs and kwargs a mapping, got "
                        f"{type(args).__name__} and {type(kwargs).__name__}")  # fmt: skip
     wanted = blocks_of(model) if names == "auto" else _match_names(model, names)
-    calls = record_first_calls(model, args, dict(kwargs or {}), None if names == "auto" else wanted)
-    missing = [name for name in wanted if name not in calls and names != "auto"]
-    if missing:
+    tried = optional or names == "auto"
+    calls = record_first_calls(model, args, dict(kwargs or {}), None if tried else wanted)
+    missing = [name for name in wanted if name not in calls]
+    if missing and not tried:
         raise BadInput(
             f"{missing[0]!r} is never called on the example inputs: pass inputs that reach it"
         )
@@ -73,7 +78,7 @@ def replace_submodules(
             try:
                 demasked = part(name, *calls[name])
             except NotExportable:
-                if names != "auto":
+                if not tried:
                     raise
                 inside = model.get_submodule(name).named_children()
                 queue += [f"{name}.{leaf}" for leaf, _ in inside if f"{name}.{leaf}" in calls]
@@ -170,7 +175,7 @@ def record_first_calls(
     """The inputs of the first call of each submodule in `names` (None: of all that are called),
     from one run in eval mode on a copy. Raises BadInput where the model fails."""
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    work = without_caches(structural_copy(model, share=True)).eval()
+    work = copy_with_state(model)
 
     def watch(name: str):
         def hook(_: nn.Module, call_args: tuple[Any, ...], call_kwargs: dict[str, Any]) -> None:

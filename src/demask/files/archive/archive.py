@@ -27,6 +27,7 @@ from demask.failures import public
 from demask.files.allowed_names import check_fqn, check_name
 from demask.files.archive.encode_network import VERSION, encode_network, named_tensors
 from demask.files.archive.node_codec import (
+    WRITE,
     decode,
     decode_target,
     decode_value,
@@ -385,6 +386,8 @@ def _add_nodes(graph: fx.Graph, rows: list[Any], slim: nn.Module) -> None:
             {check_name(key): decode(argument, nodes) for key, argument in kwargs.items()},
             name=check_name(name),
         )
+        if node.target is WRITE and getattr(node.args[0], "op", "") != "placeholder":
+            raise RefusedFile(f"node {name!r} writes to {node.args[0]}; expected an input")
         node.name = name
         nodes[name] = node
         if "value" in row:

@@ -35,6 +35,7 @@ from demask.graph.capture.export_guards import (
     find_violated_guard,
 )
 from demask.graph.capture.inline_regions import inline_regions
+from demask.graph.capture.module_state import check_state, watch_attributes
 from demask.graph.fake_values import mode_of
 from demask.graph.module_copy import buffers_as_numbers, structural_copy, without_caches
 from demask.graph.program import Constant, Program
@@ -85,12 +86,15 @@ def capture_programs(
     _name_keywords(work, kwargs or {}, dynamic_shapes)
     interface = recorded_interface(model)
     args, named = _separate(args, dict(kwargs or {}))
+    changed = watch_attributes(work)
     if dynamic_shapes is None and interface is not None:
         exports = _as_declared(work, args, named, interface)
     else:
         exports = export_with_grouped_experts(work, _exports(work, args, named, dynamic_shapes))
     try:
         for exported, notes in exports:
+            if changed:
+                notes = (*notes, *check_state(model, (args, named), tuple(changed)))
             yield replace(_program(exported, notes, model.training), interface=interface)
     except NotExportable as error:
         if DATA_DEPENDENT not in error.advice or not (names := buffers_as_numbers(work)):

@@ -33,9 +33,13 @@ _SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split", "unbind"}
 _MAYBE = {"dropout", "feature_dropout"}  # in eval mode they return their input itself
 
 
-def functionalize(program: Program) -> Program:
+def functionalize(program: Program, *, writes: bool = False) -> Program:
     """The same program without in-place ops. Raises NotExportable for writes into parameters and
-    buffers, and for writes through a view that cannot be inverted."""
+    buffers, and for writes through a view that cannot be inverted.
+
+    writes: whether the program may write to its inputs, whose values after a call it then returns;
+    False: NotExportable is raised.
+    """
     program = squeeze_static_axes(program)
     if not any(_writes(node) for node in program.graph.nodes):
         return _laid_out(program)
@@ -44,14 +48,22 @@ def functionalize(program: Program) -> Program:
     functionalizer = _Functionalizer(program)
     for node in graph.nodes:
         functionalizer.visit(node)
-    written = [node.target for node in functionalizer.version if node.op == "placeholder"]
-    notes = tuple(
-        f"the model writes into its input {name}; the result leaves it alone" for name in written
-    )
+    written = [node for node in functionalizer.version if node.op == "placeholder"]
+    if written and not writes:
+        first = next(node for node in graph.nodes if _writes(node)
+                     and functionalizer.root(node) is written[0])  # fmt: skip
+        raise NotExportable(
+            f"input {written[0].target} is changed by forward ({first.target})",
+            _where(first),
+            f"clone it first: {written[0].target} = {written[0].target}.clone()",
+        )
+    result = functionalizer.editor.graph.output_node()
+    result.args = ((*result.args[0], *map(functionalizer.read, written)),)  # type: ignore[misc]
     guards = tuple(dict.fromkeys((*program.guards, *guards)))
-    notes = (*program.notes, *notes)
-    result = replace(program, graph=functionalizer.editor.graph, notes=notes, guards=guards)
-    return _laid_out(result)
+    names = (*program.written, *(str(node.target) for node in written))
+    return _laid_out(
+        replace(program, graph=functionalizer.editor.graph, guards=guards, written=names)
+    )
 
 
 def _laid_out(program: Program) -> Program:
@@ -239,7 +251,7 @@ class _Functionalizer:
 
     def read(self, node: fx.Node) -> fx.Node:
         """The current value of an old node: views of a written tensor are computed again."""
-        if self.seen[node] != self.version.get(self._root(node), 0):
+        if self.seen[node] != self.version.get(self.root(node), 0):
             # An in-place call returns its target; a view is computed again from the new value.
             if _writes(node):
                 self._set(node, self.read(self.parent[node]))
@@ -249,9 +261,9 @@ class _Functionalizer:
 
     def _set(self, node: fx.Node, value: fx.Node) -> None:
         self.now[node] = value
-        self.seen[node] = self.version.get(self._root(node), 0)
+        self.seen[node] = self.version.get(self.root(node), 0)
 
-    def _root(self, node: fx.Node) -> fx.Node:
+    def root(self, node: fx.Node) -> fx.Node:
         """The tensor that a view of a view is a view of."""
         while node in self.parent:
             node = self.parent[node]
@@ -262,7 +274,7 @@ class _Functionalizer:
         target = node.args[0]
         assert isinstance(target, fx.Node)
         value = self._functional(node, target)
-        root = self._root(target)
+        root = self.root(target)
         if root.op == "get_attr":
             raise NotExportable(
                 f"{root.target} is changed by forward ({node.target})",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any, Self
 
+import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 
@@ -187,8 +188,12 @@ def build(
     """
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
-    outputs = graph.graph_copy(program.graph, mapping)
-    graph.output(outputs)
+    outputs: Any = graph.graph_copy(program.graph, mapping)
+    inputs = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
+    end = len(outputs) - len(program.written)
+    for name, value in zip(program.written, outputs[end:], strict=True):
+        graph.call_function(torch.ops.aten.copy_.default, (inputs[name], value))
+    graph.output(outputs[:end])
     root = nn.Module()
     shared: dict[int, Tensor] = {}
     for name, constant in program.constants.items():

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from demask.compat.onnx_exporter import list_functions_once
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.failures import public
+from demask.files.archive.node_codec import WRITE
 from demask.files.atomic_write import check_writable, write
 from demask.files.onnx.check import OutputComparator, add_row, draws
 from demask.files.onnx.check import check as check_file
@@ -35,6 +36,7 @@ from demask.files.onnx.write.recurrent_ops import translation, wrap_recurrent
 from demask.files.onnx.write.size_conditions import refuse_sizes
 from demask.files.retrace import accepts, example, export_graph
 from demask.graph.capture.capture import capture
+from demask.graph.capture.functionalize import functionalize
 from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy
 from demask.graph.program import Program
@@ -153,8 +155,19 @@ def proto_of(
 def _network(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> Demasked:
     graph = as_graph(module) if dynamic_shapes is None else module
     if isinstance(graph, Demasked) and accepts(graph, args, kwargs):
+        written = next((n.args[0] for n in graph.graph.nodes if n.target is WRITE), None)
+        if written is not None:
+            raise NotExportable(f"input {written} is changed by forward", "the demasked graph",
+                                "an ONNX file cannot do that: clone the input first")  # fmt: skip
         return graph.plain()
-    return as_demasked(capture(module, args, kwargs, dynamic_shapes))
+    return _captured(module, args, kwargs, dynamic_shapes)
+
+
+def _captured(module: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> Demasked:
+    """A network, not reduced, without in-place calls; raises NotExportable if it changes inputs."""
+    program = capture(module, args, kwargs, dynamic_shapes)
+    has_writes = any(map(schema.has_effect, program.graph.nodes))
+    return as_demasked(functionalize(program) if has_writes else program)
 
 
 def _with_example_sizes(slim: Demasked, args: Any, kwargs: Any) -> Demasked | None:
@@ -162,7 +175,7 @@ def _with_example_sizes(slim: Demasked, args: Any, kwargs: Any) -> Demasked | No
     if not any(isinstance(size, str) for spec in slim.demasked.inputs for size in spec.sizes):
         return None
     call = (args, dict(kwargs or {})) if args or kwargs else example(slim)[:2]
-    return as_demasked(capture(slim, *call, dynamic_shapes={}))
+    return _captured(slim, *call, {})
 
 
 def _model(slim: Demasked, opset: int | None) -> Any:
@@ -226,8 +239,7 @@ def _step(slim: fx.GraphModule) -> float:
 
 
 def _draws_numbers(slim: fx.GraphModule) -> bool:
-    tags = (getattr(node.target, "tags", ()) for node in slim.graph.nodes)
-    return any(torch.Tag.nondeterministic_seeded in op_tags for op_tags in tags)
+    return any(map(schema.draws_random_numbers, slim.graph.nodes))
 
 
 def _fits(model: Any, largest: int) -> bool:

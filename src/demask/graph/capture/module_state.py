@@ -1,0 +1,189 @@
+"""State that a network keeps in Python between calls, such as the membrane of a spiking neuron.
+
+A graph has the values of such attributes at capture for ever. Attributes that a call changes are
+seen by comparing them before and after; whether a later call depends on them, by running a network
+that was called before and one that was not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from demask.errors import NotExportable
+from demask.graph.example_runs import Inputs, run_seeded
+from demask.graph.input_domains import draw_like
+from demask.graph.module_copy import copy_with_state
+
+CALLS = 4  # of a sequence that is compared with single calls
+FAR = 16.0  # factor of a state, such that thresholds are passed
+_REGISTERED = frozenset(vars(nn.Module()))  # parameters, buffers, submodules, hooks, the mode
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+Attribute = tuple[str, str]  # the path of a module, and the name of an attribute
+_DEPTH = 6  # containers and objects within one another
+
+
+class KeepsState(NotExportable):
+    """A network keeps state in Python between calls. modules: the paths of the modules that do."""
+
+    def __init__(self, names: tuple[str, ...], modules: tuple[str, ...]) -> None:
+        listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        owners = ", ".join(path or "the network itself" for path in modules[:3])
+        super().__init__(
+            f"state is kept in Python attributes between calls ({listed})",
+            owners,
+            "a graph would have the value of the first call for ever: pass the state in and return "
+            "it, or demask the modules without state: modules=[...]",
+        )
+        self.modules = modules
+
+
+def modules_without_state(model: nn.Module, stateful: Sequence[str]) -> list[str]:
+    """The outermost submodules with parameters that neither keep state nor contain a module that
+    does, nor are in one. stateful: the paths of the modules that do."""
+
+    def related(path: str, other: str) -> bool:
+        return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.") or not other
+
+    names: list[str] = []
+    for path, module in model.named_modules():
+        free = path and not any(related(path, other) for other in stateful)
+        if (
+            free
+            and not any(related(path, name) for name in names)
+            and next(module.parameters(), None) is not None
+        ):
+            names.append(path)
+    return names
+
+
+def watch_attributes(work: nn.Module) -> dict[Attribute, None]:
+    """The attributes, by path and name, that calls of `forward` change, which fills it from now on.
+    work: a copy of the caller's model, whose forward is replaced. torch.export restores attributes
+    after it has traced them, so that they are compared at the end of the traced call."""
+    forward, changed = work.forward, dict[Attribute, None]()
+
+    @functools.wraps(forward)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        before = _attributes_of(work)
+        outputs = forward(*args, **kwargs)
+        changed.update(dict.fromkeys(_changed(before, _attributes_of(work))))
+        return outputs
+
+    work.forward = watched
+    return changed
+
+
+def _attributes_of(network: nn.Module) -> dict[Attribute, Any]:
+    """What comparing tells a change by, for each attribute of each module, by path and name: of
+    atoms and arrays the value, of tensors the identity and the number of writes, of containers and
+    objects what they contain."""
+    return {
+        (path, name): _fingerprint(value, _DEPTH)
+        for path, module in network.named_modules()
+        for name, value in vars(module).items()
+        if name not in _REGISTERED
+    }
+
+
+def _fingerprint(value: Any, depth: int) -> Any:
+    kind = type(value)
+    if kind in _ATOMS:
+        return kind, repr(value)
+    if isinstance(value, Tensor):
+        return value, None if value.is_inference() else value._version
+    if isinstance(value, nn.Module) or not depth:
+        return (value,)
+    if isinstance(value, (list, tuple, deque)):
+        return kind, value, [_fingerprint(item, depth - 1) for item in value]
+    if isinstance(value, Mapping):
+        return kind, value, [(repr(k), _fingerprint(v, depth - 1)) for k, v in value.items()]
+    if isinstance(value, (set, frozenset)):
+        return kind, value, sorted(map(repr, value))
+    if callable(getattr(value, "tobytes", None)):  # an array of NumPy
+        return kind, value, value.tobytes()
+    inner = getattr(value, "__dict__", None)
+    return value, _fingerprint(inner, depth - 1) if inner and not isinstance(value, type) else None
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two fingerprints are of an unchanged value. Objects are compared by identity."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    return a is b or (type(a) in (bool, int, str, bytes, type) and a == b)
+
+
+def _changed(
+    before: Mapping[Attribute, Any], after: Mapping[Attribute, Any]
+) -> Iterator[Attribute]:
+    """The attributes that are new or have changed."""
+    for attribute, value in after.items():
+        if attribute not in before or not _is_same(before[attribute], value):
+            yield attribute
+
+
+def check_state(
+    model: nn.Module, inputs: Inputs, changed: tuple[Attribute, ...]
+) -> tuple[str, ...]:
+    """Notes on attributes that a call changes. Raises KeepsState where a later call depends on
+    them: one of a sequence of calls returns something else than the same call of a new copy."""
+    names = tuple(f"{path}.{name}".lstrip(".") for path, name in changed)
+    if _depends_on_earlier_calls(model, inputs):
+        raise KeepsState(names, tuple(dict.fromkeys(path for path, _ in changed)))
+    return (f"a call of the model sets {', '.join(names[:5])}; a graph sets no attributes",)
+
+
+def _depends_on_earlier_calls(model: nn.Module, inputs: Inputs) -> bool:
+    called, changing = copy_with_state(model), set[Attribute]()
+    for k, call in enumerate(_sequence(inputs)):
+        try:
+            expected = run_seeded(copy_with_state(model), call)
+        except Exception:
+            continue  # the model rejects these values
+        if k == CALLS - 1:
+            _enlarge(called, changing)
+        before = _attributes_of(called)
+        try:
+            outputs = run_seeded(called, call)
+        except Exception:
+            return True
+        if k:  # what the first call alone sets is a cache
+            changing |= set(_changed(before, _attributes_of(called)))
+        pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(outputs), strict=False)
+        for a, b in pairs:
+            if isinstance(a, Tensor) and not (isinstance(b, Tensor) and _is_equal(a, b)):
+                return True
+    return False
+
+
+def _sequence(inputs: Inputs) -> Iterator[Inputs]:
+    """The example, twice, then normally distributed numbers."""
+    draw = torch.Generator().manual_seed(0)
+    for k in range(CALLS):
+        yield (
+            inputs
+            if k < 2
+            else pytree.tree_map_only(Tensor, lambda leaf: draw_like(leaf, draw), inputs)
+        )
+
+
+def _enlarge(network: nn.Module, attributes: Iterable[Attribute]) -> None:
+    """Multiply the floating-point numbers among attributes, in place."""
+    for path, name in attributes:
+        module = network.get_submodule(path)
+        value = vars(module).get(name)
+        if isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point()):
+            vars(module)[name] = value * FAR
+
+
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    same = a.shape == b.shape and a.dtype == b.dtype
+    return same and torch.equal(a.nan_to_num(), b.nan_to_num())
