@@ -20,7 +20,7 @@ from demask.failures import public
 from demask.files.optimized_files import EarlierChoice, OptimizedFile
 from demask.graph.example_inputs import draw_examples
 from demask.graph.example_runs import copy_in_eval
-from demask.graph.input_domains import draw_like
+from demask.graph.input_domains import draw_like, state_domains
 from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.program import Program, copy_tensors
@@ -68,6 +68,7 @@ def optimize(
     cache: str | os.PathLike[str] | Literal[False] | None = None,
     progress: ProgressCallback = lambda words: None,
     table: Table = TABLE,
+    inputs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """The fastest network that computes the outputs of `model` in eval mode, chosen by measurement.
 
@@ -103,6 +104,10 @@ def optimize(
             versions the choice is read from there, checked, and measured against `model` again.
         progress: function that is called with a short text at each step. Default: does nothing.
         table: the table of ops. Default: `demask.ops.TABLE`.
+        inputs: the values that inputs may have, by name of an argument of forward, for the random
+            inputs of the check: (low, high), both included, or "mask" (zeros and ones), "one-hot",
+            "sorted" or "distinct". Default: None, for what the example shows: integers stay in its
+            range, other numbers are normally distributed.
 
     Returns:
         A graph module; with `modules`, a network of the model's class. `demasked` is its record.
@@ -121,6 +126,8 @@ def optimize(
     _check(precision, backends)
     count = checked_threads(threads)
     if modules is not None:
+        if inputs:
+            raise BadInput("inputs= is of the network as one, not of modules=: leave one out")
         options = {
             "dynamic_shapes": part_dynamic_shapes(dynamic_shapes), "threads": threads,
             "table": table, "precision": precision, "backends": backends, "cache": cache,
@@ -128,6 +135,7 @@ def optimize(
         parts = _Parts(model, args, dict(kwargs or {}), modules, options)
         return parts.fastest(count, progress)
     args, named = draw_examples((model,), args, dict(kwargs or {}))
+    stated = state_domains(model, args, named, inputs)
     device = device_of(model, args, named)
     here = copy_to_cpu(model, args, named) if device != CPU else (model, args, named)
     # Graph rewrites run small tensor ops: two threads are no faster than one, and many times slower
@@ -136,7 +144,9 @@ def optimize(
         progress("capturing")
         program = captured(*here, dynamic_shapes)
         args, named = clone_inputs((args, named))
-        race = CandidateRace(copy_in_eval(model), program, args, named, device, count)
+        race = CandidateRace(
+            copy_in_eval(model), program, args, named, device, count, stated=stated
+        )
         costs = Costs.open(cache, threads=count, measure=device == CPU)
         wanted = _Wanted("sparse" in backends, precision, costs, table)
         file = OptimizedFile.of(race, costs, backends) if wanted.is_usual else None

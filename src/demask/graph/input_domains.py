@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from demask.errors import BadInput
 Form = Literal["any", "mask", "one-hot", "sorted", "distinct"]
 FORMS: tuple[Form, ...] = ("any", "mask", "one-hot", "sorted", "distinct")
 Domains = Mapping[int, "Domain"]  # by number of the leaf among a call's inputs
+NOTHING: Domains = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ class Domain:
         if form != "any":
             return cls(0, 1, form, axis)
         if value.is_floating_point():
-            rising = value.ndim == 1 and value.numel() > 2 and bool((value.diff() >= 0).all())
+            steps = value.diff() if value.ndim == 1 else value[:0]
+            rising = len(steps) > 1 and bool((steps >= 0).all()) and bool((steps > 0).any())
             return cls(*map(float, value.aminmax()), "sorted") if rising else cls()
         low, high = int(value.min()), int(value.max())
         if value.ndim == 0 or value.shape[-1] < 3 or low == high:
@@ -96,6 +99,25 @@ class Domain:
         numbers = numbers.sort(-1).values if self.ascending else numbers
         return numbers.view(like.shape).to(like)
 
+    def reorder(self, leaf: Tensor, draw: torch.Generator) -> Tensor:
+        """The values of a floating-point tensor in another order, a quarter of them 0 (or the
+        number of the domain next to it); of other tensors and forms as they are."""
+        if not leaf.is_floating_point() or leaf.numel() < 2 or self.form not in ("any", "mask"):
+            return leaf
+        order = torch.randperm(leaf.numel(), generator=draw).to(leaf.device)
+        values = leaf.detach().reshape(-1)[order]
+        if self.form == "any":
+            zero = min(max(0.0, self.low or 0.0), self.high if self.high is not None else 0.0)
+            few = torch.rand(values.shape, generator=draw).to(leaf.device) < 0.25
+            values = torch.where(few, zero, values)
+        return values.to(leaf.dtype).reshape(leaf.shape)
+
+    def within(self, values: Tensor, size: int) -> Tensor:
+        """Integers as positions along an axis of `size`: those that are too large made smaller."""
+        if values.is_floating_point() or values.dtype == torch.bool or values.is_complex():
+            return values
+        return values.clamp(max=size - 1) if self.form == "sorted" else values.remainder(size)
+
     def has(self, values: Tensor) -> bool:
         """Whether values are in the range of the domain."""
         bounds = -math.inf if self.low is None else self.low, self.high
@@ -122,8 +144,14 @@ def draw_like(leaf: Tensor, draw: torch.Generator, domain: Domain | None = None)
     return (Domain.of(leaf) if domain is None else domain).draw(leaf, draw)
 
 
+def domains_of(leaves: Iterable[Any], stated: Domains) -> list[Domain]:
+    """The domain of each leaf of a call: the stated one, or the one that the example shows."""
+    return [stated.get(k) or (Domain.of(leaf) if isinstance(leaf, Tensor) else Domain())
+            for k, leaf in enumerate(leaves)]  # fmt: skip
+
+
 def state_domains(
-    model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], inputs: Mapping[str, Any] | None
+    model: Any, args: Any, kwargs: Mapping[str, Any] | None, inputs: Mapping[str, Any] | None
 ) -> dict[int, Domain]:
     """The domains that a caller states, by number of the leaf.
 
@@ -137,11 +165,12 @@ def state_domains(
             'inputs must be a mapping such as {"index": (0, 9), "keep": "mask"}, got '
             f"{type(inputs).__name__}"
         )
+    kwargs = dict(kwargs or {})
     names = _leaf_names(model, args, kwargs)
     unknown = [name for name in inputs if name not in names]
     if unknown:
         raise BadInput(f"inputs names {unknown[0]!r}; expected one of {sorted(set(names))}")
-    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    leaves = pytree.tree_leaves((args, kwargs))
     domains: dict[int, Domain] = {}
     for k, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
         if name in inputs and isinstance(leaf, Tensor):

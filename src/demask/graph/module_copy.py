@@ -27,7 +27,11 @@ def structural_copy(model: nn.Module, *, share: bool) -> nn.Module:
 def copy_with_state(model: nn.Module) -> nn.Module:
     """A copy in eval mode, whose calls change neither buffers nor attributes of `model`; parameters
     are shared."""
-    copied = without_caches(structural_copy(model, share=True)).eval()
+    return own_state(without_caches(structural_copy(model, share=True)).eval())
+
+
+def own_state(copied: nn.Module) -> nn.Module:
+    """Clone the buffers and the tensors in attributes of a copy that shares them, in place."""
     for module in copied.modules():
         for pool in (module._buffers, vars(module)):
             for name, value in pool.items():

@@ -25,7 +25,7 @@ from demask.errors import BadInput, CaptureDiffers, Mismatch
 from demask.failures import described, is_strict
 from demask.graph.example_inputs import batch_axes, draw_examples, resize_batch
 from demask.graph.example_runs import Inputs, copy_in_eval, run_seeded
-from demask.graph.input_domains import draw_like
+from demask.graph.input_domains import NOTHING, Domain, Domains, domains_of
 from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import Cut, Provenance
 from demask.graph.result.demasked_module import Demasked, build, build_plain
@@ -54,6 +54,7 @@ def check_result(
     model: nn.Module | ExportedProgram,
     args: Any,
     kwargs: Mapping[str, Any] | None,
+    stated: Domains = NOTHING,
 ) -> Demasked:
     """`slim`, if it computes what the model does. Else the network as it was captured, with a
     warning and a report that say so, and a file for a bug report.
@@ -65,7 +66,8 @@ def check_result(
     reference = copy_in_eval(model)
     try:
         draws = [
-            (name, inputs, run_seeded(reference, inputs)) for name, inputs in draw_inputs(example)
+            (name, inputs, run_seeded(reference, inputs))
+            for name, inputs in draw_inputs(example, stated)
         ]
     except Exception as error:  # the user's code: on a draw that it refuses, say
         draws = _example_draw(model, example)
@@ -90,7 +92,7 @@ def check_result(
 
 def describe_difference(
     slim: nn.Module, model: nn.Module | ExportedProgram, args: Any, kwargs: Any, *,
-    record: Provenance | None = None,
+    record: Provenance | None = None, stated: Domains = NOTHING,
 ) -> str:  # fmt: skip
     """How a network of the model's class differs from it on the example and two similar draws; ""
     if it does not. Draws that the model rejects are not compared.
@@ -103,7 +105,8 @@ def describe_difference(
     try:
         reference = copy_in_eval(model, caches=caches)
         draws = [
-            (name, inputs, run_seeded(reference, inputs)) for name, inputs in draw_inputs(example)
+            (name, inputs, run_seeded(reference, inputs))
+            for name, inputs in draw_inputs(example, stated)
         ]
     except Exception:
         draws = _example_draw(model, example, caches=caches)
@@ -189,31 +192,17 @@ def _add_note(slim: Demasked, note: str) -> Demasked:
     return slim
 
 
-def draw_inputs(example: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """The inputs to compare on: the example; normal numbers; the example's values in another order,
-    a quarter of them 0. Integers stay in the range of the example's."""
+def draw_inputs(example: Inputs, stated: Domains = NOTHING) -> Iterator[tuple[str, Inputs]]:
+    """The inputs to compare on: the example; numbers drawn from its domains; the example's values
+    in another order. stated: domains that the caller states."""
     yield "the example inputs", example
-    draw = torch.Generator().manual_seed(0)
-    for name, change in (
-        ("normal numbers (seed 0)", draw_like),
-        ("values reordered (seed 0)", _shuffle_values),
-    ):
-        yield (
-            name,
-            pytree.tree_map(
-                lambda x, change=change: change(x, draw) if isinstance(x, Tensor) else x, example
-            ),
-        )
-
-
-def _shuffle_values(leaf: Tensor, draw: torch.Generator) -> Tensor:
-    """The values of a floating-point tensor in another order, a quarter of them 0."""
-    if not leaf.is_floating_point() or leaf.numel() < 2:
-        return leaf
-    order = torch.randperm(leaf.numel(), generator=draw).to(leaf.device)
-    values = leaf.detach().reshape(-1)[order]
-    values = torch.where(torch.rand(values.shape, generator=draw).to(leaf.device) < 0.25, 0, values)
-    return values.to(leaf.dtype).reshape(leaf.shape)
+    leaves, spec = pytree.tree_flatten(example)
+    domains, draw = domains_of(leaves, stated), torch.Generator().manual_seed(0)
+    for name, change in (("drawn numbers (seed 0)", Domain.draw),
+                         ("values reordered (seed 0)", Domain.reorder)):  # fmt: skip
+        values = [change(domain, leaf, draw) if isinstance(leaf, Tensor) else leaf
+                  for leaf, domain in zip(leaves, domains, strict=True)]  # fmt: skip
+        yield name, pytree.tree_unflatten(values, spec)
 
 
 def _difference(network: nn.Module | ExportedProgram, draws: Draws, *, caches: bool = False) -> str:

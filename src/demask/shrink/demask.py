@@ -15,6 +15,7 @@ from demask.errors import BadInput, CaptureDiffers, DemaskError, NeedsGraph
 from demask.failures import Log, described, is_strict, public
 from demask.graph.capture.declared_masks import Masks, apply_masks, masks_of_submodule
 from demask.graph.capture.module_state import KeepsState, modules_without_state
+from demask.graph.input_domains import Domains, state_domains
 from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
 from demask.graph.provenance import Provenance
@@ -56,6 +57,7 @@ def demask(
     check: bool = True,
     masks: Masks = "zeros",
     result: str = "auto",
+    inputs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """A smaller network with the outputs of `model` in eval mode, for the same arguments.
 
@@ -89,6 +91,10 @@ def demask(
             hooks and attributes. "graph": an `fx.GraphModule`. "auto" (default): the class, in
             which modules that need additional ops are graph modules; or one graph module if the
             whole network does.
+        inputs: the values that inputs may have, by name of an argument of forward, for the random
+            inputs of the check: (low, high), both included, or "mask" (zeros and ones), "one-hot",
+            "sorted" or "distinct". Default: None, for what the example shows: integers stay in its
+            range, other numbers are normally distributed.
 
     Returns:
         The smaller network. Its attribute `demasked` is the record for `demask.report`.
@@ -112,13 +118,17 @@ def demask(
     if result not in ("auto", "class", "graph"):
         raise BadInput(f"expected result to be 'auto', 'class' or 'graph', got {result!r}")
     options = {"dynamic_shapes": dynamic_shapes, "table": table, "check": check, "result": result}
+    stated = state_domains(model, args, kwargs, inputs)
     if modules is not None:
+        if stated:
+            raise BadInput("inputs= is of the network as one, not of modules=: leave one out")
         slim = _demask_modules(model, args, kwargs, modules, masks, options)
         return remember_original(slim, unmasked, model, masks)
-    slim = run_through_cpu(demask, model, args, kwargs, masks=move_tensors(masks, CPU), **options)
+    moved = {"masks": move_tensors(masks, CPU), "inputs": inputs}
+    slim = run_through_cpu(demask, model, args, kwargs, **moved, **options)
     if slim is not None:
         return remember_original(slim, unmasked, model, masks)
-    call = _DemaskCall(model, args, kwargs, dynamic_shapes, table, masks)
+    call = _DemaskCall(model, args, kwargs, dynamic_shapes, table, masks, stated)
     try:
         slim = _demask_program(call, result, check)
     except KeepsState as error:
@@ -142,7 +152,9 @@ def _demask_program(call: _DemaskCall, result: str, check: bool) -> nn.Module:
         record = replace(record, graph_reasons=reasons)
         slim = build(target, record, originals=originals_of(model, program))
         try:
-            return check_result(slim, program, model, args, kwargs) if check else slim
+            if check:
+                slim = check_result(slim, program, model, args, kwargs, call.stated)
+            return slim
         except CaptureDiffers as error:
             differs = differs or error
     assert differs is not None  # there is a candidate, or the first program raised
@@ -181,6 +193,7 @@ class _DemaskCall:
     shapes: Any
     table: Table
     masks: Masks
+    stated: Domains
 
     def programs(self, model: nn.Module | ExportedProgram) -> Iterator[Program]:
         """The programs of a network for the inputs of this call."""
@@ -255,7 +268,7 @@ class _DemaskCall:
                 own = own_class(self.model, proof)
             known = record if parts else None
             wrong = check and describe_difference(
-                own, self.model, self.args, self.kwargs, record=known
+                own, self.model, self.args, self.kwargs, record=known, stated=self.stated
             )
             if wrong:
                 raise ProgramMismatch(f"the network computes something else: {wrong}")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from demask.graph.example_runs import Inputs, copy_in_eval
+from demask.graph.input_domains import Domains
 from demask.graph.program import Program
 from demask.graph.provenance import GIVEN, Speed
 from demask.graph.result.demasked_module import build_plain
@@ -65,6 +66,7 @@ class CandidateRace:
     screening: dict[str, float] = field(default_factory=dict)
     expected: list[tuple[str, Inputs, list[Any]]] = field(default_factory=list)
     wide: dict[str, list[Any]] = field(default_factory=dict)
+    stated: Domains = field(default_factory=dict)
 
     def times(self) -> dict[str, float]:
         """Median seconds of the candidates; far slower ones are only screened."""
@@ -105,7 +107,8 @@ class CandidateRace:
     def compared_on(self) -> list[tuple[str, Inputs, list[Any]]]:
         """Name, inputs and baseline outputs of the example and of random inputs like it, without
         inputs for which the baseline raises or returns values that are not finite."""
-        for name, inputs in draw_inputs((self.args, self.kwargs)) if not self.expected else ():
+        drawn = draw_inputs((self.args, self.kwargs), self.stated)
+        for name, inputs in drawn if not self.expected else ():
             try:
                 outputs = self.outputs(self.baseline, inputs)
             except Exception:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, Mismatch
 from demask.files.onnx.read.reader import installed
+from demask.graph.input_domains import Domain
 from demask.graph.rounding import Rounding
 from demask.ops import Table
 
@@ -42,8 +43,13 @@ class Draw:
     inputs: tuple[Tensor, ...]
 
 
-def draws(example: Sequence[Tensor]) -> list[Draw]:
-    """The example and inputs of its shapes; integers, which may be indices, stay the example's."""
+def draws(example: Sequence[Tensor], domains: Sequence[Domain] | None = None) -> list[Draw]:
+    """The example and inputs of its shapes; integers, which may be indices, stay the example's.
+
+    domains: of each input. Numbers of any size are drawn for floating-point inputs whose domain has
+    no bounds; for others those of the domain. Default: what the example shows.
+    """
+    domains = [Domain.of(x) for x in example] if domains is None else domains
     kinds: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
         "zeros": lambda x, _: torch.zeros_like(x),
         "tiny numbers": lambda x, draw: _normal(x, draw, TINY),
@@ -54,7 +60,11 @@ def draws(example: Sequence[Tensor]) -> list[Draw]:
     results = [Draw("the example", tuple(x.detach() for x in example))]
     for seed, (kind, fill) in enumerate(kinds.items()):
         draw = torch.Generator().manual_seed(seed)
-        inputs = [fill(x.detach(), draw) if x.is_floating_point() else x for x in example]
+        inputs = [
+            x if not x.is_floating_point()
+            else fill(x.detach(), draw) if domain == Domain() else domain.draw(x, draw)
+            for x, domain in zip(example, domains, strict=True)
+        ]  # fmt: skip
         results.append(Draw(kind, tuple(inputs)))
     return results if any(x.is_floating_point() for x in example) else results[:1]
 

@@ -37,6 +37,7 @@ from demask.files.onnx.write.size_conditions import refuse_sizes
 from demask.files.retrace import accepts, example, export_graph
 from demask.graph.capture.capture import capture
 from demask.graph.capture.functionalize import functionalize
+from demask.graph.input_domains import Domains, domains_of, state_domains
 from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy
 from demask.graph.program import Program
@@ -66,6 +67,7 @@ def to_onnx(
     check: bool = True,
     tolerance: float | None = None,
     table: Table = TABLE,
+    inputs: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a network, in eval mode, to an ONNX file with the same outputs.
 
@@ -93,6 +95,10 @@ def to_onnx(
             for 1e-5 or, if that is larger, the effect of rounding.
         table: the table of ops, used to compute the effect of rounding. Default:
             `demask.ops.TABLE`.
+        inputs: the values that inputs may have, by name of an argument of forward, for the random
+            inputs of the check: (low, high), both included, or "mask" (zeros and ones), "one-hot",
+            "sorted" or "distinct". Default: None, for what the example shows: integers stay in its
+            range, other numbers are normally distributed.
 
     Raises:
         NotExportable: torch.export cannot capture the network, or an op cannot be written as ONNX.
@@ -111,6 +117,7 @@ def to_onnx(
     check_writable(path)
     check_tolerance(tolerance)
     _check_opset(opset)
+    stated = state_domains(module, args, kwargs, inputs)
     slim = _network(module, args, kwargs, dynamic_shapes)
     try:
         model = _model(slim, opset)
@@ -129,7 +136,7 @@ def to_onnx(
         return
     data = serialized(model)
     if check and not _draws_numbers(slim):
-        _check_values(slim, data, (args, kwargs or {}), tolerance, table)
+        _check_values(slim, data, (args, dict(kwargs or {})), tolerance, table, stated)
     with write(path) as file:
         file.write(data)
 
@@ -190,13 +197,15 @@ def _model(slim: Demasked, opset: int | None) -> Any:
 
 
 def _check_values(
-    slim: Demasked, data: bytes, call: Any, tolerance: float | None, table: Table
+    slim: Demasked, data: bytes, call: Any, tolerance: float | None, table: Table, stated: Domains
 ) -> None:
     """Raise Mismatch where a file computes other values than the network it was written from."""
     call = call if any(call) else example(slim)[:2]
-    inputs = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+    leaves = pytree.tree_leaves(call)
+    tensors = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    domains = domains_of(leaves, stated)
     judge = comparator_of(slim, call, tolerance, table)
-    several = draws(inputs)
+    several = draws(list(tensors.values()), [domains[k] for k in tensors])
     axes = [bool(spec.sizes) and str(spec.sizes[0]).isidentifier() for spec in slim.demasked.inputs]
     if any(axes):
         several.append(add_row(several[-1], axes))
