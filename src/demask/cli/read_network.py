@@ -24,7 +24,7 @@ from demask.files.pt2.io import read_model
 from demask.files.retrace import MAX_EXAMPLE
 from demask.graph import provenance
 from demask.graph.capture.capture import capture
-from demask.graph.example_inputs import draw_input, expected_spans, inputs_of_program
+from demask.graph.example_inputs import draw_input, expected_domains, inputs_of_program
 from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Interface, Provenance
 from demask.ops.schema import example_size
@@ -126,13 +126,13 @@ def _drawn(
     model: ExportedProgram | fx.GraphModule, shapes: Sequence[Sequence[int]]
 ) -> tuple[Tensor, ...]:
     """Random example inputs in the ranges that the network's first ops accept."""
-    ports, spans = ports_of(NetworkFile(model, ())), expected_spans(cast(Any, model))
+    ports, domains = ports_of(NetworkFile(model, ())), expected_domains(cast(Any, model))
     if isinstance(model, ExportedProgram):
         args, kwargs = pytree.tree_unflatten(list(range(len(ports))), _in_spec(model, len(ports)))
         if kwargs or list(args) != list(range(len(ports))):
             raise BadInput("the network takes keywords or nested inputs: leave --size, --input and "
                            "--static out, or use Python")  # fmt: skip
-    return tuple(example(port, shape, spans.get(port.name))
+    return tuple(example(port, shape, domains.get(port.name))
                  for port, shape in zip(ports, shapes, strict=True))  # fmt: skip
 
 
@@ -143,12 +143,12 @@ def _in_spec(model: ExportedProgram, count: int) -> Any:
     return spec
 
 
-def example(port: NetworkInput, shape: Sequence[int], span: Any = None) -> Tensor:
+def example(port: NetworkInput, shape: Sequence[int], domain: Any = None) -> Tensor:
     """A tensor for an input; BadInput where it would be too large."""
     if math.prod(shape) > MAX_EXAMPLE:
         raise BadInput(f"input {port.name!r}: sizes {list(shape)} are too large: more than "
                        f"{MAX_EXAMPLE:,} elements")  # fmt: skip
-    return draw_input(shape, port.dtype, span)
+    return draw_input(shape, port.dtype, domain)
 
 
 # ----------------------------------------------------------------------------------------- ONNX
@@ -188,10 +188,10 @@ def _read_onnx(path: Path, options: ExampleOptions) -> NetworkFile:
     if options.static:
         module.interface = _static(module.interface, args, options.static)
     model = as_demasked(capture(module, args))
-    spans = expected_spans(model)
+    domains = expected_domains(model)
     names = [spec.name for spec in cast(Provenance, model.demasked).inputs]
     args = tuple(
-        arrays.get(port.name, draw_input(x.shape, x.dtype, spans.get(name)))
+        arrays.get(port.name, draw_input(x.shape, x.dtype, domains.get(name)))
         for port, name, x in zip(ports, names, args, strict=True)
     )
     return NetworkFile(model, args, None if options.fix else path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
+from demask.graph.input_domains import Domain
 from demask.graph.provenance import Provenance
 from demask.graph.result.class_result import as_graph
 from demask.graph.result.demasked_module import Demasked
@@ -21,15 +22,7 @@ from demask.ops.entry import op_name
 from demask.ops.schema import example_size
 from demask.ops.traits import INDEXED
 
-
-class Span(NamedTuple):
-    """The range of integers, both ends included, that an input is expected to contain."""
-
-    low: int
-    high: int
-
-
-PIXELS = Span(0, 255)
+PIXELS = Domain(0, 255)
 SCALES = (255, 127.5)  # divisors of pixels, for ranges of 0 to 1, or 2
 # Ops whose outputs contain values of their operand.
 _PASSED = frozenset(
@@ -53,17 +46,17 @@ def draw_examples(
         return args, kwargs
     for known in map(as_graph, networks):
         if isinstance(known, Demasked):
-            spans = expected_spans(known)
+            domains = expected_domains(known)
             values = [
-                draw_input(spec.example, getattr(torch, spec.dtype), spans.get(spec.name))
+                draw_input(spec.example, getattr(torch, spec.dtype), domains.get(spec.name))
                 for spec in known.demasked.inputs
             ]
             spec = signature_of(known.graph).in_spec
             return unflatten_inputs(values, spec, known.demasked.values)
         if isinstance(known, ExportedProgram):
-            spans = expected_spans(known)
+            domains = expected_domains(known)
             shaped = [
-                draw_input([example_size(s) for s in v.shape], v.dtype, spans.get(name))
+                draw_input([example_size(s) for s in v.shape], v.dtype, domains.get(name))
                 if isinstance(v, Tensor)
                 else v
                 for name, v in inputs_of_program(known).items()
@@ -95,29 +88,30 @@ def unflatten_inputs(
     return pytree.tree_unflatten(values, spec)
 
 
-def draw_input(shape: Sequence[int], dtype: torch.dtype, span: Span | None = None) -> Tensor:
-    """A tensor of seeded random numbers: integers of a span; without one, pixels for uint8, True
+def draw_input(shape: Sequence[int], dtype: torch.dtype, domain: Domain | None = None) -> Tensor:
+    """A tensor of seeded random values of a domain; without one, pixels for uint8, True
     for bool, zeros for other integer types, normally distributed numbers for floating-point types.
 
-    >>> draw_input((2,), torch.int64, Span(3, 3)).tolist(), draw_input((2,), torch.bool).tolist()
+    >>> draw_input((2,), torch.int64, Domain(3, 3)).tolist(), draw_input((2,), torch.bool).tolist()
     ([3, 3], [True, True])
     """
     generator = torch.Generator().manual_seed(0)
     if dtype == torch.bool:
         return torch.ones(list(shape), dtype=dtype)
-    span = PIXELS if span is None and dtype == torch.uint8 else span
-    if span is not None:
-        return torch.randint(span.low, span.high + 1, list(shape), generator=generator).to(dtype)
+    domain = PIXELS if domain is None and dtype == torch.uint8 else domain
+    if domain is not None:
+        return domain.draw(torch.zeros(list(shape), dtype=dtype), generator)
     if not dtype.is_floating_point:
         return torch.zeros(list(shape), dtype=dtype)
     return torch.randn(list(shape), generator=generator).to(dtype)
 
 
-def expected_spans(network: Demasked | ExportedProgram) -> dict[str, Span]:
-    """The spans of inputs whose readers determine one, by name: positions in a table of n rows,
-    pixels for a division by 255, a number that the input is compared with."""
+def expected_domains(network: Demasked | ExportedProgram) -> dict[str, Domain]:
+    """The domains of inputs, by name: those that the record has of the example, else what readers
+    determine: positions in a table of n rows, pixels for a division by 255, a number that the input
+    is compared with."""
     graph = network.graph if isinstance(network, ExportedProgram) else graph_of_calls(network)
-    constants, spans = _constants(network, graph), {}
+    constants, domains = _constants(network, graph), {}
     if isinstance(network, ExportedProgram):
         inputs = inputs_of_program(network).items()
         dtypes = {name: v.dtype for name, v in inputs if isinstance(v, Tensor)}
@@ -127,16 +121,20 @@ def expected_spans(network: Demasked | ExportedProgram) -> dict[str, Span]:
         if node.name not in dtypes:
             continue
         whole = not dtypes[node.name].is_floating_point
-        expected = [span for span in _expected_spans(node, constants, whole) if span is not None]
+        expected = [
+            domain for domain in _expected_domains(node, constants, whole) if domain is not None
+        ]
         if expected:  # an index of several tables must fit the smallest
-            spans[node.name] = min(expected, key=lambda span: span.high)
-    return spans
+            domains[node.name] = min(expected, key=lambda domain: domain.high or 0)
+    record = getattr(network, "demasked", None)
+    specs = record.inputs if isinstance(record, Provenance) else ()
+    return domains | {spec.name: spec.domain for spec in specs if spec.domain is not None}
 
 
-def _expected_spans(
+def _expected_domains(
     source: fx.Node, constants: Mapping[str, Tensor], whole: bool
-) -> Iterator[Span | None]:  # fmt: skip
-    """The span that each reader of an input expects, also readers after ops that move its values.
+) -> Iterator[Domain | None]:  # fmt: skip
+    """The domain that each reader of an input expects, also readers after ops that move its values.
     whole: whether the input has an integer type."""
     seen, stack = {source}, [source]
     while stack:
@@ -144,16 +142,16 @@ def _expected_spans(
         for user in node.users:
             if user.op != "call_function":
                 continue
-            yield _span(user, node, constants, whole)
+            yield _domain(user, node, constants, whole)
             if op_name(user.target) in _PASSED and user not in seen:
                 seen.add(user)
                 stack.append(user)
 
 
-def _span(
+def _domain(
     user: fx.Node, node: fx.Node, constants: Mapping[str, Tensor], whole: bool
-) -> Span | None:
-    """The span that a call expects of one of its operands, or None."""
+) -> Domain | None:
+    """The domain that a call expects of one of its operands, or None."""
     name, args = op_name(user.target), user.args
     if name.startswith(("aten.div.", "aten.mul.")):
         other = _number(args[1] if args[0] is node else args[0], constants)
@@ -168,7 +166,7 @@ def _span(
         return _rows(args[0], args[1].index(node), constants)  # type: ignore[union-attr]
     if whole and name.startswith("aten.eq."):
         other = _number(args[1] if args[0] is node else args[0], constants)
-        return None if other is None else Span(int(other), int(other))
+        return None if other is None else Domain(int(other), int(other))
     return None
 
 
@@ -176,15 +174,15 @@ def _near(a: float, b: float) -> bool:
     return abs(a - b) < 1e-4 * b
 
 
-def _rows(table: Any, axis: Any, constants: Mapping[str, Tensor]) -> Span | None:
-    """The span of positions along an axis of an indexed tensor, or None."""
+def _rows(table: Any, axis: Any, constants: Mapping[str, Tensor]) -> Domain | None:
+    """The domain of positions along an axis of an indexed tensor, or None."""
     if not isinstance(table, fx.Node):
         return None
     value = constants.get(table.name, table.meta.get("val"))
     if not isinstance(value, Tensor) or not value.ndim:
         return None
     size = value.shape[axis]
-    return Span(0, size - 1) if isinstance(size, int) and size else None
+    return Domain(0, size - 1) if isinstance(size, int) and size else None
 
 
 def _number(operand: Any, constants: Mapping[str, Tensor]) -> float | None:

@@ -68,6 +68,23 @@ class Domain:
             return cls(low, high, "distinct", ascending=ascending)
         return cls(low, high, "sorted" if ascending else "any")
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Domain:
+        """The domain of what `dataclasses.asdict` returns, read from JSON. Raises ValueError for
+        other data."""
+        low, high = (None if data[key] is None else data[key] for key in ("low", "high"))
+        axis, ascending = data["axis"], data["ascending"]
+        numbers = [n for n in (low, high) if n is not None]
+        if (
+            any(type(n) not in (int, float) or not abs(n) < 2**63 for n in numbers)
+            or (len(numbers) == 2 and numbers[0] > numbers[1])
+            or data["form"] not in FORMS
+            or not (type(axis) is int and -64 <= axis < 64)
+            or not isinstance(ascending, bool)
+        ):
+            raise ValueError(f"expected a domain of inputs, got {data!r:.80}")
+        return cls(low, high, data["form"], axis, ascending)
+
     def draw(self, like: Tensor, draw: torch.Generator) -> Tensor:
         """Seeded random values of the domain with the shape, dtype and device of a tensor."""
         if like.numel() == 0:

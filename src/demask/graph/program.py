@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from demask.graph.input_domains import Domain
 from demask.graph.provenance import Interface
 from demask.graph.queries import ExampleSizes
 
@@ -46,7 +47,8 @@ class Program:
     capture for the user. training: the model's flag. guards: conditions on dynamic sizes, as
     Python. interface: of the ONNX file that the network was read from. example: the dynamic sizes
     of the example inputs. written: the inputs that a call writes to; the last outputs are their
-    values after it, and `out_spec` is of the outputs before these.
+    values after it, and `out_spec` is of the outputs before these. domains: the values that inputs
+    may have, by name, other than any numbers.
     """
 
     graph: fx.Graph
@@ -60,6 +62,7 @@ class Program:
     interface: Interface | None = None
     example: ExampleSizes = field(default_factory=ExampleSizes)
     written: tuple[str, ...] = ()
+    domains: Mapping[str, Domain] = field(default_factory=dict)
 
     @property
     def trained(self) -> dict[str, Tensor | None]:

@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 from demask.errors import BadInput
+from demask.graph.input_domains import Domain
 
 Positions = tuple[int, ...] | None
 
@@ -58,13 +59,19 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """One tensor input: sizes (an int, or the name of a dynamic dimension), dtype ("float32"), and
-    the shape of the example."""
+    """One tensor input: sizes (an int, or the name of a dynamic dimension), dtype ("float32"), the
+    shape of the example, and the values that the input may have; None: any numbers."""
 
     name: str
     sizes: tuple[int | str, ...]
     dtype: str
     example: tuple[int, ...]
+    domain: Domain | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dictionary that JSON can represent, without a domain of any numbers."""
+        data = asdict(self)
+        return data if self.domain is not None else {k: v for k, v in data.items() if k != "domain"}
 
 
 NAMELESS = ("", "?", "-1", "None")  # what exporters write for unnamed dynamic sizes
@@ -181,7 +188,7 @@ class Provenance:
             "reasons": [asdict(reason) for reason in self.reasons],
             "effects": dict(self.effects),
             "notes": list(self.notes),
-            "inputs": [asdict(spec) for spec in self.inputs],
+            "inputs": [spec.to_dict() for spec in self.inputs],
             "before": asdict(self.before),
             "after": asdict(self.after),
             "removed": dict(self.removed),
@@ -278,4 +285,6 @@ def _cut(data: Mapping[str, Any]) -> Cut:
 
 
 def _input(data: Mapping[str, Any]) -> InputSpec:
-    return InputSpec(data["name"], tuple(data["sizes"]), data["dtype"], tuple(data["example"]))
+    domain = None if data.get("domain") is None else Domain.from_dict(data["domain"])
+    sizes, example = tuple(data["sizes"]), tuple(data["example"])
+    return InputSpec(data["name"], sizes, data["dtype"], example, domain)

@@ -197,7 +197,9 @@ class _DemaskCall:
 
     def programs(self, model: nn.Module | ExportedProgram) -> Iterator[Program]:
         """The programs of a network for the inputs of this call."""
-        return programs_of(model, self.args, self.kwargs, self.shapes, self.masks, writes=True)
+        return programs_of(
+            model, self.args, self.kwargs, self.shapes, self.masks, writes=True, stated=self.stated
+        )
 
     def class_result(
         self, program: Program, target: Program, record: Provenance, has_side: bool, result: str,

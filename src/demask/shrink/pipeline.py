@@ -22,6 +22,7 @@ from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.capture.shared_captures import shared_captures
 from demask.graph.guards import literal_inputs
+from demask.graph.input_domains import NOTHING, Domain, Domains, domains_of
 from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.normalize.select_before_view import select_before_view
 from demask.graph.normalize.select_token_early import select_token_early
@@ -68,12 +69,13 @@ def programs_of(
     *,
     fold_parameters: bool = True,
     writes: bool = False,
+    stated: Domains = NOTHING,
 ) -> Iterator[Program]:
     """Functional programs of a network with folded constants, before anything is removed: the one
     for most sizes first, then, if iterated further, those for fewer.
 
     fold_parameters: False: what is computed from parameters remains calls. writes: whether a
-    program may write to its inputs.
+    program may write to its inputs. stated: the domains of inputs that the caller states.
 
     Raises NotExportable or BadInput where no program can be captured.
     """
@@ -97,7 +99,12 @@ def programs_of(
         if failure is not None:
             program = smaller_sizes(program, f"it could not be captured: {described(failure)}")
         has_program = True
-        yield replace(program, example=ExampleSizes.of(program.graph, leaves))
+        inputs = [str(node.target) for node in program.graph.find_nodes(op="placeholder")]
+        known = domains_of(leaves, stated) if len(leaves) == len(inputs) else []
+        domains = {name: domain for name, domain in zip(inputs, known, strict=False)
+                   if domain != Domain()}  # fmt: skip
+        example = ExampleSizes.of(program.graph, leaves)
+        yield replace(program, example=example, domains=domains)
     if failure is not None and not has_program:
         if isinstance(failure, DemaskError):
             raise failure
@@ -439,5 +446,6 @@ def input_specs(program: Program) -> tuple[InputSpec, ...]:
             sizes = tuple(s if isinstance(s, int) else str(s.node.expr) for s in value.shape)
             example = tuple(schema.example_size(s) for s in value.shape)
             dtype = str(value.dtype).removeprefix("torch.")
-            specs.append(InputSpec(node.name, sizes, dtype, example))
+            domain = program.domains.get(str(node.target))
+            specs.append(InputSpec(node.name, sizes, dtype, example, domain))
     return tuple(specs)
