@@ -130,6 +130,17 @@ class Difference:
         type that the network computes in, if it is larger than that of the outputs."""
         return in_units(self.gap, self.size, max(eps, self.eps))
 
+    def is_rounding(self, eps: float = 0.0) -> bool:
+        """Whether the gap is what sums in another order cause: at most 64 ulps, in float64 1e-10 of
+        the size, since nothing tells there how badly a network rounds. eps: as for `ulps`.
+
+        >>> Difference(size=1.0, gap=1e-12, eps=2.0**-52).is_rounding()
+        True
+        >>> Difference(size=1.0, gap=1e-5, eps=2.0**-23).is_rounding()
+        False
+        """
+        return self.relative <= RELATIVE or self.ulps(eps) <= ULPS
+
 
 def compare(expected: Any, actual: Any) -> Difference:
     """How an output differs from the expected one; each is a tensor, number, string or None.

@@ -2,8 +2,9 @@
 draws.
 
 Each network is called three times, in its own dtype, and shares the model's tensors. A difference
-of more than 64 units in the last place is computed again in float64: an ill-conditioned network
-rounds as badly before demasking as after it, and only a larger difference is a defect.
+of more than 64 units in the last place (of more than 1e-10 in float64) is computed again in
+float64: an ill-conditioned network rounds as badly before demasking as after it, and only a larger
+difference is a defect.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import Cut, Provenance
 from demask.graph.result.demasked_module import Demasked, build, build_plain
 from demask.numerics import (
+    RELATIVE,
     ULPS,
     WORSE,
     compare,
@@ -307,9 +309,10 @@ def _describe_leaf(expected: Any, actual: Any, eps: float) -> str:
         return difference.text
     if not math.isfinite(difference.gap):
         return "is not finite where the model's is"
-    ulps = difference.ulps(eps)
+    if difference.is_rounding(eps):
+        return ""
     kind = expected.dtype if isinstance(expected, Tensor) else ""
-    return f"differs by {ulps:.3g} units in the last place of {kind}" if ulps > ULPS else ""
+    return f"differs by {difference.ulps(eps):.3g} units in the last place of {kind}"
 
 
 def _is_rounding(reference: nn.Module, slim: nn.Module, draws: Draws, flips: float = 0.0) -> bool:
@@ -389,7 +392,7 @@ def _is_rounded(
     in_single = max_size_and_gap(exact, narrow)[1] * _DOUBLE / _SINGLE
     if math.isfinite(in_single):  # float32 may overflow
         error = max(error, in_single)
-    allowed = max(WORSE * error, ULPS * eps * size, flips * size)
+    allowed = max(WORSE * error, ULPS * eps * size, RELATIVE * size, flips * size)
     graph, own = max_size_and_gap(exact, other)[1], max_size_and_gap(exact, after)[1]
     return math.isfinite(own) and (own <= allowed or graph <= ULPS * eps * size)
 
