@@ -42,7 +42,11 @@ from demask.graph.provenance import Interface
 from demask.graph.result.demasked_module import to_exportable
 
 _Export = tuple[ExportedProgram, tuple[str, ...]]  # and notes
-_LICENCE = "removing 0 · x is exact for finite x: the NaN of 0 · Inf and 0 · NaN is not computed"
+_LICENCE = (
+    "removing 0 · x is exact for finite x: the NaN of 0 · Inf and 0 · NaN is not computed, and "
+    "calls that compare or select such values (>, where, sort, argmax, nan_to_num) may return "
+    "other numbers"
+)
 
 
 def capture(
