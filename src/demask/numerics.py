@@ -15,6 +15,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
+from demask.pytree_paths import leaves_with_paths
+
 RELATIVE = 1e-10  # max |a - b| / max |a| in float64
 ULPS = 64.0  # of max |a|, in the network's own dtype
 WORSE = 8.0  # times the rounding error of the network before demasking
@@ -67,7 +69,7 @@ def named_leaves(value: Any) -> list[tuple[str, Any]]:
 
 
 def _leaves(prefix: str, value: Any, ancestors: frozenset[int]) -> Iterator[tuple[str, Any]]:
-    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+    for path, leaf in leaves_with_paths(value):
         full_path = prefix + pytree.keystr(path)
         attributes = _parts(leaf)
         if attributes is None:

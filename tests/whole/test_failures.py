@@ -269,6 +269,28 @@ def test_random_outputs_are_not_checked():
     assert slim.demasked.after.parameters < slim.demasked.before.parameters
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        demask.demask,
+        lambda m, args: demask.optimize(m, args, threads=1, cache=False),
+        lambda m, args: demask.verify(m, m, args),
+        lambda m, args: demask.demask(m, args, modules="auto"),
+        lambda m, args: demask.to_onnx(m, "never.onnx", args),
+        demask.prune.groups,
+        demask.stride.lower,
+    ],
+)
+@pytest.mark.parametrize("strictly", [True, False])
+def test_tensors_without_data_are_named(call, strictly):
+    net, x = Net().eval(), torch.randn(2, 6)
+    with strict(strictly):
+        with pytest.raises(BadInput, match=r"a\.weight of \w+ is on device 'meta'"):
+            call(Net().to("meta"), (x,))
+        with pytest.raises(BadInput, match=r"tensor of \w+\[0\] is on device 'meta'"):
+            call(net, (x.to("meta"),))
+
+
 def test_a_capture_that_differs_is_refused(monkeypatch):
     real = PIPELINE.shared_captures
 

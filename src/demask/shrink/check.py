@@ -43,6 +43,7 @@ from demask.numerics import (
     widen_dtypes,
 )
 from demask.ops import schema
+from demask.pytree_paths import leaves_with_paths
 from demask.shrink.bug_report import write_bug_report
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -281,7 +282,7 @@ def _difference(network: nn.Module | ExportedProgram, draws: Draws, *, caches: b
 def _cache_paths(output: Any) -> tuple[str, ...]:
     """Where an output holds a cache of keys and values, which a smaller network has fewer of: an
     object of transformers' `Cache` under any name, or what older versions return as tuples."""
-    named = pytree.tree_flatten_with_path(output, is_leaf=_is_cache)[0]
+    named = leaves_with_paths(output, is_leaf=_is_cache)
     return tuple(
         path for path, leaf in ((pytree.keystr(keys), leaf) for keys, leaf in named if keys)
         if _is_cache(leaf) or path.startswith("['past_key_values']")

@@ -40,6 +40,7 @@ from demask.graph.module_copy import buffers_as_numbers, structural_copy, withou
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Interface
 from demask.graph.result.demasked_module import to_exportable
+from demask.pytree_paths import complete_keys
 
 _Export = tuple[ExportedProgram, tuple[str, ...]]  # and notes
 _LICENCE = (
@@ -85,6 +86,7 @@ def capture_programs(
         yield _program(model, (), training=False)
         return
     check_call(model, args, kwargs, dynamic_shapes)
+    complete_keys()
     work = to_exportable(without_caches(structural_copy(model, share=True)).eval())
     _name_keywords(work, kwargs or {}, dynamic_shapes)
     interface = recorded_interface(model)
@@ -266,9 +268,16 @@ def _auto(first: bool) -> Callable[[Tensor], Any]:
 
 
 def _dynamic(work: nn.Module, args: Any, kwargs: Any, marks: Callable[[Tensor], Any]) -> Any:
-    """The dynamic shapes for torch.export: the result of `marks` for each tensor input."""
+    """The dynamic shapes for torch.export: the result of `marks` for each tensor input. In place of
+    an object of a registered class, torch.export expects those of its children."""
+
+    def is_object(value: Any) -> bool:
+        return type(value) in pytree.SUPPORTED_NODES and type(value) not in pytree.BUILTIN_TYPES
 
     def spec(leaf: Any) -> Any:
+        if is_object(leaf):
+            children, _ = pytree.SUPPORTED_NODES[type(leaf)].flatten_fn(leaf)
+            return pytree.tree_map(spec, children, is_leaf=is_object)
         return marks(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None
 
     signature = inspect.signature(work.forward)
@@ -276,7 +285,7 @@ def _dynamic(work: nn.Module, args: Any, kwargs: Any, marks: Callable[[Tensor], 
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         raise BadInput(f"the example inputs do not fit forward{signature}: {error}") from error
-    return pytree.tree_map(spec, bound)
+    return pytree.tree_map(spec, bound, is_leaf=is_object)
 
 
 def _name_keywords(work: nn.Module, kwargs: Mapping[str, Any], dynamic_shapes: Any) -> None:
