@@ -21,6 +21,7 @@ RELATIVE = 1e-10  # max |a - b| / max |a| in float64
 ULPS = 64.0  # of max |a|, in the network's own dtype
 WORSE = 8.0  # times the rounding error of the network before demasking
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
+_PACKED = (torch.float4_e2m1fn_x2,)
 _CREATES = re.compile(r"aten\.(new_|full|zeros|ones|arange|empty|scalar_tensor|linspace)")
 
 
@@ -51,9 +52,13 @@ def is_integer(value: Any) -> bool:
 
 
 def to_computable(x: Tensor) -> Tensor:
-    """A tensor detached from autograd; floats of 8 bits, which torch cannot compute with, as
-    float32."""
+    """A tensor detached from autograd; floats of 8 bits and complex numbers of 16, which torch
+    cannot compute with, as float32 and complex64, and pairs of floats of 4 bits as bytes."""
     x = x.detach()
+    if x.dtype in _PACKED:
+        return x.view(torch.uint8)
+    if x.dtype is torch.complex32:
+        return x.to(torch.complex64)
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
 
 
@@ -159,6 +164,8 @@ def compare(expected: Any, actual: Any) -> Difference:
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
         own, other = (f"{x.dtype} {tuple(x.shape)}" for x in (actual, expected))
         return Difference(f"is {own}, expected {other}")
+    if expected.dtype in _PACKED:
+        expected, actual = to_computable(expected), to_computable(actual)
     if not expected.is_floating_point() and not expected.is_complex():
         same = torch.equal(expected, actual)
         size, gap = (0.0, 0.0) if same else max_size_and_gap(expected.double(), actual.double())

@@ -302,7 +302,7 @@ class _Differences:
         if not isinstance(x, Tensor):
             return
         if wide is self.tracked and "batch 1" not in where and "batch 3" not in where:
-            self.seen.setdefault(name, []).append(x)
+            self.seen.setdefault(name, []).append(to_computable(x))
         if not difference.is_finite:
             self._fail(f"output {name} is not finite ({where})")
         elif x.is_complex() and difference.gap:

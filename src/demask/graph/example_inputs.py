@@ -213,11 +213,13 @@ def _constants(network: Demasked | ExportedProgram, graph: fx.Graph) -> dict[str
 
 def draw_like(leaf: Tensor, draw: torch.Generator) -> Tensor:
     """Random numbers in the shape of a tensor: normally distributed, or integers of its range."""
-    if leaf.is_floating_point():
-        return torch.randn(leaf.shape, generator=draw).to(leaf)
-    if leaf.numel() == 0:
+    if leaf.numel() == 0 or leaf.dtype is torch.float4_e2m1fn_x2:
         return leaf
-    low, high = int(leaf.min()), int(leaf.max())
+    if leaf.is_floating_point() or leaf.is_complex():
+        dtype = torch.complex64 if leaf.is_complex() else torch.float32
+        return torch.randn(leaf.shape, dtype=dtype, generator=draw).to(leaf)
+    whole = leaf.long()  # torch has no min for unsigned integers of more than 8 bits
+    low, high = int(whole.min()), int(whole.max())
     return torch.randint(low, high + 1, leaf.shape, generator=draw).to(leaf)
 
 

@@ -90,7 +90,7 @@ def capture_programs(
     work = to_exportable(without_caches(structural_copy(model, share=True)).eval())
     _name_keywords(work, kwargs or {}, dynamic_shapes)
     interface = recorded_interface(model)
-    args, named = _separate(args, dict(kwargs or {}))
+    args, named = _separate(work, args, dict(kwargs or {}))
     if dynamic_shapes is None and interface is not None:
         exports = _as_declared(work, args, named, interface)
     else:
@@ -111,13 +111,15 @@ def capture_programs(
             yield _program(exported, (*notes, note), model.training)
 
 
-def _separate(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The inputs with each tensor once: torch.export merges a tensor that is passed twice."""
+def _separate(work: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The inputs with each tensor once, and none that the model has: torch.export merges them."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    seen: set[int] = set()
+    attributes = (vars(module).values() for module in work.modules())
+    own = itertools.chain(work.parameters(), work.buffers(), *attributes)
+    seen = {id(value) for value in own if isinstance(value, Tensor)}
     for k, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and id(leaf) in seen:
-            leaves[k] = leaf.detach()
+            leaves[k] = leaf.detach().clone()  # sizes of one memory would depend on each other
         seen.add(id(leaf))
     return pytree.tree_unflatten(leaves, spec)
 
