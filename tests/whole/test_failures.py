@@ -17,6 +17,7 @@ import demask
 from demask.compat.fake_shapes import shapes_only
 from demask.errors import BadInput, DemaskError, InternalError, Mismatch, NotExportable, TableError
 from demask.failures import Log, public, strict
+from demask.graph.capture.errors import part_of
 from graphs import to_graph
 
 # Its passes are looked up there.
@@ -289,6 +290,18 @@ def test_tensors_without_data_are_named(call, strictly):
             call(Net().to("meta"), (x,))
         with pytest.raises(BadInput, match=r"tensor of \w+\[0\] is on device 'meta'"):
             call(net, (x.to("meta"),))
+
+
+class Branching(Net):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+
+def test_advice_names_a_module_that_the_network_has():
+    with pytest.raises(NotExportable, match=r"modules=\['b'\]"):  # the largest
+        demask.demask(Branching(), (torch.ones(2, 6),))
+    assert part_of(nn.ReLU()) == "modules='auto'"
+    assert part_of(nn.ModuleDict({"blocks": nn.ModuleList([Net()])})) == "modules=['blocks.0']"
 
 
 def test_a_capture_that_differs_is_refused(monkeypatch):

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, CaptureDiffers, Mismatch
 from demask.failures import described, is_strict
+from demask.graph.capture.errors import part_of
 from demask.graph.example_inputs import batch_axes, draw_examples, draw_like, resize_batch
 from demask.graph.module_copy import structural_copy, without_caches
 from demask.graph.program import Program, copy_tensors
@@ -85,7 +86,7 @@ def check_result(
         if _is_random(program) or _difference(reference, draws):
             return _add_note(slim, _NOT_REPEATABLE)
         if not _is_same_in_double(program, model, draws):
-            raise _capture_differs(wrong)
+            raise _capture_differs(wrong, model)
     reference = build_plain(program)
     if _is_rounding(reference, slim, draws, FLIPS if _has_rounding(program) else 0.0):
         return slim
@@ -158,12 +159,12 @@ def _is_same_in_double(program: Program, model: nn.Module | ExportedProgram, dra
     return True
 
 
-def _capture_differs(wrong: str) -> CaptureDiffers:
+def _capture_differs(wrong: str, model: nn.Module | ExportedProgram) -> CaptureDiffers:
     return CaptureDiffers(
         f"the graph that torch.export captured does not compute what the model does ({wrong})",
         "unknown",
-        "look for code that depends on something else than its inputs; demask only a part: "
-        "modules=['backbone']; or pass check=False to have the network as it was captured",
+        "look for code that depends on something else than its inputs; demask only a part, such "
+        f"as {part_of(model)}; or pass check=False to have the network as it was captured",
     )
 
 

@@ -334,7 +334,7 @@ def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedPr
             return torch.export.export(work, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         _check_runs(work, args, kwargs)
-        raise export_error(error) from error
+        raise export_error(error, work) from error
 
 
 @contextlib.contextmanager
