@@ -62,6 +62,11 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return values
 
 
+def is_active_dropout(node: fx.Node) -> bool:
+    """Whether a call draws random numbers in eval mode, too: `F.dropout(x, p, training=True)`."""
+    return "dropout" in str(node.target) and bool(arguments(node).get("train"))
+
+
 def bind_arguments(
     target: Any, values: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -180,7 +180,7 @@ def _batch_norm(node: fx.Node) -> str | Declined:
 
 
 def _dropout(node: fx.Node) -> str | Declined:
-    if schema.arguments(node)["train"]:
+    if schema.is_active_dropout(node):
         return Declined("dropout that is active in eval mode")
     return "... -> ..."
 
