@@ -216,18 +216,30 @@ def find_narrow_casts(module: nn.Module) -> list[tuple[str, torch.dtype]]:
     return casts
 
 
-def widen_dtypes(module: nn.Module) -> None:
-    """Replace the float dtypes among the arguments of a graph's calls by float64, in place."""
-    if not isinstance(module, fx.GraphModule):
-        return
+def to_wide(network: nn.Module) -> nn.Module:
+    """The network itself, converted to float64 in place, with the float dtypes among the arguments
+    of a graph's calls. An RMS norm without `eps` keeps the one that it had: of its own dtype."""
+    own = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
+    for module in network.modules():
+        if isinstance(module, nn.RMSNorm) and module.eps is None:
+            module.eps = torch.finfo(own if module.weight is None else module.weight.dtype).eps
+    network.double()
+    if not isinstance(network, fx.GraphModule):
+        return network
 
     def wider(value: Any) -> Any:
         return torch.float64 if value in NARROW else value
 
-    for node in module.graph.nodes:
+    for node in network.graph.nodes:
         node.args = map_aggregate(node.args, wider)
         node.kwargs = map_aggregate(node.kwargs, wider)
-    module.recompile()
+        if str(node.target) == "aten.rms_norm.default":
+            dtype = getattr(node.meta.get("val"), "dtype", own)
+            if (node.args[3] if len(node.args) > 3 else node.kwargs.get("eps")) is None:
+                node.args = node.args[:3]
+                node.kwargs = {**node.kwargs, "eps": torch.finfo(dtype).eps}
+    network.recompile()
+    return network
 
 
 def to_double(leaf: Any) -> Any:

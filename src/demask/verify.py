@@ -37,7 +37,7 @@ from demask.numerics import (
     named_leaves,
     to_computable,
     to_double,
-    widen_dtypes,
+    to_wide,
 )
 from demask.ops import TABLE, Table
 from demask.shrink import demask
@@ -250,9 +250,7 @@ def _wide(layer: nn.Module, inputs: Any) -> nn.Module:
         copy: nn.Module = build_plain(captured(layer, inputs[0], inputs[1], None))
     except NotExportable:
         copy = _eval(layer, share=False)
-    copy = copy.double()
-    widen_dtypes(copy)
-    return copy
+    return to_wide(copy)
 
 
 def _coverage(compared: Sequence[str], layers: Sequence[str], size: int, dtype: str) -> str:
@@ -412,13 +410,10 @@ def _double(network: Any, args: Any, kwargs: Any) -> nn.Module:
     """A copy in float64; casts in a network's own code can be widened only in its graph."""
     inputs: tuple[Any, ...] = ()
     if not isinstance(network, ExportedProgram):
-        copy, inputs = _eval(network, share=False).double(), (args, kwargs)
-        widen_dtypes(copy)
+        copy, inputs = to_wide(_eval(network, share=False)), (args, kwargs)
         if isinstance(network, Demasked) or not narrows(copy, args, kwargs):
             return copy
-    graph = build_plain(fold_constants(functionalize(capture(network, *inputs)))).double()
-    widen_dtypes(graph)
-    return graph
+    return to_wide(build_plain(fold_constants(functionalize(capture(network, *inputs)))))
 
 
 def _refined(

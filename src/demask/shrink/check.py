@@ -41,7 +41,7 @@ from demask.numerics import (
     named_leaves,
     to_computable,
     to_double,
-    widen_dtypes,
+    to_wide,
 )
 from demask.ops import schema
 from demask.pytree_paths import leaves_with_paths
@@ -147,8 +147,7 @@ def _is_same_in_double(program: Program, model: nn.Module | ExportedProgram, dra
     if isinstance(model, ExportedProgram):
         return False
     try:
-        wide, captured = copy_in_eval(model, share=False).double(), build_plain(program).double()
-        widen_dtypes(captured)
+        wide, captured = to_wide(copy_in_eval(model, share=False)), to_wide(build_plain(program))
         for _, inputs, _ in draws:
             doubles = pytree.tree_map(to_double, inputs)
             rows = _pairs(run_seeded(wide, doubles), run_seeded(captured, doubles))
@@ -328,8 +327,7 @@ def _is_rounding(reference: nn.Module, slim: nn.Module, draws: Draws, flips: flo
     runner, small = copy_in_eval(slim), copy_in_eval(reference, share=False).float()
     wide = [reference, copy_in_eval(slim, share=False)]
     for network in wide:
-        network.double()
-        widen_dtypes(network)
+        to_wide(network)
     try:
         for _, inputs, expected in draws:
             doubles = pytree.tree_map(to_double, inputs)
