@@ -15,7 +15,8 @@ DEEPSPARSE := .venv-deepsparse
 # What is imported is compiled then: most of torch never is.
 PIP := $(BIN)/python -m pip install --quiet --no-compile
 # Its networks are Python; its own torch requirement would bring a CUDA build over the one below.
-TORCHVISION := "torchvision==0.28.0"
+# The release for the torch that is installed: 0.28 for 2.13.
+TORCHVISION = "torchvision==0.$$($(BIN)/python -c 'import torch; print(int(torch.__version__.split(".")[1]) + 15)').*"
 # Packages that ship pretrained networks: the files alone are wanted, none of what reads them.
 REAL := rapidocr-onnxruntime==1.4.4 nudenet==3.4.2 silero-vad==6.2.3 facenet-pytorch==2.6.0
 SHARD ?= 1/1

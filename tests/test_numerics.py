@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import demask
 from demask.numerics import compare
+from demask.shrink.check import describe_difference
+from demask.tune import race
 
 NAN, INF = math.nan, math.inf
 
@@ -41,6 +45,24 @@ def test_units_in_the_last_place() -> None:
     assert result.ulps() == 8.0  # of 2 ** -23
     assert result.ulps(torch.finfo(torch.bfloat16).eps) == 2.0**-13
     assert compare(one.bfloat16(), one.bfloat16()).ulps() == 0.0
+
+
+class Scale(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([factor], dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * x
+
+
+@pytest.mark.parametrize(("error", "same"), [(1e-12, True), (1e-9, False)])
+def test_float64_is_compared_alike_everywhere(error: float, same: bool) -> None:
+    """A norm of constants rounds by 1e-12 in float64, and not at all in float32."""
+    net, other, x = Scale(1.0), Scale(1.0 + error), torch.randn(2, 3, dtype=torch.float64)
+    assert demask.verify(net, other, (x,), check=False).ok == same
+    assert (describe_difference(other, net, (x,), {}) == "") == same
+    assert (race._gap(net(x), other(x), lambda a, b: False) == "") == same
 
 
 @pytest.mark.parametrize(

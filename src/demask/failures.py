@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -18,10 +19,12 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, FileError, InternalError
+from demask.pytree_paths import leaves_with_paths
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -161,6 +164,21 @@ def _accepted(hint: Any) -> tuple[tuple[type, ...], str]:
     return _NUMBERS.get(kind, (kind,)), kind.__name__
 
 
+def _without_data(arguments: Mapping[str, Any]) -> str:
+    """The first tensor on device "meta" among arguments and in their networks; "" for none."""
+    for path, leaf in leaves_with_paths(dict(arguments)):
+        tensors: Mapping[str, Any] = {"": leaf}
+        if isinstance(leaf, nn.Module):
+            tensors = dict(itertools.chain(leaf.named_parameters(), leaf.named_buffers()))
+        elif isinstance(leaf, ExportedProgram):
+            tensors = leaf.state_dict
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                place = pytree.keystr(path[1:])
+                return f"{name or 'the tensor'} of {path[0].key}{place}"
+    return ""
+
+
 def public(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator of the public functions: every exception they raise is a DemaskError.
 
@@ -172,13 +190,21 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
-        except (DemaskError, MemoryError, Warning):
+        except (MemoryError, Warning):
             raise
         except OSError as error:
             raise FileError(f"{function.__name__}: {error}") from error
         except Exception as error:
+            known = isinstance(error, DemaskError)
+            if known and " meta" not in str(error):
+                raise
             arguments = signature.bind(*args, **kwargs).arguments
-            if is_strict():
+            if empty := _without_data(arguments):
+                raise BadInput(
+                    f"{function.__name__}: {empty} is on device 'meta' and has no values; load "
+                    "weights (load_state_dict(..., assign=True)) and pass inputs with values"
+                ) from error
+            if known or is_strict():
                 raise
             if wrong := _wrong_argument(function, arguments):
                 raise BadInput(f"{function.__name__}: {wrong}") from error

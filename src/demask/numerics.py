@@ -15,10 +15,13 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
+from demask.pytree_paths import leaves_with_paths
+
 RELATIVE = 1e-10  # max |a - b| / max |a| in float64
 ULPS = 64.0  # of max |a|, in the network's own dtype
 WORSE = 8.0  # times the rounding error of the network before demasking
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
+_PACKED = (torch.float4_e2m1fn_x2,)
 _CREATES = re.compile(r"aten\.(new_|full|zeros|ones|arange|empty|scalar_tensor|linspace)")
 
 
@@ -49,9 +52,13 @@ def is_integer(value: Any) -> bool:
 
 
 def to_computable(x: Tensor) -> Tensor:
-    """A tensor detached from autograd; floats of 8 bits, which torch cannot compute with, as
-    float32."""
+    """A tensor detached from autograd; floats of 8 bits and complex numbers of 16, which torch
+    cannot compute with, as float32 and complex64, and pairs of floats of 4 bits as bytes."""
     x = x.detach()
+    if x.dtype in _PACKED:
+        return x.view(torch.uint8)
+    if x.dtype is torch.complex32:
+        return x.to(torch.complex64)
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
 
 
@@ -67,7 +74,7 @@ def named_leaves(value: Any) -> list[tuple[str, Any]]:
 
 
 def _leaves(prefix: str, value: Any, ancestors: frozenset[int]) -> Iterator[tuple[str, Any]]:
-    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+    for path, leaf in leaves_with_paths(value):
         full_path = prefix + pytree.keystr(path)
         attributes = _parts(leaf)
         if attributes is None:
@@ -130,6 +137,17 @@ class Difference:
         type that the network computes in, if it is larger than that of the outputs."""
         return in_units(self.gap, self.size, max(eps, self.eps))
 
+    def is_rounding(self, eps: float = 0.0) -> bool:
+        """Whether the gap is what sums in another order cause: at most 64 ulps, in float64 1e-10 of
+        the size, since nothing tells there how badly a network rounds. eps: as for `ulps`.
+
+        >>> Difference(size=1.0, gap=1e-12, eps=2.0**-52).is_rounding()
+        True
+        >>> Difference(size=1.0, gap=1e-5, eps=2.0**-23).is_rounding()
+        False
+        """
+        return self.relative <= RELATIVE or self.ulps(eps) <= ULPS
+
 
 def compare(expected: Any, actual: Any) -> Difference:
     """How an output differs from the expected one; each is a tensor, number, string or None.
@@ -146,6 +164,8 @@ def compare(expected: Any, actual: Any) -> Difference:
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
         own, other = (f"{x.dtype} {tuple(x.shape)}" for x in (actual, expected))
         return Difference(f"is {own}, expected {other}")
+    if expected.dtype in _PACKED:
+        expected, actual = to_computable(expected), to_computable(actual)
     if not expected.is_floating_point() and not expected.is_complex():
         same = torch.equal(expected, actual)
         size, gap = (0.0, 0.0) if same else max_size_and_gap(expected.double(), actual.double())
@@ -196,18 +216,30 @@ def find_narrow_casts(module: nn.Module) -> list[tuple[str, torch.dtype]]:
     return casts
 
 
-def widen_dtypes(module: nn.Module) -> None:
-    """Replace the float dtypes among the arguments of a graph's calls by float64, in place."""
-    if not isinstance(module, fx.GraphModule):
-        return
+def to_wide(network: nn.Module) -> nn.Module:
+    """The network itself, converted to float64 in place, with the float dtypes among the arguments
+    of a graph's calls. An RMS norm without `eps` keeps the one that it had: of its own dtype."""
+    own = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
+    for module in network.modules():
+        if isinstance(module, nn.RMSNorm) and module.eps is None:
+            module.eps = torch.finfo(own if module.weight is None else module.weight.dtype).eps
+    network.double()
+    if not isinstance(network, fx.GraphModule):
+        return network
 
     def wider(value: Any) -> Any:
         return torch.float64 if value in NARROW else value
 
-    for node in module.graph.nodes:
+    for node in network.graph.nodes:
         node.args = map_aggregate(node.args, wider)
         node.kwargs = map_aggregate(node.kwargs, wider)
-    module.recompile()
+        if str(node.target) == "aten.rms_norm.default":
+            dtype = getattr(node.meta.get("val"), "dtype", own)
+            if (node.args[3] if len(node.args) > 3 else node.kwargs.get("eps")) is None:
+                node.args = node.args[:3]
+                node.kwargs = {**node.kwargs, "eps": torch.finfo(dtype).eps}
+    network.recompile()
+    return network
 
 
 def to_double(leaf: Any) -> Any:

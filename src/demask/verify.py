@@ -41,7 +41,7 @@ from demask.numerics import (
     named_leaves,
     to_computable,
     to_double,
-    widen_dtypes,
+    to_wide,
 )
 from demask.ops import TABLE, Table
 from demask.shrink import demask
@@ -64,9 +64,9 @@ class Verification:
             largest absolute value of the output.
         dtype: floating dtype of the models, such as "float32".
         ok: whether the networks are equal. Floats must be finite, and equal to 1e-10 in float64 (64
-            ulps of `dtype` where constants are rounded) and, in `dtype`, to 64 ulps or 8 times the
-            rounding error of the first network. Other outputs, complex ones too, must be the same.
-            An ulp is the unit in the last place of the output's largest value.
+            ulps of `dtype` where constants are rounded) and, in a narrower `dtype`, to 64 ulps or 8
+            times the rounding error of the first network. Other outputs, complex ones too, must be
+            the same. An ulp is the unit in the last place of the output's largest value.
         ulps: largest difference in `dtype`, in ulps. Default: 0.
         runs: number of calls whose outputs were compared.
         vacuous: names of outputs that did not depend on the inputs: their equality proves nothing.
@@ -265,9 +265,7 @@ def _wide(layer: nn.Module, inputs: Any) -> nn.Module:
         copy: nn.Module = build_plain(captured(layer, inputs[0], inputs[1], None))
     except NotExportable:
         copy = _eval(layer, share=False)
-    copy = copy.double()
-    widen_dtypes(copy)
-    return copy
+    return to_wide(copy)
 
 
 def _coverage(compared: Sequence[str], layers: Sequence[str], size: int, dtype: str) -> str:
@@ -342,13 +340,9 @@ class _Differences:
             return
         if not isinstance(x, Tensor):
             return
-        if (
-            kind == "output"
-            and wide is self.tracked
-            and "batch 1" not in where
-            and "batch 3" not in where
-        ):
-            self.seen.setdefault(name, []).append(x)
+        resized = "batch 1" in where or "batch 3" in where
+        if kind == "output" and wide is self.tracked and not resized:
+            self.seen.setdefault(name, []).append(to_computable(x))
         if not difference.is_finite:
             self._fail(f"{kind} {name} is not finite ({where})")
         elif x.is_complex() and difference.gap:
@@ -362,9 +356,11 @@ class _Differences:
                     f"{kind} {name} by {difference.relative:.1e} relative in float64 ({where})"
                 )
         elif x.is_floating_point():
-            ulps = difference.ulps(max((torch.finfo(kind).eps for _, kind in narrow), default=0.0))
+            eps = max((torch.finfo(kind).eps for _, kind in narrow), default=0.0)
+            ulps = difference.ulps(eps)
             self.ulps = max(self.ulps, ulps)
-            if ulps > ULPS and not self._is_rounding(name, to_computable(x), to_computable(y)):
+            rounded = difference.is_rounding(eps)
+            if not rounded and not self._is_rounding(name, to_computable(x), to_computable(y)):
                 self._fail(f"{kind} {name} by {ulps:.3g} ulps in {x.dtype} ({where})")
 
     def _is_rounding(self, name: str, x: Tensor, y: Tensor) -> bool:
@@ -469,17 +465,14 @@ def _double(network: Any, args: Any, kwargs: Any) -> nn.Module:
     inputs: tuple[Any, ...] = ()
     copy = network
     if not isinstance(network, ExportedProgram):
-        copy, inputs = _eval(network, share=False).double(), (args, kwargs)
-        widen_dtypes(copy)
+        copy, inputs = to_wide(_eval(network, share=False)), (args, kwargs)
         if isinstance(network, Demasked) or not narrows(copy, args, kwargs):
             return copy
     try:
         program = functionalize(capture(network, *inputs), writes=True)
     except KeepsState:
         return copy
-    graph = build_plain(fold_constants(program)).double()
-    widen_dtypes(graph)
-    return graph
+    return to_wide(build_plain(fold_constants(program)))
 
 
 def _refined(

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 import demask
 import own_process
 from demask.errors import BadInput, DemaskError, NotExportable, RefusedFile
+from demask.failures import strict
 from demask.files.allowed_names import BUILTINS
 from demask.files.archive import archive
 from demask.files.archive.node_codec import decode, decode_target, encode, encode_target
@@ -109,6 +110,52 @@ def same(left, right):
     return bool(pairs) and all(
         a.dtype == b.dtype and torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs
     )
+
+
+DTYPES = (
+    "float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
+    "float8_e8m0fnu float4_e2m1fn_x2 complex32 complex64 complex128 bool uint8 uint16 uint32 "
+    "uint64 int8 int16 int32 int64"
+)
+
+
+class Stored(nn.Module):
+    """A network with a buffer of any dtype, which it returns, and an input of that dtype."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.register_buffer("values", values)
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x, y):
+        return self.layer(x), self.values, y
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("name", DTYPES.split())
+def test_every_dtype_comes_back(tmp_path, name):
+    dtype = getattr(torch, name)
+    draw = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 2, (3, 2 * dtype.itemsize), dtype=torch.uint8, generator=draw)
+    values, x = codes.clone().view(dtype), torch.randn(3, 4)
+    net = Stored(codes.view(dtype)).eval()
+    rare = name in ("complex32", "float4_e2m1fn_x2")  # torch does not compare or copy these
+    with strict(not rare):  # where the slim network's tensors come from is left out
+        slim = demask.demask(net, (x, values), result="graph")
+    demask.save(slim, tmp_path / "slim.demask")
+    y, stored, given = demask.load(tmp_path / "slim.demask")(x, values)
+    assert torch.equal(y, net(x, values)[0])
+    for other in (stored, given):
+        assert other.dtype == dtype and torch.equal(other.view(torch.uint8), codes)
+    if not rare:
+        assert demask.verify(net, slim, (x, values)).ok
+
+
+@pytest.mark.parametrize("dtype", ["complex128", "float8_e8m0fnu", "float32", "load", 1])
+def test_another_dtype_than_is_stored_is_refused(file, tmp_path, dtype):
+    with pytest.raises(RefusedFile, match="a tensor of"):
+        archive.load(repack(file, tmp_path / "m.demask",
+                            lambda d: d["tensors"][0].update(dtype=dtype)))  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,13 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 import demask
 from demask.errors import BadInput
-from demask.files.atomic_write import check_writable, write
+from demask.files.atomic_write import check_writable, temporary_folder, write
 
 
 def test_files_appear_whole_or_not_at_all(tmp_path):
@@ -99,6 +100,29 @@ with write(sys.argv[1]) as file:
     file.flush()
     os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+KILLED_IN_FOLDER = (
+    KILLED.partition("from demask")[0]
+    + """
+from demask.files.atomic_write import temporary_folder
+with temporary_folder() as folder:
+    (folder / "half").write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+
+
+def test_folders_that_a_killed_process_left_are_removed(tmp_path, monkeypatch):
+    code = ["-c", KILLED_IN_FOLDER, "", demask.__path__[0]]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    killed = subprocess.run([sys.executable, *code], env=environment)
+    assert killed.returncode == -signal.SIGKILL and len(os.listdir(tmp_path)) == 1
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary_folder() as first, temporary_folder() as second:
+        (first / "file").write_bytes(b"whole")
+        assert set(os.listdir(tmp_path)) == {first.name, second.name}
+    assert not os.listdir(tmp_path)
 
 
 def test_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path):

@@ -260,6 +260,15 @@ def test_an_interrupted_save_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["costs.json"]
 
 
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    old, new = tmp_path / ".costs-old", tmp_path / ".costs-new"
+    for folder in (old, new):
+        folder.mkdir()
+    os.utime(old, (0, 0))  # another process may be writing in the new one
+    filled(tmp_path / "costs.json")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".costs-new", "costs.json"]
+
+
 def test_no_file_is_no_file(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     costs = filled(False)

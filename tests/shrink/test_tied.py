@@ -194,3 +194,25 @@ def test_what_folding_makes_is_no_cut_of_the_weight_it_is_named_for() -> None:
     assert slim.last.weight.shape == (1, 1, 1)
     assert "last.weight" not in slim.demasked.cuts
     torch.testing.assert_close(slim(x), net(x))
+
+
+class Offset(nn.Module):
+    """Adds an input to a buffer of the same shape; both may be one tensor."""
+
+    def __init__(self, offset: Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("offset", offset)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x) + self.offset[:1], 2 * y
+
+
+def test_an_input_may_be_a_tensor_of_the_model() -> None:
+    net = Offset(torch.randn(3, 2)).eval()
+    args = torch.randn(3, 4), net.get_buffer("offset")
+    slim = demask.demask(net, args)
+    for n in (3, 5):
+        other = torch.randn(n, 4), torch.randn(n, 2)
+        for actual, expected in zip(slim(*other), net(*other), strict=True):
+            torch.testing.assert_close(actual, expected)

@@ -17,6 +17,7 @@ import demask
 from demask.compat.fake_shapes import shapes_only
 from demask.errors import BadInput, DemaskError, InternalError, Mismatch, NotExportable, TableError
 from demask.failures import Log, public, strict
+from demask.graph.capture.errors import part_of
 from graphs import to_graph
 
 # Its passes are looked up there.
@@ -267,6 +268,40 @@ def test_random_outputs_are_not_checked():
     torch.nn.init.zeros_(net[0].b.weight)
     slim = to_graph(net, (torch.randn(4, 6),))
     assert slim.demasked.after.parameters < slim.demasked.before.parameters
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        demask.demask,
+        lambda m, args: demask.optimize(m, args, threads=1, cache=False),
+        lambda m, args: demask.verify(m, m, args),
+        lambda m, args: demask.demask(m, args, modules="auto"),
+        lambda m, args: demask.to_onnx(m, "never.onnx", args),
+        demask.prune.groups,
+        demask.stride.lower,
+    ],
+)
+@pytest.mark.parametrize("strictly", [True, False])
+def test_tensors_without_data_are_named(call, strictly):
+    net, x = Net().eval(), torch.randn(2, 6)
+    with strict(strictly):
+        with pytest.raises(BadInput, match=r"a\.weight of \w+ is on device 'meta'"):
+            call(Net().to("meta"), (x,))
+        with pytest.raises(BadInput, match=r"tensor of \w+\[0\] is on device 'meta'"):
+            call(net, (x.to("meta"),))
+
+
+class Branching(Net):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+
+def test_advice_names_a_module_that_the_network_has():
+    with pytest.raises(NotExportable, match=r"modules=\['b'\]"):  # the largest
+        demask.demask(Branching(), (torch.ones(2, 6),))
+    assert part_of(nn.ReLU()) == "modules='auto'"
+    assert part_of(nn.ModuleDict({"blocks": nn.ModuleList([Net()])})) == "modules=['blocks.0']"
 
 
 def test_a_capture_that_differs_is_refused(monkeypatch):

@@ -113,3 +113,25 @@ def test_networks_that_cast_in_their_own_code_are_compared_in_float64():
     for first, second in ((net, other), (graph, other)):
         with pytest.raises(Mismatch, match="in float64"):
             demask.verify(first, second, x)
+
+
+class Rms(nn.Module):
+    """An RMS norm without eps, which takes that of its dtype: it matters for small numbers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.norm, self.b = nn.Linear(8, 16, bias=False), nn.RMSNorm(16), nn.Linear(16, 4)
+        self.a.weight.data[:7] = 0
+
+    def forward(self, x):
+        return self.b(self.norm(self.a(x)))
+
+
+@pytest.mark.parametrize("result", ["auto", "graph"])
+def test_an_epsilon_of_the_dtype_is_kept(result):
+    net, x = Rms().eval(), (1e-4 * torch.randn(3, 8),)
+    slim = demask.demask(net, x, result=result)
+    assert slim.demasked.after.parameters < slim.demasked.before.parameters
+    assert demask.verify(net, slim, x).max_rel < 1e-10
+    assert net.norm.eps is None and next(net.parameters()).dtype is torch.float32

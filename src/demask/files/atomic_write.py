@@ -1,12 +1,15 @@
-"""Atomic writes: a file appears complete or not at all."""
+"""Atomic writes: a file appears complete or not at all. And temporary folders that a killed process
+does not leave for ever."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,7 +20,7 @@ try:
 except ImportError:  # Windows, where an open file cannot be removed either
     fcntl = None
 
-PREFIX, SUFFIX = ".demask-", ".part"  # of the names of files being written
+PREFIX, SUFFIX = ".demask-", ".part"  # of the names of files being written, and temporary folders
 
 
 def check_writable(path: str | os.PathLike[str]) -> Path:
@@ -96,15 +99,39 @@ def _part(folder: Path, mode: int) -> Iterator[tuple[Path, BinaryIO]]:
         path.unlink(missing_ok=True)
 
 
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A new folder in the system's folder for temporary files, removed when the block ends. Those
+    that a killed process left are removed by the next call."""
+    _remove_stale(Path(tempfile.gettempdir()))
+    with ExitStack() as stack:
+        while True:
+            folder = Path(tempfile.mkdtemp(prefix=PREFIX, suffix=SUFFIX))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            if fcntl is None:
+                break
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            if not _locked(descriptor, wait=True) or folder.exists():
+                break  # else another process removed it as stale, before the lock was taken
+        yield folder
+
+
 def _remove_stale(folder: Path) -> None:
-    """Remove files that a killed process was writing: those that no process has locked."""
+    """Remove files that a killed process was writing, and its temporary folders: those that no
+    process has locked."""
     with suppress(OSError), os.scandir(folder) as entries:
         parts = [e for e in entries if e.name.startswith(PREFIX) and e.name.endswith(SUFFIX)]
         for entry in parts:
-            if entry.is_file(follow_symlinks=False):  # opening a pipe would wait for its writer
-                with suppress(OSError), open(entry.path, "rb") as file:
-                    if _locked(file.fileno(), wait=False):
-                        os.unlink(entry.path)
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if is_folder or entry.is_file(follow_symlinks=False):  # a pipe would wait for a writer
+                with suppress(OSError):
+                    descriptor = os.open(entry.path, os.O_RDONLY)
+                    try:
+                        if _locked(descriptor, wait=False):
+                            (shutil.rmtree if is_folder else os.unlink)(entry.path)
+                    finally:
+                        os.close(descriptor)
 
 
 def _locked(descriptor: int, *, wait: bool) -> bool:

@@ -65,6 +65,12 @@ def resize(
     wrong = next((n for n, t in state_dict.items() if not isinstance(t, Tensor)), None)
     if wrong is not None:
         raise BadInput(f"expected a tensor for {wrong!r}, got {type(state_dict[wrong]).__name__}")
+    rows = (
+        [] if numbers is None else numbers.values() if isinstance(numbers, Mapping) else [numbers]
+    )
+    if not all(isinstance(row, Mapping) for row in rows):
+        raise BadInput("expected numbers as a mapping from names of modules to mappings from "
+                       f"attributes to values, got {numbers!r:.60}")  # fmt: skip
     copy = structural_copy(model, share=True)
     remove_parametrizations(copy)
     originals = dict(tensors_of(copy))

@@ -25,7 +25,7 @@ from demask.ops.entries.recurrent import GATES
 
 ADVICE = (
     "sizes here depend on the values of a tensor; make them numbers, or demask only a part without "
-    "this call: modules=['backbone']"
+    "this call: modules=[names of submodules], or modules='auto'"
 )
 
 

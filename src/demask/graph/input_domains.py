@@ -47,11 +47,12 @@ class Domain:
         >>> Domain.of(torch.tensor([0, 2, 2, 5])).form, Domain.of(torch.eye(3)).form
         ('sorted', 'one-hot')
         """
-        if leaf.numel() == 0 or leaf.is_complex():
+        if leaf.numel() == 0 or leaf.is_complex() or leaf.dtype is torch.float4_e2m1fn_x2:
             return cls()
-        value = leaf.detach()
-        if value.dtype == torch.bool:
+        if leaf.dtype == torch.bool:
             return cls(0, 1, "mask")
+        # torch lacks comparisons of many dtypes of few bits, and of unsigned ones of more than 8
+        value = leaf.detach().double() if leaf.is_floating_point() else leaf.detach().long()
         form, axis = _binary_form(value)
         if form != "any":
             return cls(0, 1, form, axis)
@@ -87,7 +88,7 @@ class Domain:
 
     def draw(self, like: Tensor, draw: torch.Generator) -> Tensor:
         """Seeded random values of the domain with the shape, dtype and device of a tensor."""
-        if like.numel() == 0:
+        if like.numel() == 0 or like.dtype is torch.float4_e2m1fn_x2:
             return like
         if self.form == "mask":
             share = min(max(float(like.detach().double().mean()), 0.25), 0.75)
@@ -96,7 +97,8 @@ class Domain:
             numbers = torch.rand(like.shape, generator=draw)
             return (numbers == numbers.amax(self.axis, keepdim=True)).to(like)
         if self.low is None or self.high is None:
-            return torch.randn(like.shape, generator=draw).to(like)
+            dtype = torch.complex64 if like.is_complex() else torch.float32
+            return torch.randn(like.shape, dtype=dtype, generator=draw).to(like)
         if self.form == "distinct":
             return self._draw_distinct(like, draw)
         if like.is_floating_point():

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from demask.compat.dispatch import TorchDispatchMode
 from demask.graph.module_copy import structural_copy
 from demask.graph.result.module_calls import lower_modules
-from demask.numerics import NARROW, to_double, widen_dtypes
+from demask.numerics import NARROW, to_double, to_wide
 from demask.ops import Table, op_name
 
 SEEDS = 4
@@ -37,10 +37,9 @@ class Rounding:
     @cached_property
     def double(self) -> fx.GraphModule:
         """A copy of the network in float64, including dtypes among the arguments of calls."""
-        double: Any = structural_copy(self.module, share=False).double()
+        double: Any = structural_copy(self.module, share=False)
         lower_modules(double.graph, double)
-        widen_dtypes(double)
-        return double
+        return to_wide(double)
 
     def runs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[list[Any]]:
         """The flat outputs of one call: first exact, then SEEDS times perturbed by the rounding of

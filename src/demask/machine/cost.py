@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import platform
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from importlib import metadata
 from math import inf, log, nan
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any, Literal
 
 import torch
@@ -169,6 +170,9 @@ class Costs:
         data = _encoded(machines | {self.machine: merged})  # the newest at the end
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            for old in self.path.parent.glob(".costs-*"):  # of a killed process
+                if time() - old.stat().st_mtime > 3600:
+                    shutil.rmtree(old)
             with TemporaryDirectory(prefix=".costs-", dir=self.path.parent) as folder:
                 Path(folder, "whole").write_bytes(data)
                 os.replace(Path(folder, "whole"), self.path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -182,6 +182,8 @@ def compare(
     """
     report = progress or (lambda words: None)
     chosen = [simplifier(one) for one in by]
+    if not isinstance(inputs, Iterable):
+        raise BadInput(f"expected inputs, a tuple or several, got {type(inputs).__name__}")
     calls = list(each(inputs))
     if not calls:
         raise BadInput("expected one input or more, got none")

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
 from demask.failures import public
+from demask.numerics import is_integer, is_number
 from demask.pilot.rate_bounds import paired_bound, paired_p_value, rate_p_value, upper_bound
 
 LOSS, LEVEL = 0.002, 0.95
@@ -64,7 +65,9 @@ def splits(n: int, seed: int = 0, parts: Sequence[float] = (1, 1, 1)) -> Splits:
         >>> len(choose), len(bound), sorted([*choose.tolist(), *bound.tolist(), *report.tolist()])
         (1, 4, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
     """
-    if len(parts) != 3 or min(parts) <= 0:
+    if not is_integer(n) or not is_integer(seed):
+        raise BadInput(f"expected integers as n and seed, got {n!r} and {seed!r}")
+    if len(parts) != 3 or not all(map(is_number, parts)) or min(parts) <= 0:
         raise BadInput(f"expected three positive parts (choose, bound, report), got {parts}")
     first, second = (round(n * sum(parts[:k]) / sum(parts)) for k in (1, 2))
     if not 0 < first < second < n:
@@ -323,7 +326,7 @@ def by_mean(outcomes: Outcomes, loss: float = LOSS) -> float | None:
         lose more.
 
     Raises:
-        ZeroDivisionError: `outcomes` has no examples.
+        BadInput: `outcomes` is no `Outcomes`, or has no examples.
 
     Example:
         >>> import torch
@@ -333,6 +336,9 @@ def by_mean(outcomes: Outcomes, loss: float = LOSS) -> float | None:
         >>> by_mean(Outcomes((0.9, 0.5), lost, torch.zeros_like(lost), lost), loss=0.1)
         0.9
     """
+    if not isinstance(outcomes, Outcomes) or not outcomes.lost.shape[1]:
+        raise BadInput("expected demask.pilot.guarantee.Outcomes of one example or more, got "
+                       f"{outcomes!r:.40}")  # fmt: skip
     accepted = [knob for knob, one in zip(outcomes.knobs, outcomes.measured(), strict=True)
              if one.loss <= loss]  # fmt: skip
     return accepted[-1] if accepted else None

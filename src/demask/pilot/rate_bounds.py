@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from demask.errors import BadInput
+from demask.numerics import is_integer, is_number
 
 NUISANCE = 0.1  # of the error allowed: what bounding the unknown rate of changes may cost
 STEPS = 40  # of bisection: a bound is at most 1e-12 above the exact one
@@ -209,10 +209,10 @@ def _largest(holds: Callable[[float], bool]) -> float:
 
 
 def _checked(k: int, n: int, level: float) -> float:
-    if not (isinstance(k, Integral) and isinstance(n, Integral) and 0 <= k <= n and n >= 1):
+    if not (is_integer(k) and is_integer(n) and 0 <= k <= n and n >= 1):
         raise BadInput(f"expected counts of 0 to n >= 1 examples, got {k} of {n}")
-    if not 0 < level < 1:
-        raise BadInput(f"expected a level between 0 and 1, such as 0.95, got {level}")
+    if not is_number(level) or not 0 < level < 1:
+        raise BadInput(f"expected a level between 0 and 1, such as 0.95, got {level!r}")
     return level
 
 

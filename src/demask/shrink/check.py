@@ -2,8 +2,9 @@
 draws.
 
 Each network is called three times, in its own dtype, and shares the model's tensors. A difference
-of more than 64 units in the last place is computed again in float64: an ill-conditioned network
-rounds as badly before demasking as after it, and only a larger difference is a defect.
+of more than 64 units in the last place (of more than 1e-10 in float64) is computed again in
+float64: an ill-conditioned network rounds as badly before demasking as after it, and only a larger
+difference is a defect.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, CaptureDiffers, Mismatch
 from demask.failures import described, is_strict
+from demask.graph.capture.errors import part_of
 from demask.graph.example_inputs import batch_axes, draw_examples, resize_batch
 from demask.graph.example_runs import Inputs, copy_in_eval, run_seeded
 from demask.graph.input_domains import NOTHING, Domain, Domains, domains_of
@@ -30,6 +32,7 @@ from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import Cut, Provenance
 from demask.graph.result.demasked_module import Demasked, build, build_plain
 from demask.numerics import (
+    RELATIVE,
     ULPS,
     WORSE,
     compare,
@@ -38,9 +41,10 @@ from demask.numerics import (
     named_leaves,
     to_computable,
     to_double,
-    widen_dtypes,
+    to_wide,
 )
 from demask.ops import schema
+from demask.pytree_paths import leaves_with_paths
 from demask.shrink.bug_report import write_bug_report
 
 Draws = list[tuple[str, Inputs, Any]]  # a description, the inputs, and the outputs of the model
@@ -83,7 +87,7 @@ def check_result(
         if _is_random(program) or _difference(reference, draws):
             return _add_note(slim, _NOT_REPEATABLE)
         if not _is_same_in_double(program, model, draws):
-            raise _capture_differs(wrong)
+            raise _capture_differs(wrong, model)
     reference = build_plain(program)
     if _is_rounding(reference, slim, draws, FLIPS if _has_rounding(program) else 0.0):
         return slim
@@ -145,8 +149,7 @@ def _is_same_in_double(program: Program, model: nn.Module | ExportedProgram, dra
     if isinstance(model, ExportedProgram):
         return False
     try:
-        wide, captured = copy_in_eval(model, share=False).double(), build_plain(program).double()
-        widen_dtypes(captured)
+        wide, captured = to_wide(copy_in_eval(model, share=False)), to_wide(build_plain(program))
         for _, inputs, _ in draws:
             doubles = pytree.tree_map(to_double, inputs)
             rows = _pairs(run_seeded(wide, doubles), run_seeded(captured, doubles))
@@ -157,12 +160,12 @@ def _is_same_in_double(program: Program, model: nn.Module | ExportedProgram, dra
     return True
 
 
-def _capture_differs(wrong: str) -> CaptureDiffers:
+def _capture_differs(wrong: str, model: nn.Module | ExportedProgram) -> CaptureDiffers:
     return CaptureDiffers(
         f"the graph that torch.export captured does not compute what the model does ({wrong})",
         "unknown",
-        "look for code that depends on something else than its inputs; demask only a part: "
-        "modules=['backbone']; or pass check=False to have the network as it was captured",
+        "look for code that depends on something else than its inputs; demask only a part, such "
+        f"as {part_of(model)}; or pass check=False to have the network as it was captured",
     )
 
 
@@ -226,7 +229,7 @@ def _difference(network: nn.Module | ExportedProgram, draws: Draws, *, caches: b
 def _cache_paths(output: Any) -> tuple[str, ...]:
     """Where an output holds a cache of keys and values, which a smaller network has fewer of: an
     object of transformers' `Cache` under any name, or what older versions return as tuples."""
-    named = pytree.tree_flatten_with_path(output, is_leaf=_is_cache)[0]
+    named = leaves_with_paths(output, is_leaf=_is_cache)
     return tuple(
         path for path, leaf in ((pytree.keystr(keys), leaf) for keys, leaf in named if keys)
         if _is_cache(leaf) or path.startswith("['past_key_values']")
@@ -254,9 +257,10 @@ def _describe_leaf(expected: Any, actual: Any, eps: float) -> str:
         return difference.text
     if not math.isfinite(difference.gap):
         return "is not finite where the model's is"
-    ulps = difference.ulps(eps)
+    if difference.is_rounding(eps):
+        return ""
     kind = expected.dtype if isinstance(expected, Tensor) else ""
-    return f"differs by {ulps:.3g} units in the last place of {kind}" if ulps > ULPS else ""
+    return f"differs by {difference.ulps(eps):.3g} units in the last place of {kind}"
 
 
 def _is_rounding(reference: nn.Module, slim: nn.Module, draws: Draws, flips: float = 0.0) -> bool:
@@ -270,8 +274,7 @@ def _is_rounding(reference: nn.Module, slim: nn.Module, draws: Draws, flips: flo
     runner, small = copy_in_eval(slim), copy_in_eval(reference, share=False).float()
     wide = [reference, copy_in_eval(slim, share=False)]
     for network in wide:
-        network.double()
-        widen_dtypes(network)
+        to_wide(network)
     try:
         for _, inputs, expected in draws:
             doubles = pytree.tree_map(to_double, inputs)
@@ -336,7 +339,7 @@ def _is_rounded(
     in_single = max_size_and_gap(exact, narrow)[1] * _DOUBLE / _SINGLE
     if math.isfinite(in_single):  # float32 may overflow
         error = max(error, in_single)
-    allowed = max(WORSE * error, ULPS * eps * size, flips * size)
+    allowed = max(WORSE * error, ULPS * eps * size, RELATIVE * size, flips * size)
     graph, own = max_size_and_gap(exact, other)[1], max_size_and_gap(exact, after)[1]
     return math.isfinite(own) and (own <= allowed or graph <= ULPS * eps * size)
 

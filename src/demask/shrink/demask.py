@@ -62,9 +62,11 @@ def demask(
     """A smaller network with the outputs of `model` in eval mode, for the same arguments.
 
     Zeros in weights (pruned rows, columns, channels, heads) are removed, and constants that remain
-    are folded into the next layers. Outputs are equal up to rounding. `model` is not changed. Where
-    a size cannot be dynamic, that of the example is used; where an op has no rule, its inputs keep
-    their sizes. `demask.report` lists both.
+    are folded into the next layers. Outputs are equal up to rounding, for finite inputs: 0 · x is
+    taken to be 0. So the NaN of a removed 0 · Inf or 0 · NaN is not computed, and calls that
+    compare or select such values (>, where, sort, argmax, nan_to_num) may return other numbers than
+    in the model. `model` is not changed. Where a size cannot be dynamic, that of the example is
+    used; where an op has no rule, its inputs keep their sizes. `demask.report` lists both.
 
     Args:
         model: an `nn.Module`, in any mode, or a `torch.export.ExportedProgram`.

@@ -17,6 +17,7 @@ from demask.errors import DemaskError, NotExportable
 from demask.facts.analysis import Analysis
 from demask.failures import CallFailed, Log, described, is_strict
 from demask.graph.capture.declared_masks import Masks, declare_masks
+from demask.graph.capture.errors import part_of
 from demask.graph.capture.export_guards import find_violated_guard
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
@@ -108,8 +109,9 @@ def programs_of(
     if failure is not None and not has_program:
         if isinstance(failure, DemaskError):
             raise failure
+        advice = part_of(model)
         raise NotExportable(
-            described(failure), "unknown", "demask only the parts that export: modules=['backbone']"
+            described(failure), "unknown", f"demask only the parts that export, such as {advice}"
         ) from failure
 
 

@@ -113,6 +113,17 @@ class Target:
     forbidden: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for what in ("ops", "forms", "forbidden"):
+            if not isinstance(getattr(self, what), (frozenset, set, tuple, list)):
+                raise BadInput(f"target {self.name!r}: expected {what} as a collection of names, "
+                               f"got {getattr(self, what)!r:.40}")  # fmt: skip
+        for what in ("pool_ceil", "finite"):
+            if not isinstance(getattr(self, what), bool):
+                raise BadInput(f"target {self.name!r}: expected {what}=True or False, "
+                               f"got {getattr(self, what)!r:.40}")  # fmt: skip
+        object.__setattr__(self, "ops", frozenset(self.ops))
+        object.__setattr__(self, "forms", tuple(self.forms))
+        object.__setattr__(self, "forbidden", tuple(self.forbidden))
         _check_known("op", self.ops, OPS, self.name)
         _check_known("forbidden op", self.forbidden, KINDS, self.name)
         _check_known("windows", (self.pool_windows,), WINDOWS, self.name)

@@ -21,7 +21,7 @@ from demask.machine.benchmark import ALLOWED, PAIRS, lower_bound, wait_for_devic
 from demask.machine.describe import describe_machine
 from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, sample_seconds
-from demask.numerics import ULPS, compare, is_about_as_exact, to_computable, to_double, widen_dtypes
+from demask.numerics import compare, is_about_as_exact, to_computable, to_double, to_wide
 from demask.shrink.check import draw_inputs
 from demask.shrink.on_device import CPU
 from demask.tune.candidates import Candidate
@@ -167,8 +167,7 @@ class CandidateRace:
     def _widened(self, inputs: Inputs) -> list[Any]:
         try:
             wide = self.baseline if self.program is None else build_plain(self.program)
-            wide = copy_in_eval(wide, share=False).double()
-            widen_dtypes(wide)
+            wide = to_wide(copy_in_eval(wide, share=False))
             args, kwargs = pytree.tree_map(_double_on_cpu, inputs)
             with torch.no_grad():
                 return pytree.tree_leaves(wide(*args, **kwargs))
@@ -191,7 +190,7 @@ def _gap(expected: Any, output: Any, is_rounding: Callable[[Tensor, Tensor], boo
         return difference.text
     if difference.has_other_infinities:
         return "has other values that are not finite"
-    if difference.ulps() > ULPS and not is_rounding(expected, output):
+    if not difference.is_rounding() and not is_rounding(expected, output):
         return f"by {difference.ulps():.3g} units in the last place"
     return ""
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
+from torch.utils._pytree import tree_leaves
 
 import demask
 from demask.errors import BadInput
@@ -204,6 +205,30 @@ def test_a_layer_comes_back_without_its_model(layer, shape) -> None:
     made = build(*shrink_program(capture_program(model, (x,), None, None), TABLE)).eval()
     assert type(made.get_submodule("layer")) is type(layer)
     torch.testing.assert_close(made(x), model(x))
+
+
+class Chained(nn.Module):
+    """A norm without parameters, whose size is that of its input, after a layer."""
+
+    def __init__(self, layer: nn.Module, channels: int) -> None:
+        super().__init__()
+        self.layer, self.norm = layer, nn.GroupNorm(1, channels, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return self.norm(y if isinstance(y, Tensor) else y[0])
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.AdaptiveMaxPool1d(2), nn.LSTM(9, 5), nn.GRU(9, 5)], ids=lambda m: type(m).__name__
+)
+def test_a_layer_follows_one_with_several_outputs(layer) -> None:
+    net, x = Chained(layer, 4).eval(), torch.randn(3, 4, 9)
+    slim = demask.demask(net, (x,), result="graph")
+    assert isinstance(slim.layer, type(layer)) and slim.norm.num_channels == 4
+    call = next(node for node in slim.graph.nodes if node.target == "layer")
+    y, captured = layer(x), call.meta["val"]
+    assert [v.shape for v in tree_leaves(captured)] == [v.shape for v in tree_leaves(y)]
 
 
 class Residual(nn.Module):

@@ -25,8 +25,14 @@ from demask.compat.onednn import available
 from demask.errors import BadInput, RefusedFile
 from demask.failures import public
 from demask.files.allowed_names import check_fqn, check_name
-from demask.files.archive.encode_network import VERSION, encode_network, named_tensors
+from demask.files.archive.encode_network import (
+    VERSION,
+    encode_network,
+    from_parts,
+    named_tensors,
+)
 from demask.files.archive.node_codec import (
+    DTYPES,
     WRITE,
     decode,
     decode_target,
@@ -122,7 +128,7 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
     """
     with open_zip(path) as archive:
         document = _read_document(archive)
-        stored = _read_tensors(archive)
+        stored = _read_tensors(archive, document)
         slim = _build(document, stored)
     if into is None:
         return slim
@@ -136,7 +142,8 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
 def from_bytes(content: bytes) -> Any:
     """The network in the content of a file; errors as `load`."""
     with check_zip(BytesIO(content), len(content), "the content") as archive:
-        return _build(_read_document(archive), _read_tensors(archive))
+        document = _read_document(archive)
+        return _build(document, _read_tensors(archive, document))
 
 
 def _read_document(archive: zipfile.ZipFile) -> Any:
@@ -148,11 +155,22 @@ def _read_document(archive: zipfile.ZipFile) -> Any:
     return document
 
 
-def _read_tensors(archive: zipfile.ZipFile) -> dict[str, Tensor]:
+def _read_tensors(archive: zipfile.ZipFile, document: Any) -> dict[str, Tensor]:
     try:
-        return safetensors.torch.load(archive.read(TENSORS))
+        tensors = safetensors.torch.load(archive.read(TENSORS))
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise BadInput(f"{TENSORS} is damaged ({error}); copy the file again") from error
+    dtypes = _stored_otherwise(document)
+    return {name: from_parts(values, dtypes[name]) if name in dtypes else values
+            for name, values in tensors.items()}  # fmt: skip
+
+
+def _stored_otherwise(document: Any) -> dict[Any, torch.dtype]:
+    """The dtypes of the tensors that are stored as numbers of another one, by key."""
+    rows = [row for row in _typed(document, "tensors", list, of=dict) if "dtype" in row]
+    if unknown := [row["dtype"] for row in rows if str(row["dtype"]) not in DTYPES]:
+        raise RefusedFile(f"{GRAPH}: a tensor of the dtype {unknown[0]!r:.40}")
+    return {str(row.get("stored")): DTYPES[row["dtype"]] for row in rows}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +194,9 @@ def outline(path: str | os.PathLike[str]) -> Outline:
         with archive.open(entry):  # which checks the entry's own header
             start = _begins(path, entry)
         file = WeightFile.read(path, (start, start + entry.file_size), TENSORS)
+        if dtypes := _stored_otherwise(document):
+            names = ", ".join(sorted({str(dtype) for dtype in dtypes.values()}))
+            raise BadInput(f"{path}: tensors of {names} cannot be read part by part; load the file")
         slim = _build(document, {name: stored.hollow() for name, stored in file.tensors.items()})
     places = {row["name"]: (file.tensors[row["stored"]], tuple(row["order"]))
               for row in document["tensors"]}  # fmt: skip

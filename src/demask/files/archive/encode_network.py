@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from demask.compat.fx_internals import PyTreeCodeGen, codegen_of
-from demask.errors import BadInput
+from demask.errors import BadInput, RefusedFile
 from demask.files.archive.node_codec import encode, encode_target, encode_value
 from demask.graph.provenance import provenance_of
 from demask.graph.result.class_result import as_graph
@@ -108,18 +108,44 @@ def _tensor_table(slim: fx.GraphModule) -> tuple[list[dict[str, Any]], dict[str,
         if id(tensor) not in keys:
             keys[id(tensor)] = f"t{len(keys)}"
             # A copy: safetensors refuses tensors that share memory.
-            stored[keys[id(tensor)]] = tensor.detach().cpu().permute(order).contiguous().clone()
-        table.append(
-            {
-                "name": name,
-                "stored": keys[id(tensor)],
-                "order": order,
-                "parameter": isinstance(tensor, nn.Parameter),
-                "persistent": persistent,
-                "requires_grad": tensor.requires_grad,
-            }
-        )
+            values = tensor.detach().cpu().permute(order).contiguous().clone().resolve_conj()
+            stored[keys[id(tensor)]] = to_parts(values)
+        row = {
+            "name": name,
+            "stored": keys[id(tensor)],
+            "order": order,
+            "parameter": isinstance(tensor, nn.Parameter),
+            "persistent": persistent,
+            "requires_grad": tensor.requires_grad,
+        }
+        if tensor.dtype in PARTS:
+            row["dtype"] = str(tensor.dtype).removeprefix("torch.")
+        table.append(row)
     return table, stored
+
+
+# What safetensors has no name for is stored as numbers of another dtype, a complex one as pairs.
+PARTS = {
+    torch.complex128: torch.float64,
+    torch.complex32: torch.float16,
+    torch.float8_e8m0fnu: torch.uint8,
+    torch.float4_e2m1fn_x2: torch.uint8,
+}
+
+
+def to_parts(values: Tensor) -> Tensor:
+    """A contiguous tensor as it is stored."""
+    if values.dtype not in PARTS:
+        return values
+    return torch.view_as_real(values) if values.is_complex() else values.view(PARTS[values.dtype])
+
+
+def from_parts(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor of a dtype in `PARTS` that was stored. Raises RefusedFile if it was not."""
+    pairs = not dtype.is_complex or stored.shape[-1:] == (2,)
+    if dtype not in PARTS or stored.dtype != PARTS[dtype] or not pairs:
+        raise RefusedFile(f"a tensor of {dtype} is stored as {stored.dtype} {list(stored.shape)}")
+    return torch.view_as_complex(stored) if dtype.is_complex else stored.view(dtype)
 
 
 def named_tensors(slim: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:

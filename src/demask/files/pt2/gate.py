@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 import zipfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ import torch
 
 from demask.compat.export_schema import DTYPES, SCHEMA_VERSION, Layout, load_pt2
 from demask.errors import BadInput, RefusedFile
+from demask.files.atomic_write import temporary_folder
 from demask.files.bounded_read import open_zip, read_json
 from demask.files.pt2.schema import clean_payloads, clean_program
 
@@ -69,8 +69,8 @@ def open_pt2(
 
     Example: `open_pt2("model.pt2").module()(torch.randn(1, 3, 224, 224))`
     """
-    with _advising(), tempfile.TemporaryDirectory(prefix="demask-") as folder:
-        copy = Path(folder) / "model.pt2"
+    with _advising(), temporary_folder() as folder:
+        copy = folder / "model.pt2"
         with open_zip(path) as archive:
             _write_copy(archive, _check_archive(archive, namespaces), copy)
         return _load(copy, path)

@@ -41,9 +41,14 @@ from demask.graph.module_copy import buffers_as_numbers, structural_copy, withou
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Interface
 from demask.graph.result.demasked_module import to_exportable
+from demask.pytree_paths import complete_keys
 
 _Export = tuple[ExportedProgram, tuple[str, ...]]  # and notes
-_LICENCE = "removing 0 · x is exact for finite x: the NaN of 0 · Inf and 0 · NaN is not computed"
+_LICENCE = (
+    "removing 0 · x is exact for finite x: the NaN of 0 · Inf and 0 · NaN is not computed, and "
+    "calls that compare or select such values (>, where, sort, argmax, nan_to_num) may return "
+    "other numbers"
+)
 
 
 def capture(
@@ -82,10 +87,11 @@ def capture_programs(
         yield _program(model, (), training=False)
         return
     check_call(model, args, kwargs, dynamic_shapes)
+    complete_keys()
     work = to_exportable(without_caches(structural_copy(model, share=True)).eval())
     _name_keywords(work, kwargs or {}, dynamic_shapes)
     interface = recorded_interface(model)
-    args, named = _separate(args, dict(kwargs or {}))
+    args, named = _separate(work, args, dict(kwargs or {}))
     changed = watch_attributes(work)
     if dynamic_shapes is None and interface is not None:
         exports = _as_declared(work, args, named, interface)
@@ -109,13 +115,15 @@ def capture_programs(
             yield _program(exported, (*notes, note), model.training)
 
 
-def _separate(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The inputs with each tensor once: torch.export merges a tensor that is passed twice."""
+def _separate(work: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The inputs with each tensor once, and none that the model has: torch.export merges them."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    seen: set[int] = set()
+    attributes = (vars(module).values() for module in work.modules())
+    own = itertools.chain(work.parameters(), work.buffers(), *attributes)
+    seen = {id(value) for value in own if isinstance(value, Tensor)}
     for k, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and id(leaf) in seen:
-            leaves[k] = leaf.detach()
+            leaves[k] = leaf.detach().clone()  # sizes of one memory would depend on each other
         seen.add(id(leaf))
     return pytree.tree_unflatten(leaves, spec)
 
@@ -266,9 +274,16 @@ def _auto(first: bool) -> Callable[[Tensor], Any]:
 
 
 def _dynamic(work: nn.Module, args: Any, kwargs: Any, marks: Callable[[Tensor], Any]) -> Any:
-    """The dynamic shapes for torch.export: the result of `marks` for each tensor input."""
+    """The dynamic shapes for torch.export: the result of `marks` for each tensor input. In place of
+    an object of a registered class, torch.export expects those of its children."""
+
+    def is_object(value: Any) -> bool:
+        return type(value) in pytree.SUPPORTED_NODES and type(value) not in pytree.BUILTIN_TYPES
 
     def spec(leaf: Any) -> Any:
+        if is_object(leaf):
+            children, _ = pytree.SUPPORTED_NODES[type(leaf)].flatten_fn(leaf)
+            return pytree.tree_map(spec, children, is_leaf=is_object)
         return marks(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None
 
     signature = inspect.signature(work.forward)
@@ -276,7 +291,7 @@ def _dynamic(work: nn.Module, args: Any, kwargs: Any, marks: Callable[[Tensor], 
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         raise BadInput(f"the example inputs do not fit forward{signature}: {error}") from error
-    return pytree.tree_map(spec, bound)
+    return pytree.tree_map(spec, bound, is_leaf=is_object)
 
 
 def _name_keywords(work: nn.Module, kwargs: Mapping[str, Any], dynamic_shapes: Any) -> None:
@@ -323,7 +338,7 @@ def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedPr
             return torch.export.export(work, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         _check_runs(work, args, kwargs)
-        raise export_error(error) from error
+        raise export_error(error, work) from error
 
 
 @contextlib.contextmanager

@@ -35,8 +35,19 @@ def check_call(model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> None:
                        f'({{0: "n", 2: "h"}},) for one tensor, got {dynamic_shapes!r}')  # fmt: skip
 
 
-def export_error(error: Exception) -> NotExportable:
-    """The error for a failed export: the first line, where, and what to change."""
+def part_of(model: Any) -> str:
+    """The argument that demasks a part of a network: its largest submodule, if it has one."""
+    sizes = {
+        name: sum(tensor.numel() for tensor in module.parameters())
+        for name, module in (model.named_modules() if isinstance(model, nn.Module) else ())
+        if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    }
+    name = max(sizes, key=sizes.__getitem__, default="")
+    return f"modules=[{name!r}]" if name else "modules='auto'"
+
+
+def export_error(error: Exception, model: nn.Module) -> NotExportable:
+    """The error for a failed export of a model: the first line, where, and what to change."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename
               and "/demask/" not in f.filename and "<" not in f.filename]  # fmt: skip
     last = frames[-1] if frames else None
@@ -46,11 +57,11 @@ def export_error(error: Exception) -> NotExportable:
     if any(word in str(error) for word in ("data-dependent", "data dependent", "DataDependent")):
         advice = (
             f"{DATA_DEPENDENT}; compute both sides and select with "
-            "torch.where, use torch.cond, or demask only a part: modules=['backbone']"
+            f"torch.where, use torch.cond, or demask only a part, such as {part_of(model)}"
         )
     elif "Cache" in text:
         advice = "a cache of keys and values is an object with a state: pass use_cache=False"
     else:
         advice = ("torch.export(model, args) must succeed; rewrite the line named here, or "
-                  "demask only the parts that export: modules=['backbone']")  # fmt: skip
+                  f"demask only the parts that export, such as {part_of(model)}")  # fmt: skip
     return NotExportable(text, where, advice)

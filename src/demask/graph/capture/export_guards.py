@@ -19,6 +19,7 @@ from demask.compat.symbolic_shapes import SYM_SQRT
 from demask.errors import RefusedFile
 from demask.graph.guards import NODES, are_true, collect_guards, to_python
 from demask.graph.program import Program
+from demask.pytree_paths import leaves_with_paths
 
 MAX_LENGTH = 20_000
 MAX_DEPTH = 100
@@ -137,7 +138,7 @@ def _sources(exported: ExportedProgram) -> Iterator[tuple[str, fx.Node]]:
     args, kwargs = pytree.tree_unflatten(range(spec.num_leaves), spec)  # type: ignore[arg-type]
     names += [f"arg_{k}" for k in range(len(names), len(args))]
     for root, value in [*zip(names, args, strict=False), *kwargs.items()]:
-        for path, k in pytree.tree_flatten_with_path(value)[0]:
+        for path, k in leaves_with_paths(value):
             if not isinstance(nodes[k].meta.get("val"), Tensor):
                 continue
             rest = pytree.keystr(path)

@@ -23,7 +23,7 @@ from demask.errors import NotExportable
 from demask.graph.editor import GraphEditor
 from demask.graph.normalize.squeeze_dynamic_axes import squeeze_static_axes
 from demask.graph.program import Program
-from demask.ops.schema import arguments, same_shape
+from demask.ops.schema import arguments, draws_random_numbers, same_shape
 
 aten = torch.ops.aten
 _SAME = {"alias", "detach", "contiguous", "dropout", "feature_dropout", "lift_fresh", "to"}
@@ -128,7 +128,7 @@ def _is_view(node: fx.Node) -> bool:
     if not _is_op(node):
         return _is_part_of_view(node)
     if _base_name(node) in _MAYBE:
-        return True
+        return not draws_random_numbers(node)
     returns = schema_of(node.target).returns
     aliased = bool(returns) and returns[0].alias_info is not None
     return aliased and (_base_name(node) not in _PERHAPS or bool(_shares_memory(node)))

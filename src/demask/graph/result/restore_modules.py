@@ -174,7 +174,7 @@ def _first_name(
 def _dropout(node: fx.Node, root: nn.Module) -> tuple[str, type[nn.Module] | None]:
     """A functional dropout as a module with a new name, since it depends on the training mode: one
     module per rate."""
-    if node.target is not aten.dropout.default:
+    if node.target is not aten.dropout.default or schema.draws_random_numbers(node):
         return "", None
     k = 0
     while True:

@@ -10,6 +10,7 @@ import operator
 from typing import Any
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 Path = tuple[int, ...]
 
@@ -39,6 +40,8 @@ def read_from_module(node: fx.Node, pattern: Any) -> None:
     if pattern is None:
         return
     path_of_output = paths(pattern)
+    if "val" in node.meta:
+        node.meta["val"] = _ordered(pattern, node.meta["val"])
     inner: dict[Path, fx.Node] = {(): node}
     for user in list(node.users):
         *parents, last = path_of_output[user.args[1]] or (None,)  # type: ignore[index]
@@ -47,11 +50,20 @@ def read_from_module(node: fx.Node, pattern: Any) -> None:
                 with node.graph.inserting_after(inner[path[:-1]]):
                     read = (inner[path[:-1]], path[-1])
                     inner[path] = node.graph.call_function(operator.getitem, read)
+                if "val" in read[0].meta:
+                    inner[path].meta["val"] = read[0].meta["val"][read[1]]
         if last is None:
             user.replace_all_uses_with(node)
             node.graph.erase_node(user)
         else:
             user.args = (inner[tuple(parents)], last)
+
+
+def _ordered(pattern: Any, outputs: Any) -> Any:
+    """Outputs of a call, as the module returns them."""
+    if isinstance(pattern, int):
+        return outputs[pattern]
+    return tuple(_ordered(part, outputs) for part in pattern)
 
 
 def has_separate_reads(node: fx.Node, pattern: Any) -> bool:
@@ -77,6 +89,8 @@ def read_from_call(node: fx.Node, pattern: Any) -> None:
         node.meta.pop("val", None)
     elif pattern is not None:
         _flatten(node, node, pattern)
+        if "val" in node.meta:
+            node.meta["val"] = tuple(pytree.tree_leaves(node.meta["val"]))
 
 
 def _flatten(call: fx.Node, node: fx.Node, pattern: Any) -> None:

@@ -99,6 +99,8 @@ def _is_softmax(value: Any) -> bool:
     """Whether the entries of a value sum to one along its last axis (attention in single ops)."""
     while isinstance(value, fx.Node) and str(value.target) in _PRESERVES_SUMS:
         before = value.args[0].meta["val"]  # type: ignore[union-attr]
+        if schema.draws_random_numbers(value):
+            return False
         if not before.ndim or not schema.same_size(before.shape[-1], value.meta["val"].shape[-1]):
             return False
         value = value.args[0]

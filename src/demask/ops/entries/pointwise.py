@@ -179,12 +179,6 @@ def _batch_norm(node: fx.Node) -> str | Declined:
     return "n c ..., c, c, c, c -> n c ..."
 
 
-def _dropout(node: fx.Node) -> str | Declined:
-    if schema.arguments(node)["train"]:
-        return Declined("dropout that is active in eval mode")
-    return "... -> ..."
-
-
 def _prelu(node: fx.Node) -> str:
     rank = len(schema.sizes(schema.operands(node)[0].value.meta["val"]))
     return "n c ..., c -> n c ..." if rank > 1 else "..., ... -> ..."
@@ -199,9 +193,9 @@ ENTRIES = [
     ("aten.batch_norm.default", Entry(_batch_norm, affine=(1, 2), total="first", cases=(
         Case((S((2, 3, 4, 5)), *_CHANNELS, False, 0.1, 1e-5, False), {}),
         Case((S((2, 3)), None, None, *_CHANNELS[2:], False, 0.1, 1e-5, False), {})))),
-    ("aten.dropout.default", Entry(_dropout, total="all", range="hull", cases=(
+    ("aten.dropout.default", Entry("... -> ...", total="all", range="hull", cases=(
         Case((S((2, 3)), 0.5, False), {}),))),
-    ("aten.feature_dropout.default", Entry(_dropout, total="all", range="hull", cases=(
+    ("aten.feature_dropout.default", Entry("... -> ...", total="all", range="hull", cases=(
         Case((S((2, 3, 4, 4)), 0.5, False), {}),))),
     ("aten.prelu.default", Entry(_prelu, total="first", cases=(
         Case((S((2, 3, 4)), S((3,), True)), {}),))),

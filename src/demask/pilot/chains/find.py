@@ -32,9 +32,8 @@ class LinearChain:
 def remove_dropout(editor: GraphEditor) -> None:
     """Remove dropouts that do nothing in eval mode."""
     for node in editor.calls(aten.dropout.default):
-        arguments = schema.arguments(node)
-        if not arguments["train"]:
-            editor.replace(node, arguments["input"])
+        if not schema.draws_random_numbers(node):
+            editor.replace(node, node.args[0])
 
 
 def find_chains(editor: GraphEditor) -> tuple[list[LinearChain], list[Decision]]:

@@ -12,6 +12,7 @@ share one index: a position is important where it is so for one of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -163,8 +164,8 @@ class ConstantChannels(_Selective):
 
     def __post_init__(self) -> None:
         _Selective.__post_init__(self)
-        if self.value != "mean" and not is_number(self.value):
-            raise BadInput(f"expected a number or 'mean' for value, got {self.value!r}")
+        if self.value != "mean" and not (is_number(self.value) and abs(self.value) < math.inf):
+            raise BadInput(f"expected a finite number or 'mean' for value, got {self.value!r}")
 
     def applied(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, pilot: Any,

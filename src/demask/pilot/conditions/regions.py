@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
-from demask.numerics import is_number
+from demask.numerics import is_integer, is_number
 from demask.ops import TABLE, Table
 from demask.pilot.conditions.base import Conditioned, Decision
 from demask.pilot.data.tile_contrast import contrast, contrasts, differences, per_tile
@@ -145,10 +145,11 @@ class Regions:
     def __post_init__(self) -> None:
         if not is_number(self.threshold):
             raise BadInput(f"expected a number as threshold, such as 0.5, got {self.threshold!r}")
-        if self.tile < 1 or self.grow < 0:
+        sizes = self.tile, self.grow
+        if not all(map(is_integer, sizes)) or self.tile < 1 or self.grow < 0:
             raise BadInput("expected tiles of at least one position and a growth of none or more, "
-                           f"got tile={self.tile}, grow={self.grow}")  # fmt: skip
-        if isinstance(self.fill, str) and self.fill != PILOT:
+                           f"got tile={self.tile!r}, grow={self.grow!r}")  # fmt: skip
+        if self.fill != PILOT and not is_number(self.fill) and not callable(self.fill):
             raise BadInput(f"expected fill={PILOT!r}, a number or a function of the network's "
                            f"arguments, got {self.fill!r}")  # fmt: skip
 

@@ -7,7 +7,6 @@ Values are freed after their last reader.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput
+from demask.files.atomic_write import temporary_folder
 from demask.graph.program import Program
 from demask.pilot.data.lazy_weights import ConstantSource
 
@@ -238,9 +238,7 @@ class _BoundaryValues:
 
     def _folder(self) -> Path:
         if self.folder is None:
-            self.folder = Path(
-                self.stack.enter_context(tempfile.TemporaryDirectory(prefix="demask-"))
-            )
+            self.folder = self.stack.enter_context(temporary_folder())
         return self.folder
 
 

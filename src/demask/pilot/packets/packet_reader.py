@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from demask.errors import BadInput, RefusedFile
 from demask.graph.module_copy import structural_copy
 from demask.machine.byte_sizes import parse_memory
-from demask.numerics import is_integer
+from demask.numerics import is_integer, is_number
 from demask.pilot.packets.packet_index import (
     HEADER,
     HEADER_BYTES,
@@ -274,9 +274,11 @@ class PacketReader:
             pilot: whether to read the 8-bit form of all weights first; default False.
 
         Raises:
-            BadInput: the file has no 8-bit form, or the reader is closed.
+            BadInput: `priority` is no number, the file has no 8-bit form, or the reader is closed.
             RefusedFile: data differ from their checksum.
         """
+        if not is_number(priority):
+            raise BadInput(f"expected a number as priority, got {priority!r:.40}")
         self._front(None, pilot)
         high = self._pending & (self.index.packets["priority"] >= np.float32(priority))
         self._fetch(np.flatnonzero(high).tolist())

@@ -83,7 +83,7 @@ def write(
 
     Raises:
         BadInput: `shards` or `block` is not valid, a tensor is on the meta device or has a dtype
-            that cannot be stored, such as complex64, priorities do not fit the tensors or are not
+            that cannot be stored, such as complex128, priorities do not fit the tensors or are not
             finite, plane=True and a weight contains Inf or NaN, the index is too large (write with
             larger blocks), the name of a file in shards has other characters than letters, digits
             and . + - _, or the path cannot be written.

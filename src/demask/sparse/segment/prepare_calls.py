@@ -24,9 +24,8 @@ def prepare_calls(editor: GraphEditor) -> None:
     _expand_static_addends(editor)
     _read_sizes_from_inputs(editor)
     for node in editor.calls(aten.dropout.default):
-        arguments = schema.arguments(node)
-        if not arguments["train"]:  # often between a layer and a residual sum
-            editor.replace(node, arguments["input"])
+        if not schema.draws_random_numbers(node):  # often between a layer and a residual sum
+            editor.replace(node, node.args[0])
 
 
 def _read_sizes_from_inputs(editor: GraphEditor) -> None:

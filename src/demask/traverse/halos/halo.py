@@ -34,6 +34,7 @@ from demask.graph.isolation import in_isolation
 from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
 from demask.ops.flow import Part
+from demask.pytree_paths import leaves_with_paths
 from demask.text_table import WIDTH, render_lines
 from demask.traverse.halos.axis_steps import Rules, TooSmall
 from demask.traverse.halos.error_curve import Leaf, Point, TileCut, curve_of
@@ -325,7 +326,7 @@ def _names(model: Any, args: Any, kwargs: Any) -> list[str]:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except (AttributeError, TypeError, ValueError):
         return numbered
-    paths = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(dict(bound))[0]]
+    paths = leaves_with_paths(dict(bound))
     if [id(leaf) for _, leaf in paths] != [id(leaf) for leaf in leaves]:
         return numbered
     return [str(path[0].key) + pytree.keystr(path[1:]) for path, _ in paths]  # type: ignore[attr-defined]

@@ -140,7 +140,7 @@ class TilePlan:
                 segments,
                 sizes=sizes,
                 images=_flag(data["images"]),
-                notes=tuple(map(_word, data["notes"])),
+                notes=_words(data["notes"]),
                 **numbers,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -185,7 +185,7 @@ def _segment(row: Any) -> Segment:
     mode = _word(row["mode"])
     if mode not in MODES:
         raise ValueError(f"mode {mode!r}")
-    names = {key: tuple(map(_word, row[key])) for key in ("nodes", "keeps", "spills")}
+    names = {key: _words(row[key]) for key in ("nodes", "keeps", "spills")}
     numbers = {
         key: _number(row[key])
         for key in ("rows", "columns", "steps", "workers", "bytes", "macs", "traffic")
@@ -206,6 +206,12 @@ def _flag(value: Any) -> bool:
     if type(value) is not bool:
         raise ValueError(f"expected true or false, got {value!r:.40}")
     return value
+
+
+def _words(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, (list, tuple)):
+        raise ValueError(f"expected a list of words, got {values!r:.40}")
+    return tuple(map(_word, values))
 
 
 def _word(value: Any) -> str:

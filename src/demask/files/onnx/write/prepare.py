@@ -39,6 +39,7 @@ from demask.graph.editor import GraphEditor, drop_unread
 from demask.graph.fake_values import mode_of
 from demask.graph.result import module_calls as modules
 from demask.graph.result.demasked_module import Demasked
+from demask.ops import schema
 from demask.ops.traits import DECOMPOSED_WITH_NUMBERS, DROPOUTS
 
 aten = torch.ops.aten
@@ -118,7 +119,7 @@ def _set_values(graph: fx.Graph, slim: nn.Module) -> bool:
         return False
     editor = GraphEditor.in_place(graph)
     for node in list(graph.nodes):
-        if node.target in DROPOUTS:
+        if node.target in DROPOUTS and not schema.draws_random_numbers(node):
             editor.replace(node, node.args[0])
             continue
         if node.op == "get_attr":
