@@ -139,21 +139,23 @@ def operand_facts(relation: Relation, facts: Facts) -> list[Fact]:
     operands = []
     for operand, axes in zip(relation.operands, relation.ins, strict=True):
         if isinstance(operand.value, fx.Node):
-            operands.append(_uniform_along_dynamic(relation, axes, facts[key_of(operand.value)]))
+            # Another operand may make an axis dynamic.
+            dynamic = {a for axis in axes for a in axis if relation.size[a] is None}
+            operands.append(_uniform_along(dynamic, axes, facts[key_of(operand.value)]))
         else:
             operands.append(Fact(torch.ones((), dtype=torch.bool), torch.as_tensor(operand.value)))
     return operands
 
 
-def _uniform_along_dynamic(relation: Relation, axes: Axes, fact: Fact) -> Fact:
-    """The fact, known along axes that another operand makes dynamic only where it is uniform."""
+def _uniform_along(letters: Collection[str], axes: Axes, fact: Fact) -> Fact:
+    """The fact, known along the axes with some letters only where it is uniform."""
     order = [str(k) for k in range(len(axes))]
-    dynamic = {
+    names = {
         str(k)
         for k, axis in enumerate(axes)
-        if fact.known.shape[k] != 1 and any(relation.size[a] is None for a in axis)
+        if fact.known.shape[k] != 1 and set(axis) & set(letters)
     }
-    return uniform_over(fact, order, dynamic) if dynamic else fact
+    return uniform_over(fact, order, names) if names else fact
 
 
 def forward(relation: Relation, facts: Facts, *, weights: bool = False) -> list[Fact | None]:
@@ -165,6 +167,11 @@ def forward(relation: Relation, facts: Facts, *, weights: bool = False) -> list[
         inputs = [fact.zeros_alone for fact in inputs]
     elif relation.moved or entry.fill in ("same", "mix"):
         inputs = [fact.untrained for fact in inputs]
+    if entry.fill == "scatter":  # Any position may reach any other.
+        inputs = [
+            _uniform_along(relation.complete, axes, fact)
+            for axes, fact in zip(relation.ins, inputs, strict=True)
+        ]
     if entry.free:
         return [created_fact(relation)] * count
     if relation.moved:

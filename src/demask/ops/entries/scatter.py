@@ -87,17 +87,24 @@ def _segments(node: fx.Node) -> str | Declined:
 _X, _Y = S((4, 3)), S((6, 3))
 _INDEX, _EACH = S((6,), of=4), S((6, 3), of=4)
 _REDUCE = ("sum", "prod", "mean", "amax", "amin")
+
+
+def _drawn(rows: int, how: str) -> S:
+    """A case's operand; factors of products are not 0, beside which others do not matter."""
+    return S((rows, 3), of="positive" if how == "prod" else "normal")
+
+
 _CASES: dict[str, Any] = {
     "index_add.default": (_along_index, [((_X, 0, _INDEX, _Y), {}), (
         (S((2, 4, 3)), 1, _INDEX, S((2, 6, 3))), {"alpha": 2})]),
     "index_reduce.default": (_along_index, [
-        ((_X, 0, _INDEX, _Y, how), {"include_self": include})
-        for how in ("prod", "mean", "amax", "amin") for include in (True, False)]),
+        ((_drawn(4, how), 0, _INDEX, _drawn(6, how), how), {"include_self": include})
+        for how in _REDUCE[1:] for include in (True, False)]),
     "index_copy.default": (_along_index, [((_X, 0, S((3,), True, of=4), S((3, 3))), {})]),
     "scatter_add.default": (_by_element, [((_X, 0, _EACH, _Y), {}), (
         (S((3, 4)), 1, S((3, 6), of=4), S((3, 6))), {})]),
     "scatter_reduce.two": (_by_element, [
-        ((_X, 0, _EACH, _Y, how), {"include_self": include})
+        ((_drawn(4, how), 0, _EACH, _drawn(6, how), how), {"include_self": include})
         for how in _REDUCE for include in (True, False)]),
     "scatter.src": (_by_element, [((_X, 0, S((1, 3), of=4), S((1, 3))), {})]),
     "scatter.value": (_by_element, [((_X, 0, _EACH, 0.5), {})]),
