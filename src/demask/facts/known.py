@@ -34,7 +34,7 @@ from demask.facts.movement import moved_fact, shorten_axis
 from demask.facts.recurrent import zero_unit_facts
 from demask.facts.trained import computed_fact, constant_fact, is_computed_weight, trained_nodes
 from demask.failures import attributed
-from demask.numerics import all_along, has_any, to_computable
+from demask.numerics import all_along, has_any, is_all, to_computable
 from demask.ops import Declined, Relation, schema
 from demask.ops.notation import Axes
 
@@ -183,7 +183,7 @@ def forward(relation: Relation, facts: Facts, *, weights: bool = False) -> list[
     if entry.fill == "recur":
         return zero_unit_facts(relation, inputs)
     if entry.fill in ("same", "mix"):
-        return [_same(relation, inputs[entry.main]), *[None] * (count - 1)]
+        return [_same(relation, inputs), *[None] * (count - 1)]
     return _run(relation, inputs)
 
 
@@ -217,15 +217,26 @@ def _reduced_letters(relation: Relation, operand: int, out: int = 0) -> set[str]
     return set(letters - relation.letters(relation.outs[out])) | set(letters & relation.window)
 
 
-def _same(relation: Relation, fact: Fact) -> Fact | None:
+def _same(relation: Relation, inputs: list[Fact]) -> Fact | None:
     """The fact of a call that copies values; a window over one value returns that value."""
     order = _order(relation)
     main = relation.entry.main
-    wide = over_letters(relation, main, fact)
+    wide = over_letters(relation, main, inputs[main])
     wide = uniform_over(wide, order, _reduced_letters(relation, main) | set(relation.complete))
-    if relation.entry.reads_padding(relation.node):
+    if relation.entry.reads_padding(relation.node) or _may_mask_all(relation, inputs):
         wide = Fact(wide.zero, wide.fill)
     return _project(relation, wide)
+
+
+def _may_mask_all(relation: Relation, inputs: list[Fact]) -> bool:
+    """Whether a mask may hide all values of which an average is computed, which is then 0."""
+    for k, operand in enumerate(relation.operands):
+        if operand.name == "attn_mask":
+            mask, order = over_letters(relation, k, inputs[k]), _order(relation)
+            is_bool = mask.fill.dtype == torch.bool
+            seen = mask.known & mask.fill if is_bool else mask.known  # -inf is no known value
+            return not is_all(any_over(seen, order, relation.complete))
+    return False
 
 
 def created_fact(relation: Relation) -> Fact | None:

@@ -136,6 +136,15 @@ def _indexed(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     )
 
 
+def _selected(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+    """`index_select` by an index known only at run time: x[:, index]."""
+    x, dim, index = node.args
+    if index.op == "get_attr" or index.meta["val"].ndim != 1 or not x.meta["val"].ndim:  # type: ignore[union-attr]
+        return None
+    indices = [None] * (dim % x.meta["val"].ndim) + [index]  # type: ignore[union-attr,operator]
+    return editor.call(aten.index.Tensor, x, indices)
+
+
 def _squeeze(editor: GraphEditor, node: fx.Node) -> fx.Node:
     """`squeeze` with explicit axes: axes may be cut to size one later."""
     x = node.args[0]
@@ -284,6 +293,7 @@ _RULES: dict[Any, Callable[[GraphEditor, fx.Node], fx.Node | None]] = {
     aten.repeat_interleave.self_int: _repeated,
     aten.repeat.default: _tiled,
     aten.index.Tensor: _indexed,
+    aten.index_select.default: _selected,
 }
 
 CANONICALIZED = frozenset(

@@ -95,6 +95,7 @@ def _binary() -> list[tuple[str, Entry]]:
             "..., ... -> ...", zero="first", total="first", range="ends", cases=modes)),
         ("aten.pow.Tensor_Tensor", Entry("..., ... -> ...", cases=(
             Case((S((2, 3), of="positive"), S((2, 3))), {}),))),
+        ("aten.pow.Scalar", Entry("... -> ...", cases=(Case((2.0, S((2, 3, 4))), {}),))),
         ("aten.bitwise_and.Tensor", Entry("..., ... -> ...", zero="any", total="all", cases=(
             Case((S((2, 3), of="bool"), S((2, 3), of="bool")), {}),))),
         ("aten.bitwise_or.Tensor", Entry("..., ... -> ...", total="all", cases=(
