@@ -279,8 +279,8 @@ class Placer:
                 self.cells.unify(mine, theirs)
 
     def _is_outgrown(self, relation: Relation, key: Key, axis: int, letters: Axis) -> bool:
-        """Whether a call that moves or scatters several values has more live positions along an axis
-        than this one of them. Then this one is not widened before the call."""
+        """Whether a call that moves or scatters several values has more live positions along an
+        axis than this one of them. Then this one is not widened before the call."""
         joined = [o for o in relation.operands if isinstance(o.value, fx.Node)]
         combines = len(joined) > 1 and (relation.moved or relation.entry.fill == "scatter")
         if not combines or letters not in relation.outs[0]:
