@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,9 +12,10 @@ from typing import Any
 from torch import nn
 from torch.export import ExportedProgram
 
-from demask.errors import BadInput, CaptureDiffers, DemaskError, NeedsGraph
+from demask.errors import BadInput, CaptureDiffers, DemaskError, NeedsGraph, NotExportable
 from demask.failures import Log, described, is_strict, public
 from demask.graph.capture.declared_masks import Masks, apply_masks, masks_of_submodule
+from demask.graph.capture.weight_hooks import apply_weight_hooks
 from demask.graph.program import Program
 from demask.graph.provenance import Provenance
 from demask.graph.result.class_result import record_call
@@ -117,7 +119,17 @@ def demask(
         return remember_original(slim, unmasked, model, masks)
     call = _DemaskCall(model, args, kwargs, dynamic_shapes, table, masks)
     differs: CaptureDiffers | None = None
-    for program, target, record, has_side in _candidates(call.programs(model), call.table):
+    candidates = _candidates(call.programs(model), call.table)
+    try:
+        candidates = itertools.chain([next(candidates)], candidates)
+    except NotExportable:
+        is_module = isinstance(model, nn.Module)
+        written = apply_weight_hooks(model, args, kwargs or {}) if is_module else None
+        if written is None:
+            raise
+        slim = demask(written, args, kwargs, masks=masks, **options)
+        return remember_original(slim, unmasked, model, masks)
+    for program, target, record, has_side in candidates:
         own, reasons = call.class_result(program, target, record, has_side, result, check)
         if own is not None:
             return remember_original(own, unmasked, model, masks)

@@ -138,11 +138,12 @@ def _indexed(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
 
 def _selected(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     """`index_select` by an index known only at run time: x[:, index]."""
-    x, dim, index = node.args
-    if index.op == "get_attr" or index.meta["val"].ndim != 1 or not x.meta["val"].ndim:  # type: ignore[union-attr]
+    arguments: Any = node.args
+    x, dim, index = arguments
+    rank, is_constant = x.meta["val"].ndim, index.op == "get_attr"
+    if is_constant or index.meta["val"].ndim != 1 or not rank:
         return None
-    indices = [None] * (dim % x.meta["val"].ndim) + [index]  # type: ignore[union-attr,operator]
-    return editor.call(aten.index.Tensor, x, indices)
+    return editor.call(aten.index.Tensor, x, [*[None] * (dim % rank), index])
 
 
 def _squeeze(editor: GraphEditor, node: fx.Node) -> fx.Node:

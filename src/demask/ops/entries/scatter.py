@@ -90,7 +90,7 @@ _REDUCE = ("sum", "prod", "mean", "amax", "amin")
 
 
 def _drawn(rows: int, how: str) -> S:
-    """A case's operand; factors of products are not 0, beside which others do not matter."""
+    """An operand of a case. Factors of products are not 0: then others would not matter."""
     return S((rows, 3), of="positive" if how == "prod" else "normal")
 
 
