@@ -75,6 +75,33 @@ INSENSITIVE = {
     },
     "aten.scaled_dot_product_attention.default": "heads without a product, or that are not read, "
     "beside heads that stay: one call makes all of them alike",
+    **{
+        f"aten.{name}": "constants beside values that are selected in their place on drawn inputs"
+        for name in (
+            "max.dim",
+            "min.dim",
+            "median.default",
+            "median.dim",
+            "nanmedian.default",
+            "nanmedian.dim",
+            "mode.default",
+            "kthvalue.default",
+            "cummax.default",
+            "cummin.default",
+            "sort.default",
+            "sort.stable",
+            "argsort.default",
+            "argsort.stable",
+            "topk.default",
+            "argmax.default",
+            "argmin.default",
+        )
+    },
+    **{
+        f"aten.{name}.{kind}": "inputs beside one that decides it"
+        for name in ("any", "all")
+        for kind in ("default", "dim", "dims")
+    },
     "aten.isnan.default": "False for every finite input",
     "aten.isinf.default": "False for every finite input",
     "aten.isfinite.default": "True for every finite input",

@@ -10,7 +10,6 @@ In addition, the affine law: where a norm's scale is 0, the output is its shift 
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.facts.fills import call, missing_letters, results_on_fills
 from demask.facts.masks import (
     Fact,
     all_over,
@@ -34,11 +34,9 @@ from demask.facts.movement import moved_fact, shorten_axis
 from demask.facts.recurrent import zero_unit_facts
 from demask.facts.trained import computed_fact, constant_fact, is_computed_weight, trained_nodes
 from demask.failures import attributed
-from demask.numerics import has_any, to_computable
+from demask.numerics import has_any, is_all, to_computable
 from demask.ops import Declined, Relation, schema
 from demask.ops.notation import Axes
-
-MAX_FILL = 2**28  # most elements of a value that is computed to find known positions
 
 Key = tuple[fx.Node, int]  # a node and which of its outputs
 Facts = dict[Key, Fact]
@@ -138,21 +136,23 @@ def operand_facts(relation: Relation, facts: Facts) -> list[Fact]:
     operands = []
     for operand, axes in zip(relation.operands, relation.ins, strict=True):
         if isinstance(operand.value, fx.Node):
-            operands.append(_uniform_along_dynamic(relation, axes, facts[key_of(operand.value)]))
+            # Another operand may make an axis dynamic.
+            dynamic = {a for axis in axes for a in axis if relation.size[a] is None}
+            operands.append(_uniform_along(dynamic, axes, facts[key_of(operand.value)]))
         else:
             operands.append(Fact(torch.ones((), dtype=torch.bool), torch.as_tensor(operand.value)))
     return operands
 
 
-def _uniform_along_dynamic(relation: Relation, axes: Axes, fact: Fact) -> Fact:
-    """The fact, known along axes that another operand makes dynamic only where it is uniform."""
+def _uniform_along(letters: Collection[str], axes: Axes, fact: Fact) -> Fact:
+    """The fact, known along the axes with some letters only where it is uniform."""
     order = [str(k) for k in range(len(axes))]
-    dynamic = {
+    names = {
         str(k)
         for k, axis in enumerate(axes)
-        if fact.known.shape[k] != 1 and any(relation.size[a] is None for a in axis)
+        if fact.known.shape[k] != 1 and set(axis) & set(letters)
     }
-    return uniform_over(fact, order, dynamic) if dynamic else fact
+    return uniform_over(fact, order, names) if names else fact
 
 
 def forward(relation: Relation, facts: Facts, *, weights: bool = False) -> list[Fact | None]:
@@ -164,6 +164,11 @@ def forward(relation: Relation, facts: Facts, *, weights: bool = False) -> list[
         inputs = [fact.zeros_alone for fact in inputs]
     elif relation.moved or entry.fill in ("same", "mix"):
         inputs = [fact.untrained for fact in inputs]
+    if entry.fill == "scatter":  # Any position may reach any other.
+        inputs = [
+            _uniform_along(relation.complete, axes, fact)
+            for axes, fact in zip(relation.ins, inputs, strict=True)
+        ]
     if entry.free:
         return [created_fact(relation)] * count
     if relation.moved:
@@ -175,7 +180,7 @@ def forward(relation: Relation, facts: Facts, *, weights: bool = False) -> list[
     if entry.fill == "recur":
         return zero_unit_facts(relation, inputs)
     if entry.fill in ("same", "mix"):
-        return [_same(relation, inputs[entry.main]), *[None] * (count - 1)]
+        return [_same(relation, inputs), *[None] * (count - 1)]
     return _run(relation, inputs)
 
 
@@ -209,15 +214,26 @@ def _reduced_letters(relation: Relation, operand: int, out: int = 0) -> set[str]
     return set(letters - relation.letters(relation.outs[out])) | set(letters & relation.window)
 
 
-def _same(relation: Relation, fact: Fact) -> Fact | None:
+def _same(relation: Relation, inputs: list[Fact]) -> Fact | None:
     """The fact of a call that copies values; a window over one value returns that value."""
     order = _order(relation)
     main = relation.entry.main
-    wide = over_letters(relation, main, fact)
+    wide = over_letters(relation, main, inputs[main])
     wide = uniform_over(wide, order, _reduced_letters(relation, main) | set(relation.complete))
-    if relation.entry.reads_padding(relation.node):
+    if relation.entry.reads_padding(relation.node) or _may_mask_all(relation, inputs):
         wide = Fact(wide.zero, wide.fill)
     return _project(relation, wide)
+
+
+def _may_mask_all(relation: Relation, inputs: list[Fact]) -> bool:
+    """Whether a mask may hide all values of which an average is computed, which is then 0."""
+    for k, operand in enumerate(relation.operands):
+        if operand.name == "attn_mask":
+            mask, order = over_letters(relation, k, inputs[k]), _order(relation)
+            is_bool = mask.fill.dtype == torch.bool
+            seen = mask.known & mask.fill if is_bool else mask.known  # -inf is no known value
+            return not is_all(any_over(seen, order, relation.complete))
+    return False
 
 
 def created_fact(relation: Relation) -> Fact | None:
@@ -232,13 +248,7 @@ def created_fact(relation: Relation) -> Fact | None:
     arguments = schema.replace_operands(arguments, relation.operands, values)
     if "device" in arguments:
         arguments["device"] = None
-    return Fact(torch.ones([1] * rank, dtype=torch.bool), _call(relation.node, arguments))
-
-
-def _call(node: fx.Node, arguments: dict[str, Any]) -> Any:
-    args, kwargs = schema.bind_arguments(node.target, arguments)
-    with torch.no_grad():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+    return Fact(torch.ones([1] * rank, dtype=torch.bool), call(relation.node, arguments))
 
 
 def _run(relation: Relation, inputs: list[Fact]) -> list[Fact | None]:
@@ -251,78 +261,24 @@ def _run(relation: Relation, inputs: list[Fact]) -> list[Fact | None]:
         return facts
     wide = [over_letters(relation, k, fact) for k, fact in enumerate(inputs)]
     mask = torch.ones([1] * len(order), dtype=torch.bool)
-    for fact in wide:
-        mask = mask & all_over(fact.known, order, relation.complete)
-    if has_any(mask) and (values := _values(relation, inputs, arguments)) is not None:
-        facts = [_output_fact(relation, mask, value, k) for k, value in enumerate(values)]
+    for k, fact in enumerate(wide):
+        if k not in relation.positions:
+            mask = mask & all_over(fact.known, order, relation.complete)
+    if has_any(mask) and (values := results_on_fills(relation, inputs, arguments)) is not None:
+        facts = [_output_fact(relation, mask, fact, k) for k, fact in enumerate(values)]
     facts[0] = _apply_affine(relation, wide, _apply_zeros(relation, wide, facts[0]))
     return [None if fact is None else _project(relation, fact, k) for k, fact in enumerate(facts)]
 
 
-def _output_fact(relation: Relation, mask: Tensor, value: Tensor, out: int) -> Fact:
-    """The fact of an output from one computed value, known where the mask is on all along the
-    letters that the output lacks."""
-    order, gone = _order(relation), _missing_letters(relation, out)
-    mask = all_over(mask, order, gone)
-    value = spread(value, relation.outs[out], order, relation.size)
-    if relation.entry.sized and any(relation.size[a] is None for a in gone | relation.complete):
-        mask = mask & (value == 0)  # Other sums depend on a length known only at run time.
+def _output_fact(relation: Relation, mask: Tensor, result: Fact, out: int) -> Fact | None:
+    """The fact of an output from results on fills, known where the mask is on all along the letters
+    that the output lacks."""
+    if out and not result.fill.is_floating_point():
+        return None  # Which of equal values an index names differs between devices.
+    order, axes = _order(relation), relation.outs[out]
+    known, value = (spread(m, axes, order, relation.size) for m in (result.known, result.fill))
+    mask = all_over(mask, order, missing_letters(relation, out)) & known
     return Fact(*torch.broadcast_tensors(mask, value))
-
-
-def _missing_letters(relation: Relation, out: int) -> set[str]:
-    output_letters = relation.letters(relation.outs[out])
-    return {a for axes in relation.ins for a in relation.letters(axes) if a not in output_letters}
-
-
-def _values(
-    relation: Relation, inputs: list[Fact], arguments: dict[str, Any]
-) -> list[Tensor] | None:
-    """The outputs of the op on the fills. Axes along which nothing varies have size 1."""
-    sizes, varies = _run_sizes(relation, inputs)
-    values = []
-    for k, fact in enumerate(inputs):
-        if not isinstance(relation.operands[k].value, fx.Node):
-            values.append(relation.operands[k].value)
-            continue
-        shape: list[int] = []
-        for axis, n in zip(relation.ins[k], fact.fill.shape, strict=True):
-            want = 1
-            for letter in axis:
-                want *= sizes[letter]
-            shape.append(max(n, want))
-        if math.prod(shape) > MAX_FILL:
-            return None
-        # Unknown integers may be divisors: they are 1, not 0.
-        fill = torch.where(fact.known, fact.fill, fact.fill.new_ones(()))
-        values.append(fill.expand(shape).contiguous())
-    result = _call(relation.node, schema.replace_operands(arguments, relation.operands, values))
-    outputs = list(result) if isinstance(result, (list, tuple)) else [result]
-    for out, axes in enumerate(relation.outs):
-        for axis, letters in enumerate(axes):
-            if not any(letter in varies for letter in letters):
-                outputs[out] = outputs[out].narrow(axis, 0, 1)
-    return outputs
-
-
-def _run_sizes(relation: Relation, inputs: list[Fact]) -> tuple[dict[str, int], set[str]]:
-    """The size of each letter in a run on fills, and the letters along which the result varies."""
-    varies: set[str] = set()
-    for axes, fact in zip(relation.ins, inputs, strict=True):
-        for axis, n in zip(axes, fact.fill.shape, strict=True):
-            if n != 1:
-                varies |= set(axis)
-    together = {a for axes in relation.ins for axis in axes if len(axis) > 1 for a in axis}
-    whole = relation.complete.union(
-        *(_missing_letters(relation, k) for k in range(len(relation.outs)))
-    )
-    sizes = {}
-    for letter, size in relation.size.items():
-        full = letter in varies or letter in together or (letter in whole and relation.entry.sized)
-        # A norm over equal values does not depend on their number; two are enough for a variance.
-        short = min(2, size or 2) if letter in whole else 1
-        sizes[letter] = size if full and size is not None else short
-    return sizes, varies
 
 
 def _apply_zeros(relation: Relation, wide: list[Fact], fact: Fact | None) -> Fact | None:

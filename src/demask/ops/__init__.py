@@ -14,7 +14,7 @@ import warnings
 from demask.ops import quantization as quantize
 from demask.ops.entries import contraction as contract
 from demask.ops.entries import movement as move
-from demask.ops.entries import norm, pointwise, recurrent, window
+from demask.ops.entries import norm, pointwise, recurrent, scatter, window
 from demask.ops.entry import Case, Declined, Entry, SizedLine, Table, op_name
 from demask.ops.notation import Line, parse
 from demask.ops.relation import Relation, bind
@@ -28,6 +28,7 @@ TABLE = Table(
         *recurrent.ENTRIES,
         *window.ENTRIES,
         *move.ENTRIES,
+        *scatter.ENTRIES,
     ]
 )
 

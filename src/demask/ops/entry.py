@@ -24,9 +24,9 @@ class Declined:
         >>> import torch
         >>> from demask.ops import TABLE, Declined, bind
         >>> from demask.ops.laws import call_node
-        >>> outcome = bind(call_node(torch.ops.aten.cumsum.default, torch.ones(3), 0), TABLE)
+        >>> outcome = bind(call_node(torch.ops.aten.trace.default, torch.ones(3, 3)), TABLE)
         >>> isinstance(outcome, Declined), outcome.text
-        (True, 'no rule for aten.cumsum.default')
+        (True, 'no rule for aten.trace.default')
     """
 
     text: str
@@ -119,10 +119,13 @@ class Entry:
             operands' values. "same": it is the value of operand `main`, moved. "sum": as a sum of
             products (contractions). "mix": as an average of operand `main`, by weights that sum to
             one and are products of the other operands (attention). "recur": a unit of a recurrent
-            layer that reads only zeros stays 0. "none": it is never known.
+            layer that reads only zeros stays 0. "scatter": by running the op with several
+            numbers of values at one position, whose results are the same. "none": it is never
+            known.
         main: number of the operand, or of the gate of a recurrent layer, for `fill`. Default: 0.
-        sized: whether a known output depends on the length of an axis (sum, softmax). Default:
-            False.
+        sized: whether a known output depends on the length of an axis (sum, softmax), or on the
+            position along it (cumsum). Of an axis of any length, what several lengths have in
+            common is known. Default: False.
         pads: whether the op reads zeros outside of its input (padding), so that constants have
             other effects at borders; or a function of the node that returns it. Default: False.
         affine: numbers of the operands (scale, shift): where the scale is 0, the output is the

@@ -50,6 +50,7 @@ class Relation:
         mixed: letters along which an output position may depend on several positions of an operand.
         looped: letters along which a position depends on all others through earlier steps
             (recurrent layers).
+        positions: numbers of the operands that tell to which positions values are scattered.
         selectors: numbers of the operands that only select weights at run time.
         is_grouped: whether the call is a sum of products with groups, as a grouped convolution.
         total: whether the output is finite whenever all operands other than constants are finite.
@@ -147,6 +148,12 @@ class Relation:
         return tuple(k for k, a in enumerate(letters) if a and a <= self.complete - output_letters)
 
     @cached_property
+    def positions(self) -> frozenset[int]:
+        """Numbers of the operands that tell to which positions values are scattered."""
+        names = ("index", "indices", "lengths") if self.entry.fill == "scatter" else ()
+        return frozenset(k for k, o in enumerate(self.operands) if o.name in names)
+
+    @cached_property
     def mixed(self) -> frozenset[str]:
         """The letters along which an output position may depend on several operand positions."""
         return self.window | self.complete | self.moved | self.back | self.looped
@@ -177,8 +184,8 @@ def bind(node: fx.Node, table: Table) -> Relation | Declined:
         >>> relu = call_node(torch.ops.aten.relu.default, torch.ones(5, 3))
         >>> bind(relu, TABLE).outs
         ((('_1',), ('_0',)),)
-        >>> bind(call_node(torch.ops.aten.cumsum.default, torch.ones(3), 0), TABLE)
-        Declined(text='no rule for aten.cumsum.default')
+        >>> bind(call_node(torch.ops.aten.trace.default, torch.ones(3, 3)), TABLE)
+        Declined(text='no rule for aten.trace.default')
     """
     name = op_name(node.target)
     entry = table.get(name)

@@ -11,10 +11,11 @@ from typing import Any
 from torch import nn
 from torch.export import ExportedProgram
 
-from demask.errors import BadInput, CaptureDiffers, DemaskError, NeedsGraph
+from demask.errors import BadInput, CaptureDiffers, DemaskError, NeedsGraph, NotExportable
 from demask.failures import Log, described, is_strict, public
 from demask.graph.capture.declared_masks import Masks, apply_masks, masks_of_submodule
 from demask.graph.capture.module_state import KeepsState, modules_without_state
+from demask.graph.capture.weight_hooks import apply_weight_hooks
 from demask.graph.input_domains import Domains, state_domains
 from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
@@ -140,6 +141,12 @@ def demask(
         slim = _demask_modules(model, args, kwargs, names, masks, options, optional=True)
         note = f"{error.where}: {error.op}, so that these modules stay as they are"
         vars(slim)["demasked"] = replace(slim.demasked, notes=(note, *slim.demasked.notes))
+    except NotExportable:
+        is_module = isinstance(model, nn.Module)
+        written = apply_weight_hooks(model, args, kwargs or {}) if is_module else None
+        if written is None:
+            raise
+        slim = demask(written, args, kwargs, masks=masks, inputs=inputs, **options)
     return remember_original(slim, unmasked, model, masks)
 
 

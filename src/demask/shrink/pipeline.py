@@ -47,6 +47,7 @@ from demask.shrink.program_size import (
 from demask.shrink.rewrites.absorb_pads import absorb_pads, restore_pads
 from demask.shrink.rewrites.group_heads import group_heads
 from demask.shrink.rewrites.partial_norms import condense_axes
+from demask.shrink.rewrites.point_convolutions import carry_positions
 from demask.shrink.rewrites.reorder_heads import reorder_heads
 from demask.shrink.rewrites.side_network import split_side_network
 from demask.shrink.stack_border_maps import stack_border_maps, unstack_border_maps
@@ -304,6 +305,11 @@ def _attempts(
         restored = log.attempt(_PADS, partial(restore_pads, attempt.program), None)
         if restored is not None:
             yield replace(attempt, program=restored)
+    points = (
+        None if _POINTS in tried else log.attempt(_POINTS, partial(carry_positions, analysis), None)
+    )
+    if points:
+        yield from _attempts(points, log, tried | {_POINTS}, sides=sides)
     for form, name in _REWRITES:
         other = (
             None
@@ -328,6 +334,7 @@ def _attempts(
 
 
 _PADS = "the absorption of pads"
+_POINTS = "positions through convolutions without a neighborhood"
 _Rewrite = Callable[[LayoutAnalysis], Program | None]
 _REWRITES: tuple[tuple[_Rewrite, str], ...] = (
     (condense_axes, "condensing complete axes"),

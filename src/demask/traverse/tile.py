@@ -20,7 +20,7 @@ from demask.ops import TABLE, Table
 from demask.ops.flow import axis_of
 from demask.ops.regions import region_rule
 from demask.traverse.analysis.flow import Flow, flow_of, read
-from demask.traverse.analysis.split_global_ops import with_reductions
+from demask.traverse.analysis.split_global_ops import with_moments
 from demask.traverse.axes import Axes, axes_of
 from demask.traverse.execution.tiled_module import Tiled, tiled
 from demask.traverse.planning.kernel_choice import plan_flow
@@ -175,7 +175,7 @@ def _check_independent(program: Program, count: int, table: Table) -> None:
     """Raise BadInput unless each result of an image depends on that image only."""
     inputs = {n: (0, None) for n in program.graph.find_nodes(op="placeholder")
               if tuple(getattr(n.meta.get("val"), "shape", ()))[:1] == (count,)}  # fmt: skip
-    relations = Analysis(program, with_reductions(table)).relations
+    relations = Analysis(program, with_moments(table)).relations
     axes = axes_of(program.graph, relations, inputs)
     outputs: Any = next(iter(program.graph.find_nodes(op="output"))).args[0]
     for node in [*program.graph.nodes, *outputs]:

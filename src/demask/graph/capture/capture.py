@@ -36,6 +36,7 @@ from demask.graph.capture.export_guards import (
 )
 from demask.graph.capture.inline_regions import inline_regions
 from demask.graph.capture.module_state import check_state, watch_attributes
+from demask.graph.capture.symbolic_sizes import symbolic_sizes
 from demask.graph.fake_values import mode_of
 from demask.graph.module_copy import buffers_as_numbers, structural_copy, without_caches
 from demask.graph.program import Constant, Program
@@ -331,14 +332,21 @@ def _user_inputs(exported: ExportedProgram) -> set[str]:
 
 def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedProgram:
     """The export of a call. Raises NotExportable, or BadInput if the model itself fails."""
-    try:
-        uncached = export_without_cache()
-        with warnings.catch_warnings(), _quiet(), shapes_only(), torch.no_grad(), uncached:
-            warnings.simplefilter("ignore")
-            return torch.export.export(work, args, kwargs, dynamic_shapes=shapes, strict=False)
-    except Exception as error:
-        _check_runs(work, args, kwargs)
-        raise export_error(error, work) from error
+    uncached = export_without_cache()
+    with warnings.catch_warnings(), _quiet(), shapes_only(), torch.no_grad(), uncached:
+        warnings.simplefilter("ignore")
+        with symbolic_sizes() as is_used:
+            try:
+                return torch.export.export(work, args, kwargs, dynamic_shapes=shapes, strict=False)
+            except Exception as symbolic:
+                error = symbolic
+        if is_used():  # some code takes ints alone
+            try:
+                return torch.export.export(work, args, kwargs, dynamic_shapes=shapes, strict=False)
+            except Exception as specialized:
+                error = specialized
+    _check_runs(work, args, kwargs)
+    raise export_error(error, work) from error
 
 
 @contextlib.contextmanager

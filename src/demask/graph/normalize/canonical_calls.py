@@ -136,6 +136,16 @@ def _indexed(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     )
 
 
+def _selected(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+    """`index_select` by an index known only at run time: x[:, index]."""
+    arguments: Any = node.args
+    x, dim, index = arguments
+    rank, is_constant = x.meta["val"].ndim, index.op == "get_attr"
+    if is_constant or index.meta["val"].ndim != 1 or not rank:
+        return None
+    return editor.call(aten.index.Tensor, x, [*[None] * (dim % rank), index])
+
+
 def _squeeze(editor: GraphEditor, node: fx.Node) -> fx.Node:
     """`squeeze` with explicit axes: axes may be cut to size one later."""
     x = node.args[0]
@@ -284,6 +294,7 @@ _RULES: dict[Any, Callable[[GraphEditor, fx.Node], fx.Node | None]] = {
     aten.repeat_interleave.self_int: _repeated,
     aten.repeat.default: _tiled,
     aten.index.Tensor: _indexed,
+    aten.index_select.default: _selected,
 }
 
 CANONICALIZED = frozenset(

@@ -142,7 +142,10 @@ def _same(node: fx.Node) -> fx.Node | None:
 
 
 def _arguments(node: fx.Node) -> Any:
-    """All arguments of a call, defaults included."""
+    """All arguments of a call, defaults included; the axis of a concatenation from the front."""
+    if node.target is torch.ops.aten.cat.default:
+        call_arguments = schema.arguments(node)
+        return call_arguments | {"dim": call_arguments["dim"] % node.meta["val"].ndim}
     if has_schema(node.target):
         return schema.arguments(node)
     return (node.args, node.kwargs)

@@ -135,8 +135,26 @@ def _transpose(node: fx.Node) -> str:
     before, call_arguments = _letters(len(_shape(node))), schema.arguments(node)
     after = list(before)
     if before:
-        i, j = call_arguments["dim0"] % len(before), call_arguments["dim1"] % len(before)
+        i, j = (dim % len(before) for dim in list(call_arguments.values())[1:])
         after[i], after[j] = before[j], before[i]
+    return f"{' '.join(before)} -> {' '.join(after)}"
+
+
+def _matrix_transpose(node: fx.Node) -> str:
+    before = _letters(len(_shape(node)))
+    return f"{' '.join(before)} -> {' '.join([*before[:-2], before[-1], before[-2]])}"
+
+
+def _axes_moved(node: fx.Node) -> str:
+    """`movedim`: some axes to other places, the others in order."""
+    before, call_arguments = _letters(len(_shape(node))), schema.arguments(node)
+    source, destination = (
+        [d % len(before) for d in ([dims] if isinstance(dims, int) else dims)]
+        for dims in (call_arguments["source"], call_arguments["destination"])
+    )
+    rest = iter([axis for k, axis in enumerate(before) if k not in source])
+    places = dict(zip(destination, source, strict=True))
+    after = [before[places[k]] if k in places else next(rest) for k in range(len(before))]
     return f"{' '.join(before)} -> {' '.join(after)}"
 
 
@@ -281,6 +299,11 @@ ENTRIES = [
     ("aten.unflatten.int", _entry(view, Case((S((2, 12)), 1, [3, 4]), {}), args=_unflattened)),
     ("aten.permute.default", _entry(_permute, Case((_X, [2, 0, 1]), {}))),
     ("aten.transpose.int", _entry(_transpose, Case((_X, 1, 2), {}))),
+    ("aten.swapaxes.default", _entry(_transpose, Case((_X, 1, 2), {}))),
+    ("aten.swapdims.default", _entry(_transpose, Case((_X, 0, 2), {}))),
+    ("aten.mT.default", _entry(_matrix_transpose, Case((_X,), {}))),
+    ("aten.movedim.int", _entry(_axes_moved, Case((_X, 0, -1), {}))),
+    ("aten.movedim.intlist", _entry(_axes_moved, Case((S((2, 3, 4, 5)), [3, 0], [0, 2]), {}))),
     ("aten.t.default", _entry(_reverse, Case((S((2, 3)),), {}))),
     ("aten.numpy_T.default", _entry(_reverse, Case((S((2, 3)),), {}))),
     ("aten.unsqueeze.default", _entry(_unsqueeze, Case((_X, 1), {}), Case((_X, -1), {}))),

@@ -14,6 +14,7 @@ from demask.ops.entry import Shape as S
 _UNARY = """relu relu6 sigmoid silu tanh hardswish hardsigmoid hardtanh leaky_relu elu selu
     celu softplus mish exp expm1 abs neg sin cos atan sinh erf erfc floor ceil
     round trunc sign square softshrink hardshrink log_sigmoid gelu logical_not isnan isinf isfinite
+    frac signbit sinc special_i0
     nan_to_num alias detach clone contiguous lift_fresh lift_fresh_copy zeros_like ones_like"""
 # How bounds follow (column `range`); least values are rounded down.
 _RANGES: dict[str, Any] = {
@@ -30,15 +31,18 @@ _RANGES: dict[str, Any] = {
 }  # fmt: skip
 # Ops that may overflow or be NaN for values that the original network does not compute (column
 # `total`).
-_PARTIAL = {"exp", "expm1", "sinh", "square", "pow.Tensor_Scalar"}
-_POSITIVE = "log log1p log2 log10 sqrt rsqrt reciprocal logit"
+_PARTIAL = {"exp", "expm1", "sinh", "square", "pow.Tensor_Scalar", "float_power.Tensor_Scalar",
+            "special_i0"}  # fmt: skip
+_POSITIVE = "log log1p log2 log10 sqrt rsqrt reciprocal logit erfinv lgamma digamma special_entr"
 _SCALAR = {
     "add.Scalar": 1.5, "sub.Scalar": 1.5, "rsub.Scalar": 1.5, "mul.Scalar": 1.5, "div.Scalar": 1.5,
     "pow.Tensor_Scalar": 2, "eq.Scalar": 0, "ne.Scalar": 0, "gt.Scalar": 0, "ge.Scalar": 0,
     "lt.Scalar": 0, "le.Scalar": 0, "remainder.Scalar": 1.5, "fmod.Scalar": 1.5, "clamp.default": 0,
+    "float_power.Tensor_Scalar": 2,
     "clamp_min.default": 0, "clamp_max.default": 0, "fill.Scalar": 1.5,
 }  # fmt: skip
 _BINARY = """rsub.Tensor maximum.default minimum.default atan2.default
+    fmax.default fmin.default copysign.Tensor logaddexp.default logaddexp2.default
     eq.Tensor ne.Tensor gt.Tensor ge.Tensor lt.Tensor le.Tensor logical_or.default"""
 _PAIR = (Case((S((2, 3, 4)), S((2, 3, 4))), {}), Case((S((2, 3, 4, 5)), S((3, 1, 1))), {}))
 
@@ -95,6 +99,7 @@ def _binary() -> list[tuple[str, Entry]]:
             "..., ... -> ...", zero="first", total="first", range="ends", cases=modes)),
         ("aten.pow.Tensor_Tensor", Entry("..., ... -> ...", cases=(
             Case((S((2, 3), of="positive"), S((2, 3))), {}),))),
+        ("aten.pow.Scalar", Entry("... -> ...", cases=(Case((2.0, S((2, 3, 4))), {}),))),
         ("aten.bitwise_and.Tensor", Entry("..., ... -> ...", zero="any", total="all", cases=(
             Case((S((2, 3), of="bool"), S((2, 3), of="bool")), {}),))),
         ("aten.bitwise_or.Tensor", Entry("..., ... -> ...", total="all", cases=(
@@ -110,6 +115,10 @@ def _ternary() -> list[tuple[str, Entry]]:
         ("aten.addcmul.default", Entry("..., ..., ... -> ...", total="one", cases=(
             Case((S((2, 3)), S((2, 3)), S((2, 3))), {}),
             Case((S((3,), True), S((2, 3)), S((3,), True)), {})))),
+        *((f"aten.clamp_{name}.Tensor", Entry("..., ... -> ...", total="all", range="ends", cases=(
+            Case((S((2, 3)), S((2, 3))), {}),))) for name in ("min", "max")),
+        ("aten.threshold.default", Entry("... -> ...", total="all", cases=(
+            Case((S((2, 3)), 0.1, 20.0), {}),))),
         ("aten.lerp.Scalar", Entry("..., ... -> ...", total="all", cases=(
             Case((S((2, 3)), S((2, 3)), 0.3), {}),))),
         ("aten.where.self", Entry("..., ..., ... -> ...", total="all", range="ends", cases=(
@@ -195,8 +204,9 @@ ENTRIES = [
         Case((S((2, 3)), None, None, *_CHANNELS[2:], False, 0.1, 1e-5, False), {})))),
     ("aten.dropout.default", Entry("... -> ...", total="all", range="hull", cases=(
         Case((S((2, 3)), 0.5, False), {}),))),
-    ("aten.feature_dropout.default", Entry("... -> ...", total="all", range="hull", cases=(
-        Case((S((2, 3, 4, 4)), 0.5, False), {}),))),
+    *((f"aten.{name}.default", Entry("... -> ...", total="all", range="hull", cases=(
+        Case((S((2, 3, 4, 4)), 0.5, False), {}),)))
+      for name in ("feature_dropout", "alpha_dropout", "feature_alpha_dropout")),
     ("aten.prelu.default", Entry(_prelu, total="first", cases=(
         Case((S((2, 3, 4)), S((3,), True)), {}),))),
 ]  # fmt: skip

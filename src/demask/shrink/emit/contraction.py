@@ -172,7 +172,7 @@ def _emit_dense(
 
 def _bias_alone(relation: Relation, values: list[Any]) -> fx.Node | None:
     """The bias of a convolution that reads no channel, which torch rejects; else None."""
-    if not relation.window or relation.operands[-1].name != "bias":
+    if not relation.entry.region or relation.operands[-1].name != "bias":
         return None
     read = 0 if "output_padding" in schema.arguments(relation.node) else 1
     return None if values[relation.factors[1]].meta["val"].shape[read] else values[-1]
@@ -186,7 +186,7 @@ def _call(
     if any(layout[axis] is not None for axis in strided_axes(relation)):
         args, kwargs = strided_arguments(context, relation, layout, args, kwargs)
     first = args[relation.factors[0]] if args else None
-    if not isinstance(first, fx.Node) or not relation.window:
+    if not isinstance(first, fx.Node) or not relation.entry.region:
         return context.editor.call(target, *args, **kwargs)
     if first.meta["val"].dtype != node.meta["val"].dtype:
         return context.editor.call(target, *args, **kwargs)

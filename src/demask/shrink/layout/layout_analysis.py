@@ -7,19 +7,26 @@ from functools import cached_property
 from typing import Self
 
 from demask.facts.analysis import Analysis
-from demask.facts.known import is_matrix
+from demask.facts.known import Relations, is_matrix
 from demask.facts.needed import Needs
 from demask.failures import CallFailed
 from demask.graph.program import Program
 from demask.ops import Table
 from demask.shrink.layout.heads import HeadGroups
 from demask.shrink.layout.placement import Placer, settle_needs
+from demask.shrink.layout.points import with_carried_points
 
 
 @dataclass(frozen=True, eq=False)
 class LayoutAnalysis(Analysis):
     """An analysis in which axes that must be cut alike are tied. `of`, `again` and `without` return
-    one in which no rule fails before emission."""
+    one in which no rule fails before emission.
+
+    carries_points: whether convolutions without a neighborhood carry positions of images, instead
+    of sliding a window of one.
+    """
+
+    carries_points: bool = False
 
     @classmethod
     def of(cls, program: Program, table: Table, *, borders: bool = True) -> LayoutAnalysis:
@@ -38,6 +45,13 @@ class LayoutAnalysis(Analysis):
         except CallFailed as failure:
             return self.without(failure)
         return self
+
+    @cached_property
+    def relations(self) -> Relations:
+        relations = super().relations
+        if not self.carries_points:
+            return relations
+        return {node: with_carried_points(relation) for node, relation in relations.items()}
 
     @cached_property
     def _settled(self) -> tuple[Needs, Placer]:

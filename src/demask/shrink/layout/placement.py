@@ -279,10 +279,11 @@ class Placer:
                 self.cells.unify(mine, theirs)
 
     def _is_outgrown(self, relation: Relation, key: Key, axis: int, letters: Axis) -> bool:
-        """Whether a move of several values has more live positions along an axis than this one of
-        them. Then this one is not widened before the move."""
+        """Whether a call that moves or scatters several values has more live positions along an
+        axis than this one of them. Then this one is not widened before the call."""
         joined = [o for o in relation.operands if isinstance(o.value, fx.Node)]
-        if not relation.moved or len(joined) < 2 or letters not in relation.outs[0]:
+        combines = len(joined) > 1 and (relation.moved or relation.entry.fill == "scatter")
+        if not combines or letters not in relation.outs[0]:
             return False
         live = along(self.needs.live[relation.node, 0], relation.outs[0].index(letters))
         return not self._needs_all(key, axis, live)

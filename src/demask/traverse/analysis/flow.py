@@ -27,7 +27,7 @@ from demask.ops.regions import Interval
 from demask.ops.relation import Relation
 from demask.shrink.program_size import count_macs
 from demask.traverse.analysis.partial_reductions import Reduction, reduction
-from demask.traverse.analysis.split_global_ops import split_global_calls, with_reductions
+from demask.traverse.analysis.split_global_ops import split_global_calls, with_moments
 from demask.traverse.axes import Axes, axes_of, length, whole
 from demask.traverse.local.dispatch import Local, local
 
@@ -138,7 +138,7 @@ def read(
 
 def flow_of(program: Program, table: Table) -> Flow:
     """The flow of a program whose global calls are split into statistics and their application."""
-    table = with_reductions(table)
+    table = with_moments(table)
     program = _hoist_whole_calls(split_global_calls(program, table))
     flow = _flow(program, table)
     reads = (read for here in flow.local.values() for read in here.reads if read.whole)

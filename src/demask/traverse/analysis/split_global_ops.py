@@ -23,7 +23,6 @@ from demask.graph.editor import GraphEditor
 from demask.graph.program import Program
 from demask.ops import Case, Entry, Relation, Table, schema, traits
 from demask.ops.custom import CustomOp
-from demask.ops.entries import norm
 from demask.ops.entry import Shape as S
 from demask.ops.schema import same_shape
 from demask.registry import CUSTOM_OPS
@@ -66,33 +65,15 @@ def _moments_line(node: fx.Node) -> str:
     return f"{before} -> which {after}"
 
 
-def _reduction(*cases: tuple[Any, ...]) -> Entry:
-    """An entry whose axes `dim` must be complete; they are removed or of size one in the output."""
-    return Entry(_LINE, sized=True, cases=tuple(Case(args, {}) for args in cases))
+# Two output values per reduced position, so it has no transfer rule.
+_MOMENTS = Entry(_moments_line, fill="none", sized=True, cases=(
+    Case((S((2, 3, 4)), [1]), {}), Case((S((2, 3, 4, 5)), [2, 3]), {})))  # fmt: skip
 
 
-_LINE = dict(norm.ENTRIES)["aten.amax.default"].line
-_X, _BOOL = S((2, 3, 4)), S((2, 3, 4), of="bool")
-_MOMENTS = (Case((_X, [1]), {}), Case((S((2, 3, 4, 5)), [2, 3]), {}))
-ENTRIES: Mapping[str, Entry] = {
-    # Two output values per reduced position, so it has no transfer rule.
-    "demask.moments.default": Entry(_moments_line, fill="none", sized=True, cases=_MOMENTS),
-    "aten.prod.dim_int": _reduction((_X, 1)),
-    **{f"aten.{op}.default": _reduction((_X,)) for op in ("prod", "max", "min", "var", "std")},
-    **{f"aten.{op}.dim": _reduction((_X, [1])) for op in ("var", "std")},
-    **{f"aten.{op}.default": _reduction((_BOOL,)) for op in ("any", "all")},
-    **{f"aten.{op}.dim": _reduction((_BOOL, 1)) for op in ("any", "all")},
-    **{f"aten.{op}.dims": _reduction((_BOOL, [1, 2], True)) for op in ("any", "all")},
-    "aten.logsumexp.default": _reduction((_X, [1], True)),
-    "aten.norm.Scalar": _reduction((_X,)),
-    "aten.norm.ScalarOpt_dim": _reduction((_X, 2, [1])),
-    **{f"aten.arg{op}.default": _reduction((_X,), (_X, 1)) for op in ("max", "min")},
-}
-
-
-def with_reductions(table: Table) -> Table:
-    """The table, extended by reductions that only traversal uses."""
-    return table.extended({op: entry for op, entry in ENTRIES.items() if op not in table})
+def with_moments(table: Table) -> Table:
+    """The table, extended by `moments`, which only traversal uses."""
+    name = "demask.moments.default"
+    return table if name in table else table.extended({name: _MOMENTS})
 
 
 def split_global_calls(
@@ -103,7 +84,7 @@ def split_global_calls(
     Calls with several outputs are replaced by calls with one output.
 
     Args:
-        table: one of `with_reductions`, also to be used for the result.
+        table: one of `with_moments`, also to be used for the result.
         nodes: names of the calls to rewrite; None: those that `global_calls` returns.
 
     Raises:
@@ -131,7 +112,7 @@ def global_calls(
 ) -> tuple[str, ...]:
     """Names of the calls whose output has rows or columns, each of which needs all of the input's.
 
-    table: one of `with_reductions`. inputs: the axes of placeholders by name; None: those of images
+    table: one of `with_moments`. inputs: the axes of placeholders by name; None: those of images
     (n c h w) and sequences (n c l).
     """
     editor = _with_single_outputs(program)
@@ -496,5 +477,4 @@ _RULES: dict[Any, _Rule] = {
     aten.log_softmax.int: _log_softmax,
 }
 
-__all__ = ["ENTRIES", "folded_scale", "global_calls", "moments", "split_global_calls",
-           "with_reductions"]  # fmt: skip
+__all__ = ["folded_scale", "global_calls", "moments", "split_global_calls", "with_moments"]

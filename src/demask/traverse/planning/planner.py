@@ -439,10 +439,12 @@ def plan_tiles(
             layout = min(layouts, key=lambda fitted: fitted[0])[1]
             return packed_plan(flow, layout, budget, reserved), layout
     planner, fitted = min(((p, p.least()) for p in tried), key=lambda pair: pair[1][0])
-    least = _lay_out(planner, fitted[1:])[1].peak + reserved
+    layout = _lay_out(planner, fitted[1:])[1]
+    least = layout.peak + reserved
     raise BudgetTooSmall(
         f"no plan of this network fits {format_bytes(budget)}; the least budget that would do is "
-        f"about {format_bytes(math.ceil(least * 1.01))}",
+        f"about {format_bytes(math.ceil(least * 1.01))}, of which libraries and kernels take "
+        f"{format_bytes(layout.overhead)}",
         least,
     )
 
