@@ -269,9 +269,9 @@ def first_line(error: Exception) -> str:
 def check(model: bytes, judge: OutputComparator, several: Iterable[Draw]) -> float:
     """The largest difference between a file and the network that it was written from.
 
-    The first draw is the example. Later ones on which the network itself fails are skipped. So are draws on which a quantized network
-    differs only through ONNX Runtime's own rewriting, which computes in fewer bits than the file
-    specifies.
+    Draws after the example on which the network itself fails are skipped. So are draws on which a
+    quantized network differs only through ONNX Runtime's own rewriting, which computes in fewer
+    bits than the file specifies.
 
     Raises:
         Mismatch: an output differs.
