@@ -160,9 +160,9 @@ def page() -> str:
     lines = [
         "# Planted faults",
         "",
-        "Each is one changed line in a copy of `src/demask`; a test of CI must fail. `make mutants`",
-        "runs them and `make nightly` 20 an evening, in turn; the list is in `tests/mutants`. Written",
-        "by `python -m mutants --page docs/mutants.md` (in `tests`).",
+        "Each is one changed line in a copy of `src/demask`; a test of CI must fail. The list is",
+        "in `tests/mutants`. `make mutants` runs all, `make nightly` 20 an evening, in turn. This",
+        "page is written by `python -m mutants --page FILE` in `tests`.",
         "",
         f"{len(FAULTS)} faults, {len(results)} run, {len(results) - len(missed)} seen, "
         f"{len(missed)} missed; commits: {', '.join(f'{c} ({n})' for c, n in runs.items())}.",
