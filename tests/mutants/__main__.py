@@ -43,13 +43,14 @@ RESULTS = ROOT / "build" / "mutants.json"
 
 def selected(arguments: argparse.Namespace) -> list[Fault]:
     """The faults that the command line asks for."""
+    faults = list(FAULTS)
     if arguments.words:
-        return [f for f in FAULTS if any(word in f.name for word in arguments.words)]
-    if arguments.count is not None:
+        faults = [f for f in FAULTS if any(word in f.name for word in arguments.words)]
+    elif arguments.count is not None:
         start = arguments.evening * arguments.count % len(FAULTS)
-        return [*FAULTS, *FAULTS][start : start + min(arguments.count, len(FAULTS))]
+        faults = [*FAULTS, *FAULTS][start : start + min(arguments.count, len(FAULTS))]
     number, count = map(int, arguments.shard.split("/"))
-    return list(FAULTS[number - 1 :: count])
+    return faults[number - 1 :: count]
 
 
 def run_tests(source: Path, tests: tuple[str, ...], result: Path) -> None:
@@ -75,7 +76,8 @@ def run_tests(source: Path, tests: tuple[str, ...], result: Path) -> None:
     sys.path.insert(0, str(source))
     os.environ |= {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     sys.dont_write_bytecode = True
-    status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], plugins=[First()])
+    command = ["-x", "-q", "-p", "no:cacheprovider", "--rotation", "all", *tests]
+    status = pytest.main(command, plugins=[First()])
     os._exit(0 if status == pytest.ExitCode.OK else 4)
 
 

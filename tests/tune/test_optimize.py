@@ -24,7 +24,7 @@ from demask.machine.cost import Costs
 from demask.tune.module.optimized_module import Optimized
 from fuzz.laws import difference
 from micro import MICROS
-from night import at_night, every
+from night import at_night
 
 module = importlib.import_module("demask.optimize")
 race = importlib.import_module("demask.tune.race")
@@ -81,10 +81,10 @@ FORMS = ("demasked alone", "norms in the weights", "layers with their epilogues"
 
 
 # By day each form of one network.
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("name", "form"),
-    every(5, itertools.product(CHOSEN, FORMS)),
+    itertools.product(CHOSEN, FORMS),
 )
 def test_equal_outputs(name: str, form: str, monkeypatch) -> None:
     prefer(monkeypatch, form)
