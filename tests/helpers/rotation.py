@@ -40,7 +40,7 @@ def commit_number() -> int:
     return int(git("rev-list", "--count", "HEAD") or 0)
 
 
-@dataclass
+@dataclass(eq=False)
 class Rotation:
     """Marks tests that have no turn. turn: its number; None: all of the dearest run, and the first
     of those that are sampled. dear: numbers of the dearest tests, by name."""
