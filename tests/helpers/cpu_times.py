@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-DEAREST = 15  # tests that are printed
+MOST = 15  # tests that are printed
 
 
 def used() -> float:
@@ -68,5 +68,5 @@ class CpuTimes:
         for folder, seconds in folders.most_common():
             write(f"{seconds:7.1f} s {100 * seconds / max(total, 1e-9):5.1f} % {tests[folder]:6} "
                   f"{folder}")  # fmt: skip
-        for name, seconds in self.seconds.most_common(DEAREST):
+        for name, seconds in self.seconds.most_common(MOST):
             write(f"{seconds:7.1f} s  {name}")

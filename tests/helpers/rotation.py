@@ -1,9 +1,9 @@
 """Which tests run for a commit, where all would take too long: another share for each commit.
 
 Two kinds of tests take turns: the cases of a test that is marked `sampled(n)`, of which each n-th
-runs, and the dearest tests, whose names are in `dear.txt` next to this file, of which each fourth
-runs. The others of both are marked `nightly`. The number of the turn is the count of commits, or of
-`--rotation`, so four commits run each of the dearest.
+runs, and the most expensive tests, named in `expensive.txt` next to this file, of which each fourth
+runs. The others of both are marked `nightly`. The number of the turn is the count of commits, or
+that of `--rotation`, so four commits run each of the expensive ones.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 TURNS = 4
-SHARE = 0.05  # of the tests are the dearest
-DEAR = Path(__file__).with_name("dear.txt")
+SHARE = 0.05  # of the tests are expensive
+EXPENSIVE = Path(__file__).with_name("expensive.txt")
 
 
 def git(*words: str) -> str:
@@ -42,11 +42,11 @@ def commit_number() -> int:
 
 @dataclass(eq=False)
 class Rotation:
-    """Marks tests that have no turn. turn: its number; None: all of the dearest run, and the first
-    of those that are sampled. dear: numbers of the dearest tests, by name."""
+    """Marks tests that have no turn. turn: its number; None: all of the expensive run, and the
+    first of those that are sampled. expensive: their numbers, by name."""
 
     turn: int | None
-    dear: Mapping[str, int]
+    expensive: Mapping[str, int]
     lines: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)
 
     @classmethod
@@ -57,7 +57,7 @@ class Rotation:
         if text is not None and text != "all" and not text.isdecimal():
             raise pytest.UsageError(f"expected --rotation K or --rotation all, got {text!r}")
         number = None if text == "all" or single else commit_number() if text is None else int(text)
-        names = DEAR.read_text().split("\n") if DEAR.exists() else []
+        names = EXPENSIVE.read_text().split("\n") if EXPENSIVE.exists() else []
         return cls(number, {name: k for k, name in enumerate(filter(None, names))})
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -65,7 +65,7 @@ class Rotation:
         terminalreporter.write_line(f"--rotation {'all' if self.turn is None else self.turn}")
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        number = self.dear.get(item.nodeid)
+        number = self.expensive.get(item.nodeid)
         has_turn = self.turn is None or number is None or (number + self.turn) % TURNS == 0
         if not has_turn or not self._is_sampled(item):
             item.add_marker(pytest.mark.nightly)
@@ -84,7 +84,7 @@ class Rotation:
         return place % mark.args[0] == 0
 
 
-if __name__ == "__main__":  # python tests/helpers/rotation.py build/cpu.json: writes dear.txt
+if __name__ == "__main__":  # python tests/helpers/rotation.py build/cpu.json: writes expensive.txt
     seconds: dict[str, float] = json.loads(Path(sys.argv[1]).read_text())
-    dearest = sorted(seconds, key=seconds.__getitem__, reverse=True)
-    DEAR.write_text("\n".join(dearest[: int(SHARE * len(seconds))]) + "\n")
+    expensive = sorted(seconds, key=seconds.__getitem__, reverse=True)
+    EXPENSIVE.write_text("\n".join(expensive[: int(SHARE * len(seconds))]) + "\n")
