@@ -2,6 +2,7 @@
 # make test     lint, types, tests
 # make coverage the same tests, and which lines of the package they run: build/coverage
 # make nightly  the slow suites; SHARD=2/6 runs the second sixth of them, at most 40 minutes
+# make mutants  planted faults, each of which a test must see; SHARD=2/6, or COUNT=20 in turn by day
 # make bench    the benchmarks, one after the other; their tables go to benchmarks/results
 #
 # Each needs Python 3.11 or newer and nothing else: the first run makes .venv.
@@ -20,10 +21,13 @@ TORCHVISION = "torchvision==0.$$($(BIN)/python -c 'import torch; print(int(torch
 # Packages that ship pretrained networks: the files alone are wanted, none of what reads them.
 REAL := rapidocr-onnxruntime==1.4.4 nudenet==3.4.2 silero-vad==6.2.3 facenet-pytorch==2.6.0
 SHARD ?= 1/1
+COUNT ?=
 # Processes that tests start import what was compiled once, whatever the environment says.
 RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: demo test coverage nightly bench clean
+MUTANTS := cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m mutants --shard $(SHARD)
+
+.PHONY: demo test coverage nightly mutants bench clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/demask demo
@@ -32,14 +36,20 @@ test: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(RUN) -n 2 --dist worksteal
+	$(RUN) -n 2 --dist worksteal --cpu-times build/cpu.json
 
 coverage: $(VENV)/dev.stamp
 	$(RUN) -n 2 --dist worksteal --cov=demask --cov-report=term:skip-covered --cov-report=html:build/coverage
 
 nightly: $(VENV)/dev.stamp $(VENV)/real.stamp
 	mkdir -p build/nightly && git rev-parse --short HEAD > build/nightly/$(subst /,-of-,$(SHARD)).commit
-	$(RUN) -n 2 -m nightly --shard $(SHARD) --junit-xml build/nightly/$(subst /,-of-,$(SHARD)).xml
+	status=0; \
+	$(RUN) -n 2 -m nightly --shard $(SHARD) --junit-xml build/nightly/$(subst /,-of-,$(SHARD)).xml || status=1; \
+	($(MUTANTS) --count 20) || status=1; \
+	exit $$status
+
+mutants: $(VENV)/dev.stamp
+	$(MUTANTS) $(if $(COUNT),--count $(COUNT))
 
 bench: $(VENV)/bench.stamp $(DEEPSPARSE)/bench.stamp
 	set -e; for name in residual encoder cost optimize runtime peers; do echo "$$name"; $(BIN)/python -m benchmarks run $$name; done

@@ -25,9 +25,11 @@ from benchmarks.common.tables import machine, markdown  # noqa: E402
 HEAD = """# The slow suites, run to their end
 
 `make nightly SHARD=k/n` runs a part of the tests that take too long for every push: all networks of
-torchvision, transformers' architectures, pretrained files, thousands of random networks, every node
-test of ONNX, both laws on many draws, the GPU kernels in an interpreter. Written by
-`python docs/make_nightly.py` from the files that it writes.
+torchvision, transformers' architectures, pretrained files, thousands of random networks (also of
+another generator, where there is `../shared/fuzz`), every node test of ONNX, both laws on many
+draws, the GPU kernels in an interpreter, the cases that had no turn for this commit; then a part of
+20 [planted faults](mutants.md). Written by `python docs/make_nightly.py` from the files that it
+writes.
 
 """
 

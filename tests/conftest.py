@@ -26,6 +26,10 @@ def folders() -> list[str]:
 
 sys.path[:0] = folders()  # also in the processes that xdist starts: each loads this file first
 
+from captured_once import captured_once  # noqa: E402
+from cpu_times import CpuTimes  # noqa: E402
+from rotation import Rotation  # noqa: E402
+
 KEY = ("suite", "network", "mask")  # of a result
 
 
@@ -41,14 +45,27 @@ def pytest_addoption(parser):
         metavar="FILE",
         help="write what tests measured to a JSON file; results of tests not run stay in it",
     )
+    parser.addoption(
+        "--rotation",
+        metavar="K",
+        help="which of the tests that take turns run (default: by the count of commits), or all",
+    )
+    parser.addoption(
+        "--cpu-times",
+        metavar="FILE",
+        nargs="?",
+        const="",
+        help="print the processor time of tests by folder; write that of each to a JSON file",
+    )
 
 
 def pytest_configure(config):
     set_strict(True)  # what fails inside is seen here, where users get a network and a reason
     gc.set_threshold(100_000, 20, 20)  # exports make so many objects: a tenth of the time went here
-    config.addinivalue_line(
-        "markers", "sampled(n): by day each n-th case runs, the others by night"
-    )
+    config.addinivalue_line("markers", "sampled(n): each n-th case runs, others for other commits")
+    config.pluginmanager.register(Rotation.of(config))
+    if (times := config.getoption("--cpu-times")) is not None:
+        config.pluginmanager.register(CpuTimes(config, times))
     if not torch.accelerator.is_available():  # each seed would format the stack for each kind
         for kind in (torch.cuda, torch.xpu, torch.mtia):
             kind.manual_seed_all = lambda seed: None
@@ -68,23 +85,6 @@ def pytest_configure(config):
 
 def pytest_unconfigure():
     gc.unfreeze()
-
-
-LINES: dict[tuple[str, int], dict[str, int]] = {}  # by test and table: lines in order
-
-
-def pytest_itemcollected(item):
-    """By day the cases of a test that is marked `sampled(n)` run of which the places in the tables
-    of parameters sum to a multiple of n: each line of a table is met beside others of the next."""
-    mark = item.get_closest_marker("sampled")
-    if mark is None:
-        return
-    test, place = item.nodeid.partition("[")[0], 0
-    for k, line in enumerate(item.callspec._idlist):
-        lines = LINES.setdefault((test, k), {})
-        place += lines.setdefault(line, len(lines))
-    if place % mark.args[0]:
-        item.add_marker(pytest.mark.nightly)
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
@@ -164,3 +164,9 @@ def nominal(monkeypatch):
     if chain is not None:
         cost = sys.modules["demask.pilot.chains.chain_cost"]
         monkeypatch.setattr(chain, "here", lambda threads=None: cost.NOMINAL)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    with captured_once(item):
+        return (yield)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from demask.errors import BadInput
+from demask.errors import BadInput, Mismatch
 from demask.facts.analysis import Analysis
-from demask.failures import public
+from demask.failures import is_strict, public
 from demask.files.optimized_files import EarlierChoice, OptimizedFile
 from demask.graph.example_inputs import draw_examples
 from demask.graph.example_runs import copy_in_eval
@@ -266,6 +266,8 @@ def _without_cache(race: CandidateRace, network: nn.Module) -> Iterator[str]:
         race.outputs(network)
     except Exception:  # the call without a cache worked before
         without_caches(network)
+        if is_strict():
+            race.outputs(network)
         yield ("its parts accept no key-value cache, so use_cache is off; to generate text, "
                "optimize parts without one: modules=['*.mlp']")  # fmt: skip
 
@@ -407,6 +409,8 @@ def _enter_all(race: CandidateRace, candidates: Iterator[Candidate], provenance:
         try:
             candidate = next(candidates, None)
         except Exception as error:  # of any type: the earlier candidates are enough
+            if is_strict():
+                raise
             yield f"no further candidates are built: {first_line(error)}"
             return
         if candidate is None:
@@ -444,8 +448,12 @@ def _enter(race: CandidateRace, candidate: Candidate, provenance: Provenance) ->
         if candidate.exact is not None:
             module = _build_module(race, candidate.program, provenance, module_type)
     except Exception as error:  # of any type: the other candidates are enough
+        if is_strict():
+            raise
         return f"it fails ({first_line(error)})"
     if difference:
+        if is_strict():
+            raise Mismatch(f"{candidate.name}: {difference}")
         return f"its outputs differ: {difference}"
     race.modules[candidate.name], race.candidates[candidate.name] = module, candidate
     if candidate.exact is not None:

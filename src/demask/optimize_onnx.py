@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, Mismatch
-from demask.failures import public
+from demask.failures import is_strict, public
 from demask.files.atomic_write import check_writable
 from demask.files.onnx import from_onnx
 from demask.files.onnx.check import (
@@ -270,6 +270,8 @@ class _OnnxCandidates:
                 return
             error = self.race.enter(name, data)
         except DemaskError as error:
+            if is_strict():
+                raise
             self.notes.append(f"{name} is left out: {error}")
             self.failure = error
             return

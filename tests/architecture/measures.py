@@ -1,4 +1,8 @@
-"""Counts of what the layout of the package forbids, read off its source."""
+"""Counts of what the layout of the package forbids, read off its source, and sizes.
+
+`python -m architecture.measures` (in `tests`) prints both; tests limit the former alone. Sizes are
+advice: look at what is long, and at modules with one importer, before adding to them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ BANNED = (
 )  # fmt: skip
 # "Held-out data" is the field's term.
 WORDS = re.compile(r"(?<![a-zA-Z])(" + "|".join(BANNED) + r")(?![a-zA-Z])(?!-out)")
-MOST_FILES, MOST_LINES, MOST_IN_FUNCTION, MOST_PARAMETERS = 12, 500, 40, 8
+LONG_FILE, LONG_FUNCTION = 500, 40  # lines
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Files with tables op -> function that rewrites, lowers or runs its calls: the keys say what there
 # is a function for, so they stand with the functions and are stated nowhere else.
@@ -130,9 +134,20 @@ def sources(root: Path) -> list[Source]:
 
 
 def _edges(files: list[Source]) -> dict[str, set[str]]:
-    """Which file imports which."""
+    """Which file imports which. A package's own file is imported where a name of it is, which is no
+    module."""
     known = {source.name for source in files}
-    return {s.name: {name for name in s.imports if name in known} - {s.name} for s in files}
+    edges: dict[str, set[str]] = {}
+    for source in files:
+        imports = edges[source.name] = set()
+        for node in source.nodes:
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                imports |= {name if name in known else node.module for name in names}
+            elif isinstance(node, ast.Import):
+                imports |= {alias.name for alias in node.names}
+        edges[source.name] = (imports & known) - {source.name}
+    return edges
 
 
 def _cycles(edges: dict[str, set[str]]) -> list[set[str]]:
@@ -164,10 +179,8 @@ def _cycles(edges: dict[str, set[str]]) -> list[set[str]]:
 
 
 def file_cycles(files: list[Source]) -> int:
-    """Groups of files that import one another; what a package's own file imports is its offer."""
-    edges = _edges(files)
-    packages = {source.name for source in files if source.path.name == "__init__.py"}
-    return len(_cycles({name: to - packages for name, to in edges.items() if name not in packages}))
+    """Groups of files that import one another, packages' own files among them."""
+    return len(_cycles(_edges(files)))
 
 
 def part_cycles(files: list[Source]) -> int:
@@ -260,21 +273,6 @@ def ignored_types(files: list[Source]) -> int:
     return sum("type: ignore" in comment for s in files for comment in s.comments)
 
 
-def full_folders(files: list[Source]) -> int:
-    """Folders of more than twelve files."""
-    return sum(n > MOST_FILES for n in Counter(s.path.parent for s in files).values())
-
-
-def long_files(files: list[Source]) -> int:
-    """Files of more than 500 lines."""
-    return sum(s.text.count("\n") > MOST_LINES for s in files)
-
-
-def long_functions(files: list[Source]) -> int:
-    """Functions of more than 40 lines, without their docstrings."""
-    return sum(_length(node) > MOST_IN_FUNCTION for node in _functions(files))
-
-
 def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     body = node.body
     if len(body) > 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
@@ -282,20 +280,32 @@ def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or 0) - body[0].lineno + 1
 
 
-def wide_functions(files: list[Source]) -> int:
-    """Functions of more than eight parameters; keywords of public ones do not count."""
-    return sum(_parameters(node) > MOST_PARAMETERS for node in _functions(files))
-
-
-def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    public = any(ast.unparse(mark).endswith("public") for mark in node.decorator_list)
-    keywords = 0 if public else len(node.args.kwonlyargs)
-    return len(node.args.posonlyargs) + len(node.args.args) + keywords
-
-
 def _functions(files: list[Source]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for source in files:
         yield from (node for node in source.nodes if isinstance(node, FUNCTIONS))
+
+
+def sizes(files: list[Source]) -> Iterator[str]:
+    """Lines of text about the size of a package: of each part, and of what is long or used once."""
+    part_lines = Counter[str]()
+    for source in files:
+        part_lines[source.part] += source.text.count("\n")
+    imports = sum(isinstance(node, ast.Import | ast.ImportFrom) for s in files for node in s.nodes)
+    yield f"{sum(part_lines.values()):,} lines in {len(files)} files; {imports:,} import statements"
+    yield ", ".join(f"{part} {count:,}" for part, count in part_lines.most_common())
+    importers = Counter(name for to in _edges(files).values() for name in to)
+    single = sorted(name for name, count in importers.items() if count == 1)
+    yield f"modules with one importer: {len(single)}"
+    ops = [s.inner for s in files if s.part not in ("ops", "compat") and "aten." in s.text]
+    yield f"files outside of ops that name an ATen op: {len(ops)}"
+    lengths = {f"{s.inner}: {node.name}": _length(node) for s in files for node in s.nodes
+               if isinstance(node, FUNCTIONS)}  # fmt: skip
+    long = {name: count for name, count in lengths.items() if count > LONG_FUNCTION}
+    yield f"functions of more than {LONG_FUNCTION} lines: {len(long)}"
+    yield from (f"  {count:4} {name}" for name, count in Counter(long).most_common(10))
+    lines = Counter({s.inner: s.text.count("\n") for s in files})
+    yield f"files of more than {LONG_FILE} lines: {sum(n > LONG_FILE for n in lines.values())}"
+    yield from (f"  {n:4} {name}" for name, n in lines.most_common(10) if n > LONG_FILE)
 
 
 def banned_names(files: list[Source]) -> int:
@@ -391,8 +401,8 @@ MEASURES: dict[str, Callable[[list[Source]], int]] = {
     measure.__name__: measure
     for measure in (
         file_cycles, part_cycles, upward_imports, modules_in_strings, private_names,
-        literal_op_sets, table_imports, repeated_classes, ignored_types, full_folders, long_files,
-        long_functions, wide_functions, banned_names, banned_sentences, module_state,
+        literal_op_sets, table_imports, repeated_classes, ignored_types, banned_names,
+        banned_sentences, module_state,
     )
 }  # fmt: skip
 
@@ -401,3 +411,9 @@ def measured(root: Path) -> dict[str, int]:
     """All counts of the package in a folder."""
     files = sources(root)
     return {name: measure(files) for name, measure in MEASURES.items()}
+
+
+if __name__ == "__main__":
+    package = sources(Path(__file__).parents[2] / "src" / "demask")
+    print(*sizes(package), sep="\n")
+    print(*(f"{name}: {measure(package)}" for name, measure in MEASURES.items()), sep="\n")

@@ -18,13 +18,15 @@ from architecture.measures import (
     Source,
     banned_words,
     measured,
+    sizes,
     sources,
 )
 
 COUNTS = Path(__file__).with_name("counts.json")
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
-PAGES.remove(ROOT / "docs" / "nightly.md")  # quotes what tests printed
+QUOTING = ("nightly.md", "mutants.md")  # quote names and messages of tests
+PAGES = [page for page in PAGES if page.name not in QUOTING]
 # Choices on command lines and keys of JSON files: others use them, so they stay.
 STABLE_WORDS = {
     "benchmarks.optimize.optimize": {"resnet56-kept"},
@@ -46,10 +48,6 @@ PLANTED: dict[str, dict[str, str]] = {
     "table_imports": {"graph/a.py": "from demask.ops import TABLE"},
     "repeated_classes": {"graph/a.py": "class Plan: ...", "ops/b.py": "class _Plan: ..."},
     "ignored_types": {"graph/a.py": "x = 1  # type: ignore[assignment]"},
-    "full_folders": {f"graph/a{k}.py": "" for k in range(13)},
-    "long_files": {"graph/a.py": "x = 1\n" * 501},
-    "long_functions": {"graph/a.py": "def f():\n" + "    x = 1\n" * 41},
-    "wide_functions": {"graph/a.py": "def f(a, b, c, d, e, f, g, h, i): ..."},
     "banned_names": {"graph/a.py": "found_ops = 1"},
     "banned_sentences": {"graph/a.py": "# the network as given"},
     "module_state": {"graph/a.py": "CACHE: dict[str, int] = {}"},
@@ -74,9 +72,7 @@ def package_sources() -> list[Source]:
 @pytest.mark.parametrize("measure", MEASURES)
 def test_counts_only_fall(measure: str) -> None:
     limit = json.loads(COUNTS.read_text())[measure]
-    count = MEASURES[measure](package_sources())
-    assert count <= limit, MEASURES[measure].__doc__
-    assert count == limit, f"fewer than before: write {count} for {measure} in {COUNTS.name}"
+    assert MEASURES[measure](package_sources()) <= limit, MEASURES[measure].__doc__
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -85,6 +81,39 @@ def test_a_planted_violation_is_counted(measure: str, tmp_path: Path) -> None:
     clean = measured(package(tmp_path / "clean", fine))
     assert not any(clean.values())
     assert measured(package(tmp_path / "planted", PLANTED[measure]))[measure] == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        ({"ops/__init__.py": "from demask.ops.a import A", "ops/a.py": "from demask.ops import B"},
+         1),
+        ({"ops/__init__.py": "from demask.ops.a import A", "ops/a.py": "from demask.ops import b",
+          "ops/b.py": ""}, 0),
+        ({"ops/__init__.py": "from demask.ops.a import A", "graph/b.py": "from demask.ops import A",
+          "ops/a.py": "def f():\n    import demask.graph.b"}, 1),
+    ],
+)  # fmt: skip
+def test_cycles_through_the_file_of_a_package(
+    files: dict[str, str], count: int, tmp_path: Path
+) -> None:
+    assert measured(package(tmp_path, files))["file_cycles"] == count
+
+
+def test_sizes_are_printed(tmp_path: Path) -> None:
+    files = {"graph/a.py": "x = 1\n" * 501, "ops/b.py": "import demask.graph.a\naten.relu",
+             "graph/c.py": "def f():\n" + "    aten.relu()\n" * 41}  # fmt: skip
+    lines = [*sizes(sources(package(tmp_path, files)))]
+    assert lines == [
+        "544 lines in 4 files; 1 import statements",
+        "graph 543, ops 1, __init__ 0",
+        "modules with one importer: 1",
+        "files outside of ops that name an ATen op: 1",
+        "functions of more than 40 lines: 1",
+        "    41 graph.c: f",
+        "files of more than 500 lines: 1",
+        "   501 graph.a",
+    ]
 
 
 CHANGING = "def add(self, x):\n        self.x = x"

@@ -531,3 +531,30 @@ def test_a_network_without_provenance_is_refused(function, tmp_path, monkeypatch
     with pytest.raises(demask.BadInput, match="Linear without the attribute `demasked`"):
         function(nn.Linear(2, 3), *paths)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_path_of_modules_is_taken_once_and_not_too_deep() -> None:
+    spec = {"type": "ReLU"}
+    with pytest.raises(RefusedFile, match="module 'a' occurs twice"):
+        archive._attach_modules(nn.Module(), {"a.b": spec, "a": spec})
+    deepest = ".".join("a" * 101)
+    assert archive._parent(nn.Module(), deepest)[1] == "a"
+    with pytest.raises(RefusedFile, match="does not lead to a module"):
+        archive._parent(nn.Module(), f"a.{deepest}")
+
+
+def test_a_program_that_cannot_be_written_whole_is_not_written(tmp_path, monkeypatch) -> None:
+    slim, write = demask.demask(nn.Linear(4, 2).eval(), (torch.zeros(1, 4),)), pt2.write
+
+    def no_space(_):
+        raise OSError(28, "No space left on device")
+
+    @contextlib.contextmanager
+    def full(path):
+        with write(path):
+            yield SimpleNamespace(write=no_space)
+
+    monkeypatch.setattr(pt2, "write", full)
+    with pytest.raises(DemaskError, match="No space left"):
+        to_pt2(slim, tmp_path / "net.pt2")
+    assert os.listdir(tmp_path) == []

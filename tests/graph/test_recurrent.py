@@ -20,7 +20,6 @@ from demask.ops import TABLE, Declined, Relation, Table, bind
 from demask.ops.laws import call_node, missed
 from graphs import to_graph
 from micro_recurrent import rest
-from night import every
 from test_micro import difference, weights
 
 aten = torch.ops.aten
@@ -191,8 +190,8 @@ CASES = [
 
 
 # Every third by day: each mask with several layers.
-@pytest.mark.sampled(12)
-@pytest.mark.parametrize(("config", "mask"), every(3, CASES))
+@pytest.mark.sampled(36)
+@pytest.mark.parametrize(("config", "mask"), CASES)
 def test_exact_small_and_minimal(config: Config, mask: str, result: Callable[..., None]) -> None:
     result(suite="recurrent", network=config.name, mask=mask)
     net = made(config, mask)

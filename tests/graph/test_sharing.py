@@ -293,6 +293,15 @@ def test_shapes_of_inputs_and_weights_count(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(seen) == len(calls)
 
 
+def test_dynamic_sizes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = counted(monkeypatch)
+    with sharing.share_captures():
+        for shapes in (None, "all", None, {"x": {1: torch.export.Dim.AUTO}}):
+            with contextlib.suppress(demask.DemaskError):
+                next(sharing.shared_captures(Block().eval(), (X,), None, shapes))
+    assert len(seen) == 3
+
+
 def test_ties_count() -> None:
     """A weight that two layers have, or two weights in the same memory."""
     parts = [sharing.Anatomy.of(tied(k), ()).parts for k in (0, 1, 2, 0, 1, 2)]

@@ -27,7 +27,6 @@ from demask.tune.passes.fold_affine import fold_affine
 from demask.tune.passes.fuse_epilogues import fuse_epilogues
 from fuzz.laws import difference
 from micro import MICROS, Micro
-from night import every
 
 # Of the largest output: what optimize() promises, for kernels that sum in another order.
 LIMIT = 64 * torch.finfo(torch.float32).eps
@@ -93,10 +92,10 @@ def net(case: Micro) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return case.make()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("form", ["last", *(pytest.param(form, marks=pytest.mark.nightly)
                                             for form in ("plain", "fused"))])  # fmt: skip
-@pytest.mark.parametrize("case", every(3, MICROS), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", MICROS, ids=lambda c: c.name)
 def test_the_fast_module_computes_the_same(case: Micro, form: str) -> None:
     model, args = net(case)
     expected, module = pair_of(model, args, FORMS[form])

@@ -23,7 +23,6 @@ from demask.graph.result.resize import update_attributes
 from demask.numerics import compare
 from demask.shrink.pipeline import canonicalize, capture_program
 from micro import MICROS, Micro
-from night import every
 from rounds import rounds
 from test_micro import made
 
@@ -108,8 +107,8 @@ def test_class_attributes_and_methods_stay_and_numbers_follow() -> None:
     assert demask.verify(net, slim, (x,)).ok
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("case", every(4, MICROS), ids=lambda c: c.name)
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("case", MICROS, ids=lambda c: c.name)
 def test_exact_and_small_whatever_comes_back(case: Micro) -> None:
     model, args = made(case)
     slim = demask.demask(model, args)

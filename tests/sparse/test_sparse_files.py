@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import demask
 import test_cli
 from demask.errors import RefusedFile
+from demask.failures import strict
 from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked, build
 from demask.machine.cost import Costs
@@ -404,7 +405,8 @@ def test_exact_weights_of_a_lossy_form_are_checked(model, quick, monkeypatch):
         return made
 
     monkeypatch.setattr(sparse_forms, "segmented", wrong)
-    fast = optimized(model, precision="bf16")
+    with strict(False):
+        fast = optimized(model, precision="bf16")
     assert not has_segments(fast)
     assert any("left out" in note for note in fast.demasked.notes)
 

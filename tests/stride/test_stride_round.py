@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from demask.graph.result.module_calls import graph_of_calls
 from demask.ops import schema
 from demask.stride import NoSoundForm, Target, lower, raise_strides
-from night import every
 from test_stride_lower import NETWORKS, drawn
 
 TARGETS = ("max_pool", "slice", "avg_pool", "no_pool", "space_to_depth", "matrix_unit")
@@ -99,9 +98,8 @@ def goes_round(model: nn.Module, args: tuple[Tensor, ...], target: str | Target)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("make", "target"), every(4, itertools.product([Residual, Separable], TARGETS))
-)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("make", "target"), itertools.product([Residual, Separable], TARGETS))
 def test_small_networks(make, target):
     if make is Separable and target == "no_pool":
         pytest.skip("its output keeps the image's axes: such a target cannot make it smaller")
@@ -122,7 +120,8 @@ POOLS = {
 NO_MEAN = Target("no mean", frozenset({"slice", "multiply"}), forbidden=("avg_pool",))
 
 
-@pytest.mark.parametrize(("stride", "name"), every(5, itertools.product([1, 2], POOLS)))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("stride", "name"), itertools.product([1, 2], POOLS))
 def test_average_pools_become_convolutions_and_come_back(name, stride):
     torch.manual_seed(0)
     pool = nn.AvgPool2d(**POOLS[name])

@@ -21,7 +21,7 @@ from demask.traverse.analysis import partial_reductions as reductions
 from demask.traverse.analysis.partial_reductions import Reduction, attention, reduction
 from demask.traverse.analysis.split_global_ops import with_moments
 from demask.traverse.axes import Axes, empty, part
-from night import at_night, every
+from night import at_night
 
 aten, own = torch.ops.aten, torch.ops.demask
 SPLIT = with_moments(TABLE)
@@ -121,7 +121,8 @@ def sizes(draw) -> tuple[int, ...]:
     return tuple(draw(st.integers(1, n)) for n in (2, 5, 13, 11))
 
 
-@pytest.mark.parametrize("case", every(2, named(FLOATS)))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("case", named(FLOATS))
 @ROUTINE
 @given(shape=sizes(), seed=st.integers(0, 9999), piece=st.sampled_from([64, 1024, 1 << 19]))
 def test_any_partition_and_order_gives_the_value_of_the_whole(case, shape, seed, piece):
@@ -132,7 +133,8 @@ def test_any_partition_and_order_gives_the_value_of_the_whole(case, shape, seed,
         assert whole.isnan().any() or gap(whole, in_parts(case, x, seed)) <= EXACT
 
 
-@pytest.mark.parametrize("case", every(2, named(INTEGERS)))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("case", named(INTEGERS))
 @ROUTINE
 @given(shape=sizes(), seed=st.integers(0, 9999), piece=st.sampled_from([64, 1024]))
 def test_whole_numbers_are_exact(case, shape, seed, piece):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import demask
+from demask.failures import strict
 from demask.files import optimized_files
 from demask.files.optimized_files import EARLIER, LIMIT, MOST
 from demask.machine.cost import Costs
@@ -178,7 +179,8 @@ def test_a_network_that_computes_something_else_is_not_taken(cache) -> None:
     wrong = next(file for file in files(cache) if file != path)
     stored = PrivateFiles(path.parent, "network", LIMIT, MOST)
     stored.write(path.name, stored.read(wrong.name))
-    result = demask.optimize(network(), (X,), cache=cache)
+    with strict(False):
+        result = demask.optimize(network(), (X,), cache=cache)
     assert not is_from_file(result)
     assert any(f"{EARLIER}: left out, output 0" in note for note in result.demasked.notes)
     assert (result(X) - network()(X)).abs().max() < 1e-5

@@ -33,7 +33,7 @@ from demask.tune.passes.one_pixel_as_linear import convert_one_pixel_convs
 from fuzz.generate import generate
 from fuzz.laws import difference
 from micro import MICROS, Micro, Net, dead
-from night import at_night, every
+from night import at_night
 
 LIMIT = 1e-10  # max |a - b| / max |a| per output leaf, float64: a re-ordered sum is about 1e-15
 Pass = Callable[[Program], Program]
@@ -188,16 +188,16 @@ SEQUENCES: dict[str, Pass] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("case", every(12, MICROS), ids=lambda c: c.name)
+@pytest.mark.sampled(36)
+@pytest.mark.parametrize("case", MICROS, ids=lambda c: c.name)
 def test_every_pass_is_an_identity(case: Micro) -> None:
     program, args = made(case)
     for change in [*PASSES.values(), next(iter(SEQUENCES.values()))]:
         check(program, change, args)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("case", every(12, MICROS), ids=lambda c: c.name)
+@pytest.mark.sampled(36)
+@pytest.mark.parametrize("case", MICROS, ids=lambda c: c.name)
 def test_constants_that_are_computed_leave_no_border_maps(case: Micro) -> None:
     """Without border maps the same is computed, and in the form for runtimes too."""
     torch.manual_seed(7)

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import torch
 
+from demask.failures import is_strict
 from demask.machine.cache_folder import cache_folder
 from demask.machine.roofline import Roofline
 from demask.machine.threads import checked_threads
@@ -204,6 +205,8 @@ class Costs:
                     call()
                     samples.append(self._now() - start)
         except Exception:  # of any kind: out of memory, no such kernel, shapes that do not fit
+            if is_strict():
+                raise
             return Timing(inf, inf, inf, 0)
         return Timing.of(samples)
 

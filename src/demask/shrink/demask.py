@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.export import ExportedProgram
 
-from demask.errors import BadInput, CaptureDiffers, DemaskError, NeedsGraph, NotExportable
+from demask.errors import BadInput, CaptureDiffers, DemaskError, Mismatch, NeedsGraph, NotExportable
 from demask.failures import Log, described, is_strict, public
 from demask.graph.capture.declared_masks import Masks, apply_masks, masks_of_submodule
 from demask.graph.capture.module_state import KeepsState, modules_without_state
@@ -282,7 +282,8 @@ class _DemaskCall:
                 own, self.model, self.args, self.kwargs, record=known, stated=self.stated
             )
             if wrong:
-                raise ProgramMismatch(f"the network computes something else: {wrong}")
+                error = Mismatch if is_strict() else ProgramMismatch
+                raise error(f"the network computes something else: {wrong}")
         except (MemoryError, ProgramMismatch):
             raise
         except Exception as error:

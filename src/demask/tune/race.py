@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from demask.errors import Mismatch
+from demask.failures import is_strict
 from demask.graph.example_runs import Inputs, copy_in_eval
 from demask.graph.input_domains import Domains
 from demask.graph.program import Program
@@ -148,7 +150,11 @@ class CandidateRace:
         try:
             failure = self.difference(network)
         except Exception as error:  # of any type: another network is returned
+            if is_strict():
+                raise
             failure = f"it fails ({first_line(error)})"
+        if failure and is_strict():
+            raise Mismatch(f"{name}: {failure}")
         if failure:
             return [f"{name}: left out, {failure}"]
         self.modules[name] = network

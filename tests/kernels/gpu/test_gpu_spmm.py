@@ -86,6 +86,10 @@ def test_columns_of_x(device, n, choice):
     run_on(device, check, "empty rows", torch.float32, n, choice, None, "rows")
 
 
+def test_a_row_that_several_tasks_share(device):
+    run_on(device, check, "one long row", torch.float32, 3, ROWS[2], None)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("choice", [ROWS[0], TILES[0], KernelChoice("dense")], ids=str)
 def test_narrow_types(device, dtype, choice):

@@ -47,6 +47,11 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.int32)
 
 
+def test_tiles_of_rows_waste_little() -> None:
+    sizes = [gemv.vectors_of(rows, AVX512, 16) for rows in (10, 17, 768, 3072, 4096)]
+    assert sizes == [1, 2, 12, 16, 16]
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_columns_have_the_bits_of_the_dense_product(isa: Isa, size: tuple[int, int]):

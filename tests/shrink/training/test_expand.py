@@ -22,7 +22,6 @@ from demask.shrink.pipeline import capture_program, shrink_program
 from demask.shrink.training.pieces import NetworkTensors
 from demask.tune.module.optimized_module import Optimized
 from micro import MICROS, Micro
-from night import every
 from test_micro import difference, made
 
 # One tensor cut in two ways, trained differently; constants computed from weights that are trained.
@@ -43,8 +42,8 @@ def nudge(slim: nn.Module) -> None:
                 parameter.add_(0.1 * step * (parameter != 0))
 
 
-@pytest.mark.sampled(16)
-@pytest.mark.parametrize("case", every(4, MICROS), ids=lambda c: c.name)
+@pytest.mark.sampled(64)
+@pytest.mark.parametrize("case", MICROS, ids=lambda c: c.name)
 @pytest.mark.parametrize("result", ["auto", "graph"])
 def test_a_trained_network_expands(case: Micro, result: str) -> None:
     model, args = made(case)

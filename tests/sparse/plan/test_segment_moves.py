@@ -10,9 +10,12 @@ import pytest
 import torch
 from test_sparse_plan import WIDTHS
 
+from demask.errors import BadInput
+from demask.kernels.cpu.tiles.mean import exponent
 from demask.kernels.llvm.isa import AVX2, host
 from demask.ops.activations import ACTIVATIONS
 from demask.sparse.plan import tape_builder, value_moves
+from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.plan.tape_builder import TapeBuilder
 from demask.sparse.segment_steps import SelectStep
 from segment_drafts import RELU, Draft, all_at_once, compare
@@ -83,6 +86,19 @@ def test_selections_of_tokens_and_signals(kind: str, shape: tuple[int, ...]) -> 
     draft.cat(3, 0, 6)
     draft.check(threads=1)
     draft.check(4, 11)
+
+
+@pytest.mark.parametrize("number", [-2, -1, 6])
+def test_selections_of_channels_that_are_not_there_are_refused(number: int) -> None:
+    draft = Draft((1, 6, 3, 3))
+    index = draft.stored(torch.tensor([0, number], dtype=torch.int32))
+    draft.append(SelectStep(0, index, (1, 1), number == -2))
+    with pytest.raises(BadInput, match="expected channel numbers below 6"):
+        SegmentPlan.of(draft.program(), draft.weights, draft.inputs, 1)
+
+
+def test_means_of_more_pixels_begin_at_larger_sums() -> None:
+    assert [exponent(pixels) for pixels in (1, 49, 2**14, 2**14 + 1)] == [16, 16, 16, 17]
 
 
 def test_every_channel_of_zeros_is_zero() -> None:

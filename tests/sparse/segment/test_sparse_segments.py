@@ -30,7 +30,6 @@ from demask.sparse.segment_steps import NAMES, ConvStep, LinearStep, SparseWeigh
 from demask.tune.passes.fold_affine import fold_affine
 from fuzz.generate import generate
 from micro import MICROS, Micro, Net
-from night import every
 from test_tune import check, program_of
 
 pytestmark = [
@@ -260,7 +259,8 @@ def test_every_size_may_be_dynamic() -> None:
         assert not any(str(n) in str(fields) for n in (33, 32))
 
 
-@pytest.mark.parametrize("case", every(10, MICROS), ids=lambda c: c.name)
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("case", MICROS, ids=lambda c: c.name)
 def test_every_micro_network(case: Micro) -> None:
     torch.manual_seed(7)
     model, args = case.make()

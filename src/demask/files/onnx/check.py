@@ -279,9 +279,9 @@ def first_line(error: Exception) -> str:
 def check(model: bytes, judge: OutputComparator, several: Iterable[Draw]) -> float:
     """The largest difference between a file and the network that it was written from.
 
-    Draws on which the network itself fails are skipped. So are draws on which a quantized network
-    differs only through ONNX Runtime's own rewriting, which computes in fewer bits than the file
-    specifies.
+    Draws after the example on which the network itself fails are skipped. So are draws on which a
+    quantized network differs only through ONNX Runtime's own rewriting, which computes in fewer
+    bits than the file specifies.
 
     Raises:
         Mismatch: an output differs.
@@ -289,10 +289,12 @@ def check(model: bytes, judge: OutputComparator, several: Iterable[Draw]) -> flo
     """
     network, file = torch_run(judge.network, judge.filled), file_run(model)
     worst = 0.0
-    for draw in several:
+    for k, draw in enumerate(several):
         try:
             expected = network(draw.inputs)
-        except Exception:
+        except Exception as error:
+            if k == 0:
+                raise BadInput(f"the network fails on {draw.kind}: {first_line(error)}") from error
             continue
         try:
             worst = max(worst, judge.difference(draw, expected, _called(file, draw)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import reduce
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from demask.errors import BadInput, DemaskError
-from demask.failures import public
+from demask.failures import is_strict, public
 from demask.files.onnx.fix_inputs import fix_inputs
 from demask.files.onnx.model import OnnxFile
 from demask.files.onnx.op_functions import OnnxCall
@@ -110,10 +109,13 @@ class OnnxModule(nn.Module):
         recording = self.recordings.get(key) if key else None
         if isinstance(recording, OnnxRecording):
             named = dict(zip(self.plan.inputs, inputs, strict=True))
-            # If replaying fails, run node by node, for an error that names the node.
-            with suppress(Exception):
+            try:
                 if (outputs := recording.run(named, self._tensor_named)) is not None:
                     return outputs
+            except Exception:  # run node by node, for an error that names the node
+                if is_strict():
+                    self._run(self.plan, [_as_value(v) for v in inputs], {})
+                    raise
         values = [_as_value(v) for v in inputs]
         if recording is not ...:
             return self._run(self.plan, values, {})

@@ -64,13 +64,6 @@ class OnnxCall:
         return value
 
 
-def find_entry(domain: str, name: str) -> OnnxEntry:
-    """The entry of an op."""
-    from demask.files.onnx.ops import ENTRIES  # deferred: it imports this module
-
-    return ENTRIES[domain, name]
-
-
 @dataclass(frozen=True, slots=True)
 class OnnxEntry:
     """The implementation of one ONNX op.
@@ -84,10 +77,6 @@ class OnnxEntry:
     function: Callable[..., Any]
     host: Callable[..., Any] | None = None
     stored: tuple[int, ...] = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled by name, because its functions may be lambdas."""
-        return find_entry, (self.domain, self.name)
 
     def __call__(
         self, node: OnnxNode, inputs: Sequence[Value], call: OnnxCall

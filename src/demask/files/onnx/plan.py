@@ -37,6 +37,16 @@ class OnnxStep:
     version: int
     drops: tuple[str, ...]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with the name of its entry, because the entry's functions may be lambdas."""
+        return _read_step, (self.node, self.entry.domain, self.entry.name, self.version, self.drops)
+
+
+def _read_step(
+    node: OnnxNode, domain: str, name: str, version: int, drops: tuple[str, ...]
+) -> OnnxStep:
+    return OnnxStep(node, ENTRIES[domain, name], version, drops)
+
 
 @dataclass(frozen=True, slots=True)
 class OnnxPlan:

@@ -59,7 +59,7 @@ def shared_captures(
     if entries is None or not isinstance(model, nn.Module):
         yield from capture_programs(model, args, kwargs, dynamic_shapes)
         return
-    anatomy = Anatomy.of(model, (args, kwargs))
+    anatomy = Anatomy.of(model, (args, kwargs, dynamic_shapes))
     equal = [entry for entry in entries if entry.anatomy.parts == anatomy.parts]
     for entry in equal:
         if entry.differing(anatomy) <= entry.watched - entry.read:
@@ -175,7 +175,7 @@ class Anatomy:
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Any) -> Anatomy:
-        """The anatomy of a module that is called with (args, kwargs)."""
+        """The anatomy of a module with its inputs: (args, kwargs, dynamic shapes)."""
         anatomy = cls()
         leaves, spec = pytree.tree_flatten(inputs)
         module_parts = anatomy._value(model)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import mmap
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from demask.failures import is_strict
 from demask.machine.allocator import release_free_memory
 from demask.machine.arena import ALIGNMENT
 from demask.traverse.analysis.flow import Flow
@@ -83,8 +83,12 @@ def rehearse(flow: Flow, layout: MemoryLayout, constants: Mapping[fx.Node, Any])
             whole_values[node] = _zeros(value) if isinstance(value, Tensor) else value
     sinks = {v: Nowhere() for v in flow.outputs if isinstance(v, fx.Node) and v in flow.axes}
     call = ImageRun(sources, sinks, whole_values)
-    with torch.no_grad(), suppress(Exception):  # a call that fails on zeros may succeed on others
-        _execute(flow, layout, call, _run_until_all_computed, tempfile.gettempdir(), None)
+    try:
+        with torch.no_grad():
+            _execute(flow, layout, call, _run_until_all_computed, tempfile.gettempdir(), None)
+    except Exception:  # a call that fails on zeros may succeed on others
+        if is_strict():
+            raise
 
 
 def _zeros(value: Tensor) -> Tensor:

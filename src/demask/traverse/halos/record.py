@@ -25,6 +25,7 @@ from demask.compat.dispatch import (
     is_mutable,
     overload_name,
 )
+from demask.failures import is_strict
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
@@ -68,8 +69,11 @@ def record_calls(
         return _exported(model.module(check_guards=False), args, kwargs)
     try:
         recording = _run(to_exportable(structural_copy(model, share=True).eval()), args, kwargs)
-    except Exception:  # export has a better message, or supports the model
-        return _exported(model, args, kwargs)
+    except Exception as error:  # export has a better message, or supports the model
+        exported = _exported(model, args, kwargs)
+        if is_strict() and not isinstance(error, _NotRecordable):
+            raise
+        return exported
     is_known = all(_is_known(node, table) for node in recording.graph.nodes)
     return recording if is_known else _exported(model, args, kwargs)
 

@@ -156,9 +156,9 @@ def _decompose(graph: fx.Graph, node: fx.Node, table: dict[Any, Callable[..., An
     own_table = table | {
         op: decomposition for op, decomposition in decomposition_table.items() if op == node.target
     }
-    env = mode_of(graph).shape_env
-    no_guards = nullcontext() if env is None else env.suppress_guards()
-    with torch.no_grad(), enable_python_dispatcher(), no_guards:
+    mode = mode_of(graph)  # also of the tensors that a decomposition creates
+    no_guards = nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
+    with torch.no_grad(), enable_python_dispatcher(), no_guards, mode:
         # Nodes may share one fake value, and tracing distinguishes tensors by identity.
         operands = [
             v.detach() if isinstance(v, Tensor) else v for v in (leaves[k] for k in positions)
@@ -189,11 +189,11 @@ def _replace(graph: fx.Graph, node: fx.Node, result: Any) -> None:
 
 def _program(slim: Demasked, graph: fx.Graph, own: Mapping[str, Tensor]) -> ExportedProgram | None:
     """The exported program of a graph, whose constants become its first inputs."""
+    specs, tensors = _lift_constants(graph, slim, own)
     (result,) = graph.find_nodes(op="output")
     outputs = result.args[0] if isinstance(result.args[0], list | tuple) else (result.args[0],)
     if not all(isinstance(n, fx.Node) and isinstance(n.meta["val"], Tensor) for n in outputs):
         return None
-    specs, tensors = _lift_constants(graph, slim, own)
     for node in graph.find_nodes(op="placeholder")[len(specs) :]:
         value: Any = node.meta["val"]
         tensor = isinstance(value, Tensor)

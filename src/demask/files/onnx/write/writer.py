@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.onnx_exporter import list_functions_once
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
-from demask.failures import public
+from demask.failures import is_strict, public
 from demask.files.archive.node_codec import WRITE
 from demask.files.atomic_write import check_writable, write
 from demask.files.onnx.check import OutputComparator, add_row, draws
@@ -368,10 +368,13 @@ def _interface(slim: Demasked) -> Interface:
 def _translated(slim: Demasked, opset: int | None) -> Any:
     installed()
     try:
-        with contextlib.suppress(Exception), torch.no_grad(), quiet():
-            # Internals of torch differ between versions; errors are raised again below.
-            if (exported := prepare(slim, _functions())) is not None:
-                return _exported(exported, opset)
+        try:
+            with torch.no_grad(), quiet():
+                if (exported := prepare(slim, _functions())) is not None:
+                    return _exported(exported, opset)
+        except Exception:  # internals of torch differ between versions: by torch.export then
+            if is_strict():
+                raise
         exported = export_graph(slim)
         wrap_recurrent(exported.graph)
         canonicalize(exported.graph)

@@ -8,7 +8,7 @@ which `torch.export` cannot record.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,14 +17,21 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.files.onnx.op_functions import Ops, Value
 from demask.files.onnx.values import Host, number_of, numbers_of
+from demask.graph.provenance import OnnxPort
 
-if TYPE_CHECKING:
-    from demask.files.onnx.plan import OnnxPlan
-    from demask.graph.provenance import OnnxPort
+
+class Subgraph(Protocol):
+    """The plan of a graph in an attribute: its outputs, and how the file declares them."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]: ...
+    @property
+    def ports(self) -> tuple[OnnxPort, ...]: ...
+
 
 OPS = Ops()
 MAX_ITERATIONS = 100_000  # more would not end in reasonable time, or not at all
-Run = Callable[["OnnxPlan", Sequence[Value]], list[Value]]
+Run = Callable[[Subgraph, Sequence[Value]], list[Value]]
 AsTensor = Callable[[Value], Tensor]
 
 
@@ -51,7 +58,7 @@ def _count(number: Any) -> int:
 
 @OPS("If")
 def branch(
-    cond: Value, *, then_branch: OnnxPlan, else_branch: OnnxPlan, run: Run
+    cond: Value, *, then_branch: Subgraph, else_branch: Subgraph, run: Run
 ) -> tuple[Value, ...]:  # fmt: skip
     """The outputs of one of two graphs, selected by a condition."""
     return tuple(run(then_branch if _control_value(cond, "a condition") else else_branch, []))
@@ -59,7 +66,7 @@ def branch(
 
 @OPS("Loop")
 def loop(
-    limit: Value = None, condition: Value = None, *state: Value, body: OnnxPlan, run: Run,
+    limit: Value = None, condition: Value = None, *state: Value, body: Subgraph, run: Run,
     as_tensor: AsTensor,
 ) -> tuple[Value, ...]:  # fmt: skip
     """The last state, and the outputs of all iterations, stacked.
@@ -97,7 +104,7 @@ def _stack(row: list[Value], port: OnnxPort, axis: int, as_tensor: AsTensor) -> 
 
 @OPS("Scan")
 def scan(
-    *inputs: Value, body: OnnxPlan, num_scan_inputs: int, version: int, run: Run,
+    *inputs: Value, body: Subgraph, num_scan_inputs: int, version: int, run: Run,
     as_tensor: AsTensor, scan_input_axes: Sequence[int] = (),
     scan_input_directions: Sequence[int] = (),
     scan_output_axes: Sequence[int] = (), scan_output_directions: Sequence[int] = (),
@@ -124,7 +131,7 @@ def scan(
 
 
 def _run_slices(
-    state: Sequence[Value], slices: Sequence[Sequence[Value]], body: OnnxPlan, run: Run
+    state: Sequence[Value], slices: Sequence[Sequence[Value]], body: Subgraph, run: Run
 ) -> tuple[Sequence[Value], list[list[Value]]]:
     """The last state, and the values of all iterations per scan output."""
     rows: list[list[Value]] = [[] for _ in body.ports[len(state) :]]
@@ -137,7 +144,7 @@ def _run_slices(
 
 
 def _batched(
-    inputs: Sequence[Value], body: OnnxPlan, count: int, directions: Sequence[int], run: Run,
+    inputs: Sequence[Value], body: Subgraph, count: int, directions: Sequence[int], run: Run,
     as_tensor: AsTensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Scan of opset 8: batch axis 0, scanned axis 1; outputs past a length are zero."""
@@ -167,7 +174,7 @@ def _pad_rows(rows: Tensor, length: int) -> Tensor:
 
 @OPS("SequenceMap")
 def sequence_map(
-    sequence: Value, *others: Value, body: OnnxPlan, run: Run
+    sequence: Value, *others: Value, body: Subgraph, run: Run
 ) -> tuple[list[Value], ...]:  # fmt: skip
     """A graph's outputs for each element of a sequence, as sequences. others: sequences of the same
     length, or one value for all elements."""

@@ -1,25 +1,15 @@
-"""Faults planted into a copy of the sources, one at a time: the tests of CI must see each of them.
-
-    python tests/planted_faults.py            every fault, one after the other
-    python tests/planted_faults.py arena bf16 those whose name contains one of the words
-
-A fault is one line of `src/demask` changed, with the test files that are expected to fail for it.
-Only tests that CI runs are run (`-m "not nightly"`), so the list shows what a cut of the suite
-loses. Exit status 1 where a fault is missed, 2 where a line no longer exists.
-"""
+"""Faults that tests must see: one change of a line of `src/demask` each, with the test files that
+are expected to fail for it, cheap ones first."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from mutants.places import PLACES
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +24,12 @@ class Fault:
 
 
 def fault(name: str, file: str, line: str, wrong: str, *tests: str) -> Fault:
+    """A fault; tests: names of test files without "test_"."""
     files = [path for test in tests for path in (ROOT / "tests").rglob(f"test_{test}.py")]
     return Fault(name, file, line, wrong, tuple(str(path.relative_to(ROOT)) for path in files))
 
 
-FAULTS = (
+WRITTEN = (
     # facts
     fault("zero-needs-both-factors", "facts/known.py", "zero = zeros[0] | zeros[1]",
           "zero = zeros[0] & zeros[1]", "micro", "laws"),
@@ -286,40 +277,41 @@ FAULTS = (
           "return [mean(seconds) for seconds in zip(*fastest, strict=True)]", "budgets"),
 )  # fmt: skip
 
-
-def caught(each: Fault, folder: Path) -> str:
-    """The first test that fails with the fault in a copy of the sources; "" where none does."""
-    source = folder / "src"
-    shutil.copytree(ROOT / "src", source)
-    path = source / "demask" / each.file
-    text = path.read_text()
-    if each.line not in text:
-        raise LookupError(f"{each.file} has no such line: {each.line}")
-    path.write_text(text.replace(each.line, each.wrong))
-    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *each.tests]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0][:100] if failed else ""
+OTHER = {" < ": " <= ", " <= ": " < ", " > ": " >= ", " >= ": " > ", " + ": " - ", " - ": " + ",
+         "max(": "min(", "min(": "max(", " and ": " or ", " or ": " and "}  # fmt: skip
+KINDS = {
+    "off by one": r" (?:<=|>=|<|>) ",
+    "sign": r" [+-] ",
+    "extreme": r"\b(?:max|min)\(",
+    "connective": r" (?:and|or) ",
+}
 
 
-def main(words: list[str]) -> int:
-    """Print what each fault makes fail; the exit status."""
-    status = 0
-    for each in FAULTS:
-        if words and not any(word in each.name for word in words):
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            start = time.monotonic()
-            try:
-                test = caught(each, Path(folder))
-            except LookupError as error:
-                test, status = f"no such line: {error}", 2
-            status = status or int(not test)
-            seconds = time.monotonic() - start
-        print(f"{each.name:32} {test or 'MISSED'}  ({seconds:.0f} s)", flush=True)
-    return status
+def wrong_of(kind: str, line: str) -> str:
+    """A line with a fault of a kind: the first of its operators replaced by the one next to it; a
+    guard that never holds; a quotient rounded down; an axis of a notation that need not be
+    complete."""
+    if kind == "guard":
+        return re.sub(r"if .*:$", "if False:", line)
+    if kind == "rounding":
+        start = line.index("-(-")
+        depth = [line[start + 1 : k].count("(") - line[start + 1 : k].count(")")
+                 for k in range(start + 2, len(line) + 1)]  # fmt: skip
+        end = start + 2 + depth.index(0)
+        return line[:start] + "(" + line[start + 3 : end - 1] + ")" + line[end:]
+    if kind == "incomplete":
+        return line.replace("!", "", 1)
+    return re.sub(KINDS[kind], lambda operator: OTHER[operator[0]], line, count=1)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _placed() -> list[Fault]:
+    faults = []
+    for file, tests, *lines in PLACES:
+        for kind, line in lines:
+            name = f"{file.removesuffix('.py')}: {kind}"
+            name += f" {sum(f.name.startswith(name) for f in faults) + 1}"
+            faults.append(fault(name, file, line, wrong_of(kind, line), *tests.split()))
+    return faults
+
+
+FAULTS = (*WRITTEN, *_placed())

@@ -1,0 +1,96 @@
+"""Functions of ONNX ops at the edges that node tests of every day do not reach."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from demask.errors import BadInput
+from demask.files.onnx.module import OnnxModule
+from demask.files.onnx.ops.data import index, trees
+from demask.files.onnx.ops.math.math import cut_quotient
+from demask.files.onnx.ops.math.wide_unsigned import quotient
+from demask.files.onnx.ops.nn.norms import group_norm
+from demask.files.onnx.read.reader import parse_model
+from demask.files.onnx.recording import key_of
+from demask.files.onnx.size_fractions import Ratio
+from onnx_files import helper, node, value
+
+X = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(0))
+
+
+def network_of(call, opset: int) -> OnnxModule:
+    """A network of one node, from x to y."""
+    ports = [value("x", sizes=X.shape)], [value("y", sizes=None)]
+    graph = helper.make_graph([call], "g", *ports)
+    opsets = [helper.make_opsetid("", opset)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=7)
+    return OnnxModule(parse_model(model, Path()))
+
+
+@pytest.mark.parametrize("a", [-7, -6, -1, 0, 1, 6, 7])
+@pytest.mark.parametrize("b", [-3, -2, 1, 2])
+def test_quotients_are_cut_towards_zero(a: int, b: int) -> None:
+    assert cut_quotient(a, b) == math.trunc(a / b)
+
+
+def test_quotients_of_64_bits_without_sign() -> None:
+    whole = [0, 1, 5, 6, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1]
+    pairs = [(a, b) for a in whole for b in whole[1:]]
+    a, b = (torch.from_numpy(np.array(row, np.uint64)) for row in zip(*pairs, strict=True))
+    assert quotient(a, b).tolist() == [x // y for x, y in pairs]
+
+
+@pytest.mark.parametrize("whole", [-7, 0, 6, 7])
+def test_fractions_are_rounded_like_floats(whole: int) -> None:
+    ratio = Ratio(whole, 2)
+    for rounded in (math.floor, math.ceil, math.trunc):
+        assert rounded(ratio) == rounded(whole / 2)
+
+
+def test_a_view_is_at_single_indices_and_progressions() -> None:
+    for indices in (np.array(2), np.array([2]), np.array([1, 2, 3])):
+        view = index._view_at(X, indices, 1)
+        assert view is not None and np.array_equal(view, X.numpy()[:, indices])
+    for indices in (np.array([[0, 1], [2, 3]]), np.array([[1]]), np.array([], np.int64)):
+        assert index._view_at(X, indices, 1) is None
+
+
+@pytest.mark.parametrize("op", ["Softmax", "LogSoftmax", "Hardmax"])
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+def test_a_softmax_before_opset_13_is_over_all_axes_from_one_on(op: str, axis: int) -> None:
+    net = network_of(node(op, ["x"], ["y"], axis=axis), 12)
+    flat = X.reshape(math.prod(X.shape[: axis % 3]), -1)
+    expected = {
+        "Softmax": lambda: flat.softmax(-1), "LogSoftmax": lambda: flat.log_softmax(-1),
+        "Hardmax": lambda: (flat == flat.amax(-1, keepdim=True)).float(),
+    }[op]()  # fmt: skip
+    torch.testing.assert_close(net(X), expected.view(X.shape))
+
+
+def test_group_norms_of_halves_are_computed_in_floats() -> None:
+    scale, bias = torch.linspace(0.5, 2, 6).half(), torch.linspace(-1, 3, 6).half()
+    found = group_norm(X.half(), scale, bias, num_groups=2, version=21)
+    exact = torch.group_norm(X.half().float(), 2, scale.float(), bias.float(), 1e-5)
+    torch.testing.assert_close(found.float(), exact, rtol=2e-3, atol=4e-3)
+
+
+def test_a_tree_with_another_transform_is_refused() -> None:
+    leaf = {"nodes_splits": torch.zeros(1), "nodes_modes": torch.zeros(1, dtype=torch.uint8),
+            "nodes_featureids": [0], "nodes_truenodeids": [0], "nodes_falsenodeids": [0],
+            "nodes_trueleafs": [1], "nodes_falseleafs": [1], "leaf_targetids": [0],
+            "leaf_weights": torch.ones(1), "tree_roots": [0], "n_targets": 1}  # fmt: skip
+    trees.tree_ensemble(torch.ones(2, 1), **leaf)
+    with pytest.raises(BadInput, match="expected post_transform 0, 1 or 2, got 3"):
+        trees.tree_ensemble(torch.ones(2, 1), **leaf, post_transform=3)
+
+
+def test_a_call_that_is_traced_is_not_recorded(monkeypatch) -> None:
+    net = network_of(node("Relu", ["x"], ["y"]), 18)
+    assert key_of([X], net) is not None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert key_of([X], net) is None

@@ -1,0 +1,90 @@
+"""Which tests run for a commit, where all would take too long: another share for each commit.
+
+Two kinds of tests take turns: the cases of a test that is marked `sampled(n)`, of which each n-th
+runs, and the most expensive tests, named in `expensive.txt` next to this file, of which each fourth
+runs. The others of both are marked `nightly`. The number of the turn is the count of commits, or
+that of `--rotation`, so four commits run each of the expensive ones.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TURNS = 4
+SHARE = 0.05  # of the tests are expensive
+EXPENSIVE = Path(__file__).with_name("expensive.txt")
+
+
+def git(*words: str) -> str:
+    """What git says of the repository; "" outside of one."""
+    try:
+        run = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True)
+    except OSError:
+        return ""
+    return run.stdout.decode().strip() if run.returncode == 0 else ""
+
+
+def commit_number() -> int:
+    """The count of commits, by which each commit has the turn after its parent's; for a clone that
+    lacks the earlier ones, a number from the commit's name; 0 outside of a repository."""
+    if git("rev-parse", "--is-shallow-repository") == "true":
+        return int(git("rev-parse", "HEAD")[:8], 16)
+    return int(git("rev-list", "--count", "HEAD") or 0)
+
+
+@dataclass(eq=False)
+class Rotation:
+    """Marks tests that have no turn. turn: its number; None: all of the expensive run, and the
+    first of those that are sampled. expensive: their numbers, by name."""
+
+    turn: int | None
+    expensive: Mapping[str, int]
+    lines: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: pytest.Config) -> Rotation:
+        """The rotation of a session."""
+        text = config.getoption("--rotation")
+        single = any("[" in argument for argument in config.args)  # asked for by name
+        if text is not None and text != "all" and not text.isdecimal():
+            raise pytest.UsageError(f"expected --rotation K or --rotation all, got {text!r}")
+        number = None if text == "all" or single else commit_number() if text is None else int(text)
+        names = EXPENSIVE.read_text().split("\n") if EXPENSIVE.exists() else []
+        return cls(number, {name: k for k, name in enumerate(filter(None, names))})
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """How to repeat the selection."""
+        terminalreporter.write_line(f"--rotation {'all' if self.turn is None else self.turn}")
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        number = self.expensive.get(item.nodeid)
+        has_turn = self.turn is None or number is None or (number + self.turn) % TURNS == 0
+        if not has_turn or not self._is_sampled(item):
+            item.add_marker(pytest.mark.nightly)
+
+    def _is_sampled(self, item: pytest.Item) -> bool:
+        """Whether a case of a test that is marked `sampled(n)` runs: its places in the tables of
+        parameters sum to the turn's number, modulo n, so each line of a table meets others of the
+        next."""
+        mark = item.get_closest_marker("sampled")
+        if mark is None:
+            return True
+        test, place = item.nodeid.partition("[")[0], self.turn or 0
+        for k, line in enumerate(item.callspec._idlist):  # type: ignore[attr-defined]
+            lines = self.lines.setdefault((test, k), {})
+            place += lines.setdefault(line, len(lines))
+        return place % mark.args[0] == 0
+
+
+if __name__ == "__main__":  # python tests/helpers/rotation.py build/cpu.json: writes expensive.txt
+    seconds: dict[str, float] = json.loads(Path(sys.argv[1]).read_text())
+    expensive = sorted(seconds, key=seconds.__getitem__, reverse=True)
+    EXPENSIVE.write_text("\n".join(expensive[: int(SHARE * len(seconds))]) + "\n")
