@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import demask
+from demask.cli.read_network import read_network
 
 
 class Layers(nn.Module):
@@ -130,6 +131,30 @@ def test_onnx_files_do_not_write_to_inputs(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+class WritesInside(Layers):
+    """Writes to a value of its own: nobody else sees it."""
+
+    def forward(self, x):
+        y = self.a(x)
+        y[:, 0] = 3
+        y.clamp_(min=0)
+        return self.b(y)
+
+
+def test_writes_inside_are_in_files_of_networks_as_they_are(tmp_path: Path) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    net, (x,) = WritesInside().eval(), inputs_of(WritesInside)
+    demask.to_onnx(net, tmp_path / "net.onnx", (x,))
+    session = ort.InferenceSession(tmp_path / "net.onnx")
+    y = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(y), net(x).detach(), atol=1e-5, rtol=1e-5)
+    program = torch.export.export(net, (x,))
+    torch.export.save(program, tmp_path / "net.pt2")
+    read = read_network(tmp_path / "net.pt2")
+    slim = demask.demask(read.model, read.args)
+    torch.testing.assert_close(slim(x), net(x), atol=1e-5, rtol=1e-5)
+
+
 def test_a_file_writes_to_nothing_but_inputs(tmp_path: Path) -> None:
     from demask.files.archive.archive import _add_nodes
 
@@ -172,6 +197,9 @@ def test_verify_compares_buffers_after_the_call() -> None:
             self.n += self.step
             return self.layers(x)
 
+    counted = Counts(1).eval()
+    demask.demask(counted, inputs_of(WritesFirst), modules=["a"])
+    assert counted.n == 0
     one, two, args = Counts(1).eval(), Counts(2).eval(), inputs_of(WritesFirst)
     assert demask.verify(one, one, args).ok
     result = demask.verify(one, two, args, check=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-
 import pytest
 import torch
 from torch import nn
@@ -51,9 +49,10 @@ def test_code_that_takes_ints_alone_is_captured_for_one_size():
 
 
 def test_functions_are_restored():
-    before = builtins.len, torch.take_along_dim, torch.Tensor.take_along_dim
+    before = len, torch.take_along_dim, torch.Tensor.take_along_dim
     capture(Along(), (torch.randn(2, 4, 5),))
-    assert before == (builtins.len, torch.take_along_dim, torch.Tensor.take_along_dim)
+    assert before == (len, torch.take_along_dim, torch.Tensor.take_along_dim)
+    assert "len" not in globals() and "take_along_dim" not in vars(torch.Tensor)
 
 
 def hooked(hook) -> nn.Module:

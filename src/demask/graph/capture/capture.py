@@ -335,7 +335,7 @@ def _attempt(work: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedPr
     uncached = export_without_cache()
     with warnings.catch_warnings(), _quiet(), shapes_only(), torch.no_grad(), uncached:
         warnings.simplefilter("ignore")
-        with symbolic_sizes() as is_used:
+        with symbolic_sizes(work) as is_used:
             try:
                 return torch.export.export(work, args, kwargs, dynamic_shapes=shapes, strict=False)
             except Exception as symbolic:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import threading
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-_PATCHING = threading.RLock()
+from demask.compat.ambient import one_at_a_time
+
+_ABSENT = object()
 
 
 @contextlib.contextmanager
-def symbolic_sizes() -> Iterator[Callable[[], bool]]:
-    """Inside, `len` and `take_along_dim` of tensors with dynamic sizes are symbolic. Other calls,
-    also of other threads, are as before. The value tells whether there was such a tensor."""
-    length, take = builtins.len, torch.take_along_dim
+def symbolic_sizes(network: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Inside, `len` and `take_along_dim` of tensors with dynamic sizes are symbolic: the former in
+    the files that define the network's classes. Other calls, also of other threads, are as before.
+    The value tells whether there was such a tensor."""
+    length, take = len, torch.take_along_dim
     seen: list[Any] = []
 
     def symbolic_length(value: Any, /) -> Any:
@@ -44,14 +46,26 @@ def symbolic_sizes() -> Iterator[Callable[[], bool]]:
         )
         return x.gather(dim, index)
 
-    patches = [(builtins, "len", symbolic_length), (torch, "take_along_dim", take_along_dim),
-               (Tensor, "take_along_dim", take_along_dim)]  # fmt: skip
-    with _PATCHING:
-        originals = [getattr(owner, name) for owner, name, _ in patches]
+    own = {kind.__module__ for module in network.modules() for kind in type(module).__mro__}
+    files = [sys.modules[name] for name in own if name in sys.modules and not _is_library(name)]
+    patches = [
+        (torch, "take_along_dim", take_along_dim), (Tensor, "take_along_dim", take_along_dim),
+        *((file, "len", symbolic_length) for file in files),
+    ]  # fmt: skip
+    with one_at_a_time():
+        before = [vars(owner).get(name, _ABSENT) for owner, name, _ in patches]
         try:
             for owner, name, function in patches:
                 setattr(owner, name, function)
             yield lambda: bool(seen)
         finally:
-            for (owner, name, _), original in zip(patches, originals, strict=True):
-                setattr(owner, name, original)
+            for (owner, name, _), value in zip(patches, before, strict=True):
+                if value is _ABSENT:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, value)
+
+
+def _is_library(name: str) -> bool:
+    """Whether a module is Python's or torch's."""
+    return name.partition(".")[0] in ("torch", "builtins", "typing", "abc", "collections")
