@@ -360,3 +360,36 @@ def test_demask_leaves_the_state_of_a_network_alone() -> None:
     assert net[1].membrane == slim[1].membrane == 0.0
     parts = demask.demask(net, (x,), modules=["0"])
     assert net[1].membrane == parts[1].membrane == 0.0
+
+
+def test_what_is_dead_around_a_state_goes_if_its_state_never_changes() -> None:
+    torch.manual_seed(0)
+    net, x = spiking(Neuron), torch.randn(4, 6)
+    net[0].bias.data[:3] = 0
+    assert demask.demask(net, (x,))[0].out_features == 5
+    net[0].bias.data[0] = 0.4  # the membrane of this unit rises until it fires
+    slim = demask.demask(net, (x,))
+    with torch.no_grad():
+        for _ in range(12):
+            torch.testing.assert_close(slim(x), net(x), atol=1e-5, rtol=1e-5)
+    assert net[1].membrane.shape == (4, 8)
+
+
+class Lateral(Neuron):
+    """Its units inhibit each other: none of them has a state of its own."""
+
+    def forward(self, x):
+        u = self.membrane + x
+        fired = (u >= 1).to(x)
+        self.membrane = u * (1 - fired) - 0.1 * fired.sum(1, keepdim=True)
+        return fired
+
+
+def test_a_state_that_reads_other_units_stays() -> None:
+    torch.manual_seed(0)
+    net, x = spiking(Lateral), torch.randn(4, 6)
+    net[0].bias.data[:3] = 0
+    slim = demask.demask(net, (x,))
+    with torch.no_grad():
+        for step in range(12):
+            torch.testing.assert_close(slim(x + step), net(x + step), atol=1e-5, rtol=1e-5)

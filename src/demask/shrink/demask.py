@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from demask.errors import BadInput, CaptureDiffers, DemaskError, Mismatch, NeedsGraph, NotExportable
 from demask.failures import Log, described, is_strict, public
 from demask.graph.capture.declared_masks import Masks, apply_masks, masks_of_submodule
-from demask.graph.capture.module_state import KeepsState, modules_without_state
+from demask.graph.capture.module_state import KeepsState, keeps_equal_state, modules_without_state
 from demask.graph.capture.weight_hooks import apply_weight_hooks
 from demask.graph.input_domains import Domains, state_domains
 from demask.graph.isolation import in_isolation
@@ -137,9 +137,11 @@ def demask(
     except KeepsState as error:
         if result == "graph" or not isinstance(model, nn.Module):
             raise
-        names = modules_without_state(model, error.modules)
-        slim = _demask_modules(model, args, kwargs, names, masks, options, optional=True)
-        note = f"{error.where}: {error.op}, so that these modules stay as they are"
+        slim = _demask_with_state(call, error, check)
+        if slim is None:
+            names = modules_without_state(model, error.modules)
+            slim = _demask_modules(model, args, kwargs, names, masks, options, optional=True)
+        note = f"{error.where}: {error.op}; they are kept by the modules themselves"
         vars(slim)["demasked"] = replace(slim.demasked, notes=(note, *slim.demasked.notes))
     except NotExportable:
         is_module = isinstance(model, nn.Module)
@@ -148,6 +150,17 @@ def demask(
             raise
         slim = demask(written, args, kwargs, masks=masks, inputs=inputs, **options)
     return remember_original(slim, unmasked, model, masks)
+
+
+def _demask_with_state(call: _DemaskCall, error: KeepsState, check: bool) -> nn.Module | None:
+    """A result of the class of a network that keeps state, if what it removes has a state that no
+    call changes; else None."""
+    try:
+        own = _demask_program(replace(call, state=True), "class", check)
+    except DemaskError:
+        return None
+    inputs = call.args, dict(call.kwargs or {})
+    return own if keeps_equal_state(call.model, own, inputs, error.attributes) else None
 
 
 def _demask_program(call: _DemaskCall, result: str, check: bool) -> nn.Module:
@@ -203,11 +216,19 @@ class _DemaskCall:
     table: Table
     masks: Masks
     stated: Domains
+    state: bool = False  # whether the network keeps state in Python
 
     def programs(self, model: nn.Module | ExportedProgram) -> Iterator[Program]:
         """The programs of a network for the inputs of this call."""
         return programs_of(
-            model, self.args, self.kwargs, self.shapes, self.masks, writes=True, stated=self.stated
+            model,
+            self.args,
+            self.kwargs,
+            self.shapes,
+            self.masks,
+            writes=True,
+            stated=self.stated,
+            state=self.state,
         )
 
     def class_result(

@@ -72,19 +72,21 @@ def programs_of(
     fold_parameters: bool = True,
     writes: bool = False,
     stated: Domains = NOTHING,
+    state: bool = False,
 ) -> Iterator[Program]:
     """Functional programs of a network with folded constants, before anything is removed: the one
     for most sizes first, then, if iterated further, those for fewer.
 
     fold_parameters: False: what is computed from parameters remains calls. writes: whether a
-    program may write to its inputs. stated: the domains of inputs that the caller states.
+    program may write to its inputs. state: whether the network may keep state in Python, whose
+    program is that of its first call. stated: the domains of inputs that the caller states.
 
     Raises NotExportable or BadInput where no program can be captured.
     """
     failure: Exception | None = None
     has_program = False
     leaves = pytree.tree_leaves((args, dict(kwargs or {})))
-    for captured in shared_captures(model, args, kwargs, dynamic_shapes):
+    for captured in shared_captures(model, args, kwargs, dynamic_shapes, state=state):
         try:
             program = _functional(declare_masks(captured, masks), fold_parameters, writes)
         except MemoryError:

@@ -79,10 +79,14 @@ def capture_programs(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
+    *,
+    state: bool = False,
 ) -> Iterator[Program]:
     """The programs of a call, with the most dynamic sizes first: all (for "all", or those that an
     ONNX file names), those of the batch, none. For other `dynamic_shapes`, only the program with
     these.
+
+    state: whether the network may keep state in Python: the program is that of the first call.
     """
     if isinstance(model, ExportedProgram):
         yield _program(model, (), training=False)
@@ -100,7 +104,7 @@ def capture_programs(
         exports = export_with_grouped_experts(work, _exports(work, args, named, dynamic_shapes))
     try:
         for exported, notes in exports:
-            if changed:
+            if changed and not state:
                 notes = (*notes, *check_state(model, (args, named), tuple(changed)))
             yield replace(_program(exported, notes, model.training), interface=interface)
     except NotExportable as error:

@@ -30,9 +30,12 @@ _DEPTH = 6  # containers and objects within one another
 
 
 class KeepsState(NotExportable):
-    """A network keeps state in Python between calls. modules: the paths of the modules that do."""
+    """A network keeps state in Python between calls. modules: the paths of the modules that do.
+    attributes: where they keep it."""
 
-    def __init__(self, names: tuple[str, ...], modules: tuple[str, ...]) -> None:
+    def __init__(self, attributes: tuple[Attribute, ...]) -> None:
+        names = tuple(f"{path}.{name}".lstrip(".") for path, name in attributes)
+        modules = tuple(dict.fromkeys(path for path, _ in attributes))
         listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         owners = ", ".join(path or "the network itself" for path in modules[:3])
         super().__init__(
@@ -41,7 +44,7 @@ class KeepsState(NotExportable):
             "a graph would have the value of the first call for ever: pass the state in and return "
             "it, or demask the modules without state: modules=[...]",
         )
-        self.modules = modules
+        self.modules, self.attributes = modules, attributes
 
 
 def modules_without_state(model: nn.Module, stateful: Sequence[str]) -> list[str]:
@@ -61,6 +64,59 @@ def modules_without_state(model: nn.Module, stateful: Sequence[str]) -> list[str
         ):
             names.append(path)
     return names
+
+
+def keeps_equal_state(
+    model: nn.Module, own: nn.Module, inputs: Inputs, attributes: Sequence[Attribute]
+) -> bool:
+    """Whether a smaller network of the same class has the outputs and the state of a network over a
+    sequence of calls.
+
+    What it has removed of a tensor of the state must be the same after each call: then it is so
+    after every later call, since a removed slice reads a constant and its own state alone.
+    """
+    networks = copy_with_state(model), copy_with_state(own)
+    states: list[list[tuple[Any, Any]]] = []
+    for call in _sequence(inputs):
+        try:
+            outputs = [pytree.tree_leaves(run_seeded(network, call)) for network in networks]
+        except Exception:
+            return False
+        for a, b in zip(*outputs, strict=True):
+            if isinstance(a, Tensor) and not _is_close(a, b):
+                return False
+        states.append([tuple(vars(n.get_submodule(path)).get(name) for n in networks)  # type: ignore[misc]
+                       for path, name in attributes])  # fmt: skip
+    return all(_is_cut_of_state(values) for values in zip(*states, strict=True))
+
+
+def _is_cut_of_state(values: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether each second value is the first, or slices of it along one axis, the others of which
+    never change."""
+    first, second = values[0]
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return all(type(a) is type(b) and repr(a) == repr(b) for a, b in values)
+    if not all(isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == first.shape
+               and b.shape == second.shape for a, b in values):  # fmt: skip
+        return False
+    axes = [k for k, (n, m) in enumerate(zip(first.shape, second.shape, strict=False)) if n != m]
+    if first.ndim != second.ndim or len(axes) > 1:
+        return False
+    if not axes:
+        return all(_is_close(a, b) for a, b in values)
+    rows = torch.stack([a for a, _ in values]).movedim(axes[0] + 1, 0)
+    cut = list(torch.stack([b for _, b in values]).movedim(axes[0] + 1, 0))
+    for row in rows:  # in order, as positions that stay are
+        if cut and _is_close(row, cut[0]):
+            del cut[0]
+        elif not all(torch.equal(row[0], value) for value in row[1:]):
+            return False
+    return not cut
+
+
+def _is_close(a: Tensor, b: Any) -> bool:
+    same = isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+    return same and torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def watch_attributes(work: nn.Module) -> dict[Attribute, None]:
@@ -137,7 +193,7 @@ def check_state(
     them: one of a sequence of calls returns something else than the same call of a new copy."""
     names = tuple(f"{path}.{name}".lstrip(".") for path, name in changed)
     if _depends_on_earlier_calls(model, inputs):
-        raise KeepsState(names, tuple(dict.fromkeys(path for path, _ in changed)))
+        raise KeepsState(changed)
     return (f"a call of the model sets {', '.join(names[:5])}; a graph sets no attributes",)
 
 

@@ -48,6 +48,8 @@ def shared_captures(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
     dynamic_shapes: Any,
+    *,
+    state: bool = False,
 ) -> Iterator[Program]:
     """The programs that `capture_programs` returns; in a `share_captures` block, those of an equal
     module with the tensors of this one.
@@ -56,8 +58,8 @@ def shared_captures(
     reads of differing integers are recorded from the second module on.
     """
     entries = _ENTRIES.get()
-    if entries is None or not isinstance(model, nn.Module):
-        yield from capture_programs(model, args, kwargs, dynamic_shapes)
+    if entries is None or state or not isinstance(model, nn.Module):
+        yield from capture_programs(model, args, kwargs, dynamic_shapes, state=state)
         return
     anatomy = Anatomy.of(model, (args, kwargs, dynamic_shapes))
     equal = [entry for entry in entries if entry.anatomy.parts == anatomy.parts]
