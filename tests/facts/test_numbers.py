@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -94,3 +96,29 @@ def test_reductions_of_constants_over_a_batch_of_any_size(reduce: Callable[[Tens
     for batch in (3, 2, 7):
         x = torch.randn(batch, 3, 6, 5).double()
         assert difference(net(x), slim(x)) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "input"])
+def test_a_query_whose_keys_are_all_masked_reads_nothing(kind: str):
+    """Attention is 0 there, although all values are equal constants."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+            mask = torch.ones(5, 5).tril(-1).bool()
+            zero = torch.zeros(5, 5).masked_fill(~mask, -math.inf)
+            self.register_buffer("mask", zero if kind == "float" else mask)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            mask = mask if kind == "input" else self.mask
+            return self.b(F.scaled_dot_product_attention(x, x, self.v(x), attn_mask=mask))
+
+    torch.manual_seed(0)
+    net = Masked().double().eval()
+    with torch.no_grad():
+        net.v.weight[:4], net.v.bias[:2] = 0, 0
+    args = torch.randn(2, 5, 4).double(), torch.ones(5, 5).tril(-1).bool()
+    slim = demask.demask(net, args, check=False)
+    assert difference(net(*args), slim(*args)) <= 1e-12
+    assert slim.get_parameter("v.weight").shape == (6, 4)  # two zeros are removed, no constant

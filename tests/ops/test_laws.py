@@ -415,6 +415,9 @@ def scatter_breaks(name: str, table: Table) -> bool:
         ("aten.sub.Tensor", {"zero": "first"}),  # says 0 - y is 0
         ("aten.softmax.int", {"line": "... -> ..."}),
         ("aten.sum.dim_IntList", {"sized": False}),
+        ("aten.cumsum.default", {"sized": False}),
+        ("aten.index_add.default", {"fill": "same"}),  # says what is added changes nothing
+        ("aten.index_add.default", {"line": lambda _: "n c, e, e c -> n c", "fill": "sum"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -37,6 +37,11 @@ CREATED: dict[str, Callable[[Tensor], Tensor]] = {
     "new_zeros": lambda y: y + y.new_zeros(8).log(),
     "new_ones": lambda y: torch.where(y.new_ones(8, dtype=torch.bool).logical_not(), y, -INF),
     "where of numbers": lambda y: y + torch.where(y > 0, 0.0, -INF),
+    "assigned by a mask": lambda y: y.index_put((y > 0.5,), torch.tensor(0.25)),
+    "rows assigned by a mask": lambda y: y.index_put((y[:, 0] > 0,), torch.tensor(-1.0)),
+    "largest": lambda y: y.masked_fill(y == y.max(-1, keepdim=True).values, -INF),
+    "logsumexp": lambda y: (y - y.logsumexp(-1, keepdim=True)).log(),
+    "pow of a number": lambda y: y * 2.0 ** -torch.arange(8.0),
     "zeros of the batch": lambda y: y + torch.zeros(y.shape[0], 8).masked_fill(y < 0, -INF),
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from demask.failures import Log
 from demask.graph.editor import GraphEditor
 from demask.graph.normalize.split_recurrent import split_recurrent
 from demask.graph.program import Program
+from demask.ops import schema
 from demask.ops.schema import same_shape, same_size
 from demask.ops.traits import COPIES, TRANSPOSES, VIEW_OR_RESHAPE
 
@@ -144,6 +145,19 @@ def _selected(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     if is_constant or index.meta["val"].ndim != 1 or not rank:
         return None
     return editor.call(aten.index.Tensor, x, [*[None] * (dim % rank), index])
+
+
+def _put(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+    """x[mask] = number: a masked fill."""
+    arguments = schema.arguments(node)
+    x, indices, value = arguments["self"], arguments["indices"], arguments["values"]
+    mask = indices[0]
+    is_mask = len(indices) == 1 and mask is not None and mask.meta["val"].dtype == torch.bool
+    if not is_mask or value.meta["val"].ndim or arguments["accumulate"]:
+        return None
+    for _ in range(x.meta["val"].ndim - mask.meta["val"].ndim):
+        mask = editor.call(aten.unsqueeze.default, mask, -1)
+    return editor.call(aten.masked_fill.Tensor, x, mask, value)
 
 
 def _squeeze(editor: GraphEditor, node: fx.Node) -> fx.Node:
@@ -295,6 +309,7 @@ _RULES: dict[Any, Callable[[GraphEditor, fx.Node], fx.Node | None]] = {
     aten.repeat.default: _tiled,
     aten.index.Tensor: _indexed,
     aten.index_select.default: _selected,
+    aten.index_put.default: _put,
 }
 
 CANONICALIZED = frozenset(
