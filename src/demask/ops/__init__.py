@@ -9,7 +9,9 @@ Example:
     '... i, o i, o -> ... o'
 """
 
+import copyreg
 import warnings
+from typing import Any
 
 from demask.ops import quantization as quantize
 from demask.ops.entries import contraction as contract
@@ -30,6 +32,20 @@ TABLE = Table(
         *move.ENTRIES,
     ]
 )
+
+
+def _restored(entries: list[tuple[str, Entry | None]]) -> Table:
+    return Table((name, TABLE[name] if entry is None else entry) for name, entry in entries)
+
+
+def _reduced(table: Table) -> str | tuple[Any, ...]:
+    """How a table is pickled: entries of the built-in one, which contain functions, by their
+    names."""
+    rows = [(name, None if TABLE.get(name) is entry else entry) for name, entry in table.items()]
+    return "TABLE" if table is TABLE else (_restored, (rows,))
+
+
+copyreg.pickle(Table, _reduced)
 
 __all__ = [
     "TABLE",
