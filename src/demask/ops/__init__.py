@@ -34,15 +34,17 @@ TABLE = Table(
 )
 
 
-def _restored(entries: list[tuple[str, Entry | None]]) -> Table:
+def _restored(entries: list[tuple[str, Entry | None]] | None) -> Table:
+    if entries is None:
+        return TABLE
     return Table((name, TABLE[name] if entry is None else entry) for name, entry in entries)
 
 
-def _reduced(table: Table) -> str | tuple[Any, ...]:
+def _reduced(table: Table) -> tuple[Any, ...]:
     """How a table is pickled: entries of the built-in one, which contain functions, by their
     names."""
     rows = [(name, None if TABLE.get(name) is entry else entry) for name, entry in table.items()]
-    return "TABLE" if table is TABLE else (_restored, (rows,))
+    return _restored, (None if table is TABLE else rows,)
 
 
 copyreg.pickle(Table, _reduced)
