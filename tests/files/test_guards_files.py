@@ -140,6 +140,7 @@ def test_a_condition_of_a_file_compares_sizes(text: str) -> None:
         "torch.sym_float(L['x'].size()[0]) * 1.5 > 3.0", "torch._sym_sqrt(L['x'].size()[0]) > 2",
         "max(L['x'].size()[0], 3) == min(L['x'].size()[1], 7)", "not (L['x'].size()[0] == 3)",
         "L['x'].size()[0] == 3 or L['x'].size()[1] == 3 and L['x'].size()[2] != 1",
+        "torch.sym_max(L['x'].size()[0], 3) == torch.sym_min(L['x'].size()[1], 7)",  # torch 2.14
     ],
 )  # fmt: skip
 def test_what_torch_writes_is_taken(text: str) -> None:

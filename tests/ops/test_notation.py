@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 
 import pytest
@@ -123,3 +125,12 @@ def test_operands_of_optional_arguments_that_are_none_are_left_out():
     assert isinstance(relation, Relation)
     assert [operand.name for operand in relation.operands] == ["input", "weight"]
     assert relation.contracted == {"i"}
+
+
+def test_tables_are_pickled_and_copied():
+    assert pickle.loads(pickle.dumps(TABLE)) is TABLE and copy.deepcopy(TABLE) is TABLE
+    extended = TABLE.extended({"my::op": "... -> ..."})
+    for again in (pickle.loads(pickle.dumps(extended)), copy.deepcopy(extended)):
+        assert list(again) == list(extended)
+        assert again["aten.lstm.input"] is TABLE["aten.lstm.input"]
+        assert again["my.op.default"] == extended["my.op.default"]

@@ -13,6 +13,10 @@ from torch import Tensor, nn
 
 import demask
 import onnx_files
+from demask.graph.editor import GraphEditor
+from demask.shrink.emit.adapt import Adapter
+from demask.shrink.emit.constant_store import ConstantStore
+from demask.shrink.pipeline import programs_of
 from night import at_night
 
 INF = float("inf")
@@ -195,3 +199,18 @@ def test_constants_leave_a_file_whose_convolutions_pad_one_side(tmp_path) -> Non
     slim = demask.demask(model, (x,))
     torch.testing.assert_close(slim(x), model(x), rtol=1e-5, atol=1e-5)
     assert [tuple(slim.get_parameter(name).shape[:2]) for name in "wvu"] == [(5, 3), (6, 5), (4, 6)]
+
+
+class Nothing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :0]
+
+
+def test_a_value_without_positions_is_scattered() -> None:
+    """All positions of an axis are constants."""
+    program = next(programs_of(Nothing(), (torch.randn(2, 3),), None, None))
+    editor = GraphEditor(program)
+    empty = [n for n in editor.graph.nodes if n.op == "call_function"][-1]
+    with editor.graph.inserting_after(empty):
+        filled = Adapter(editor, ConstantStore(editor), {}).scatter(empty, 1, [], 4, 0.5)  # type: ignore[arg-type]
+    assert filled.meta["val"].shape[1] == 4 and filled.meta["effect"] == "pad"

@@ -128,9 +128,15 @@ class Rms(nn.Module):
         return self.b(self.norm(self.a(x)))
 
 
+class Called(Rms):
+    def forward(self, x):
+        return self.b(nn.functional.rms_norm(self.a(x), (16,), self.norm.weight))
+
+
+@pytest.mark.parametrize("kind", [Rms, Called])
 @pytest.mark.parametrize("result", ["auto", "graph"])
-def test_an_epsilon_of_the_dtype_is_kept(result):
-    net, x = Rms().eval(), (1e-4 * torch.randn(3, 8),)
+def test_an_epsilon_of_the_dtype_is_kept(kind, result):
+    net, x = kind().eval(), (1e-4 * torch.randn(3, 8),)
     slim = demask.demask(net, x, result=result)
     assert slim.demasked.after.parameters < slim.demasked.before.parameters
     assert demask.verify(net, slim, x).max_rel < 1e-10

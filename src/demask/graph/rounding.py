@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from demask.compat.dispatch import TorchDispatchMode
@@ -115,12 +116,25 @@ class _NarrowFloats(TorchDispatchMode):
         return result
 
 
+class _UnstatedEpsilon(TorchFunctionMode):
+    """Records whether code calls an RMS norm without `eps`, which is then that of the dtype."""
+
+    is_met = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.rms_norm, torch.nn.functional.rms_norm):
+            eps = args[3] if len(args) > 3 else (kwargs or {}).get("eps")
+            self.is_met |= eps is None
+        return func(*args, **(kwargs or {}))
+
+
 def narrows(network: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether a network in float64 computes narrower floats, or cannot run since its code casts."""
+    """Whether a network in float64 computes narrower floats, or with another epsilon, or cannot run
+    since its code casts."""
     inputs = pytree.tree_map(to_double, (args, kwargs))
-    with torch.no_grad(), _NarrowFloats() as mode:
+    with torch.no_grad(), _NarrowFloats() as mode, _UnstatedEpsilon() as epsilon:
         try:
             network(*inputs[0], **inputs[1])
         except Exception:  # RuntimeError of torch, or what a network makes of it
             return True
-    return mode.is_narrow
+    return mode.is_narrow or epsilon.is_met

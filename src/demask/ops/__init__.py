@@ -9,7 +9,9 @@ Example:
     '... i, o i, o -> ... o'
 """
 
+import copyreg
 import warnings
+from typing import Any
 
 from demask.ops import quantization as quantize
 from demask.ops.entries import contraction as contract
@@ -31,6 +33,22 @@ TABLE = Table(
         *scatter.ENTRIES,
     ]
 )
+
+
+def _restored(entries: list[tuple[str, Entry | None]] | None) -> Table:
+    if entries is None:
+        return TABLE
+    return Table((name, TABLE[name] if entry is None else entry) for name, entry in entries)
+
+
+def _reduced(table: Table) -> tuple[Any, ...]:
+    """How a table is pickled: entries of the built-in one, which contain functions, by their
+    names."""
+    rows = [(name, None if TABLE.get(name) is entry else entry) for name, entry in table.items()]
+    return _restored, (None if table is TABLE else rows,)
+
+
+copyreg.pickle(Table, _reduced)
 
 __all__ = [
     "TABLE",

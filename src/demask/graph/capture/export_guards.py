@@ -36,7 +36,8 @@ _FUNCTIONS: dict[str, Callable[[str], str]] = {
     "abs": "max({0},-({0}))".format,
     "round": "round({0})".format,
 }
-_SEVERAL = ("max", "min")
+# of several sizes; torch 2.14 writes its own functions
+_SEVERAL = {"max": "max", "min": "min", "torch.sym_max": "max", "torch.sym_min": "min"}
 
 
 class _Unknown(Exception):
@@ -168,7 +169,7 @@ def _translate(tree: ast.expr, size: Callable[[str, int], str], depth: int = 0) 
             if name in _FUNCTIONS and len(arguments) == 1:
                 return _FUNCTIONS[name](inner(arguments[0]))
             if name in _SEVERAL and len(arguments) > 1:
-                return f"{name}({','.join(map(inner, arguments))})"
+                return f"{_SEVERAL[name]}({','.join(map(inner, arguments))})"
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return repr(number)
         case ast.BinOp(op=ast.Pow(), right=right) if not _is_small(right):

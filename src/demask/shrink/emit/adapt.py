@@ -267,7 +267,7 @@ class Adapter:
             return node
         rank = len(value_of(node).shape)
         before = [0, 0] * (rank - axis - 1)
-        start = wanted.index(available[0])
+        start = wanted.index(available[0]) if available else 0
         if len(available) == len(wanted) and available != wanted:
             return self.select(node, axis, [available.index(p) for p in wanted])
         if wanted[start : start + len(available)] == available:
