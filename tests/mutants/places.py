@@ -5,15 +5,8 @@
 
 PLACES: tuple[tuple, ...] = (
     # the table
-    ("ops/entries/movement.py", "laws",
-     ("incomplete", 'return SizedLine("... (c !r !s) h w -> ... c (h !r) (w !s)", sizes)'),
-     ("incomplete", 'return SizedLine("n (!g c) ... -> n (c !g) ...", {"g": groups})')),
     ("ops/entries/norm.py", "laws",
      ("incomplete", 'line = f"n (g !c) {space}, (g c), (g c) -> n (g !c) {space}"')),
-    ("ops/entries/contraction.py", "laws",
-     ("incomplete", 'return SizedLine("b t !i, b !i o -> b t o", {}, mixes=True)'),
-     ("incomplete", 'return f"... {t} d, ... !s d, ... !s e, ... {t} !s -> ... {t} e"'),
-     ("incomplete", 'return "t i, !e i o, !e -> t o"')),
     ("ops/positions.py", "laws flow", ("sign", "values.append(_positions(line.ins[k], shape, base, k) + shift)")),
     ("ops/schema.py", "flow laws", ("off by one", "if position < len(node.args) and not argument.kwarg_only:")),
     # graph
