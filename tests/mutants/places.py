@@ -176,7 +176,7 @@ PLACES: tuple[tuple, ...] = (
     ("stride/accelerator/emit_windows.py", "stride_instructions_calls stride_instructions",
      ("sign", "counts = counts[..., None] * (end - start)")),
     ("stride/accelerator/units.py", "stride_instructions_stored stride_instructions", ("guard", "if not is_valid:")),
-    ("stride/accelerator/instructions.py", "stride_instructions",
+    ("stride/accelerator/instructions.py", "stride_instructions_machine",
      ("guard", 'if actual != [f"{torch.float32} {shape}" for _, shape in expected]:')),
     ("stride/average_pools.py", "stride_pools", ("extreme",
      "return [min(start + kernel, size + pad) - start for start in starts]")),
