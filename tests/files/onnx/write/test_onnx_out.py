@@ -308,4 +308,4 @@ def test_names_of_inputs_and_outputs_that_inner_values_have(tmp_path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), tmp_path / "a.onnx")
     net, x = from_onnx(tmp_path / "a.onnx"), torch.randn(2, 6)
     to_onnx(demask.demask(net, (x,)), tmp_path / "b.onnx")
-    agree(run(tmp_path / "b.onnx", x), net(x))
+    agree(run(tmp_path / "b.onnx", x), (net(x),))
