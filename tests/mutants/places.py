@@ -195,7 +195,6 @@ PLACES: tuple[tuple, ...] = (
     ("pilot/conditions/base.py", "pilot_condition", ("off by one",
      "parameter, rest = (names[k] if k < len(names) else value), value")),
     ("pilot/conditions/channel_conditions.py", "pilot_supports",
-     ("off by one", "fill = fills[k] if len(fills) > 1 else fills[0]"),
      ("off by one", "if threshold is not None and not (is_number(threshold) and threshold >= 0):")),
     ("pilot/data/collect.py", "pilot_data",
      ("connective", "if not isinstance(model, nn.Module) and not is_file:")),
@@ -211,7 +210,6 @@ PLACES: tuple[tuple, ...] = (
     ("pilot/routing/calibrate.py", "pilot_route",
      ("connective", "if len(sizes) != 1 or 0 in sizes:")),
     ("pilot/simplifiers/downsample.py", "pilot_simplify",
-     ("extreme", "return [max(1, round(n * ratio)) for n, ratio in zip(sizes, ratios, strict=True)]"),
      ("connective", 'if self.mode == "area" and x.meta["val"].shape[-1] >= sizes[-1]:')),
     ("pilot/simplifiers/rounding.py", "pilot_simplify",
      ("sign", "return torch.ldexp(mantissa.sign() * 0.5, exponent + up)"),
@@ -219,7 +217,6 @@ PLACES: tuple[tuple, ...] = (
     # cli
     ("cli/pruning/command.py", "cli_prune",
      ("off by one", "if sum(x is not None for x in (amount, macs, ms)) > 1:")),
-    ("cli/pruning/prune.py", "cli_prune", ("off by one", "is_share = options.macs <= 1")),
     ("cli/pruning/images.py", "cli_prune",
      ("guard", 'if inner is not None and (path / "train").is_dir():')),
     ("cli/read_inputs.py", "cli_pilot cli", ("sign",
