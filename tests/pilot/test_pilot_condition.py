@@ -291,6 +291,6 @@ def test_calibration_that_cannot_be(net: Net, x: Tensor, name, batches, labels, 
 
 
 def test_a_condition_with_one_value_too_many_is_refused() -> None:
-    for text in ("skip:0.5:0.1:3:4:5:6:7:8:9", "certified:2:3:4:5:6:7"):
+    for wrong in ("skip:0.5:0.1:3:4:5:6:7:8:9", "certified:2:3:4:5:6:7"):
         with pytest.raises(BadInput, match="has no parameter"):
-            condition_of(text)
+            condition_of(wrong)
