@@ -27,7 +27,7 @@ def test_a_fault_names_tests_and_a_line_that_compiles(each: Fault) -> None:
         ("extreme", "x = max(a, min(b, c))", "x = min(a, min(b, c))"),
         ("connective", "return a and b", "return a or b"),
         ("rounding", "n = -(-f(a) // (b + 1)) * b", "n = (f(a) // (b + 1)) * b"),
-        ("incomplete", '"n (!g c) -> n (!g c)"', '"n (g c) -> n (!g c)"'),
+        ("incomplete", '"n (!g c) -> n (!g c)"', '"n (g c) -> n (g c)"'),
     ],
 )
 def test_what_each_kind_of_fault_does(kind: str, line: str, wrong: str) -> None:

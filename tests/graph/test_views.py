@@ -141,3 +141,10 @@ def test_a_view_of_what_is_left_may_copy():
     slim = to_graph(net, (x,))
     assert slim.heads.out_proj.weight.shape == (12, 2)
     assert difference(net(x), slim(x)) <= 1e-10
+
+
+@pytest.mark.parametrize("start", [0, 1, -2])
+def test_writes_into_a_part_that_begins_anywhere(start: int) -> None:
+    model = Written(lambda y: y.narrow(2, start, 2).mul_(3)).eval()
+    x = torch.randn(3, 2, 6, dtype=torch.float64)
+    assert difference(model(x), to_graph(model, (x,))(x)) == 0

@@ -289,7 +289,7 @@ KINDS = {
 
 def wrong_of(kind: str, line: str) -> str:
     """A line with a fault of a kind: the first of its operators replaced by the one next to it; a
-    guard that never holds; a quotient rounded down; an axis of a notation that need not be
+    guard that never holds; a quotient rounded down; axes of a notation that need not be
     complete."""
     if kind == "guard":
         return re.sub(r"if .*:$", "if False:", line)
@@ -300,7 +300,7 @@ def wrong_of(kind: str, line: str) -> str:
         end = start + 2 + depth.index(0)
         return line[:start] + "(" + line[start + 3 : end - 1] + ")" + line[end:]
     if kind == "incomplete":
-        return line.replace("!", "", 1)
+        return line.replace("!", "")
     return re.sub(KINDS[kind], lambda operator: OTHER[operator[0]], line, count=1)
 
 

@@ -288,3 +288,9 @@ def test_calibration_that_cannot_be(net: Net, x: Tensor, name, batches, labels, 
     with pytest.raises(BadInput, match=words):
         condition(net, (x,), pilot="bits:8", condition=name, calibration=given_, labels=labels,
                   knobs=(0.9,))  # fmt: skip
+
+
+def test_a_condition_with_one_value_too_many_is_refused() -> None:
+    for wrong in ("skip:0.5:0.1:3:4:5:6:7:8:9", "certified:2:3:4:5:6:7"):
+        with pytest.raises(BadInput, match="has no parameter"):
+            condition_of(wrong)

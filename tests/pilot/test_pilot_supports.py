@@ -22,6 +22,7 @@ from demask.graph.program import Program
 from demask.graph.result.demasked_module import Demasked
 from demask.ops import TABLE
 from demask.ops.laws import LawModule, law_cases, relative_error, target_of
+from demask.pilot.conditions.channel_conditions import Skip
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.layout.cells import RunTimeIndex
 from demask.shrink.pipeline import canonicalize, capture_program
@@ -288,3 +289,9 @@ def test_an_input_is_not_picked():
         emit_indexed(Analysis(wide, TABLE), {(mapping[first], 0): pick})
     with pytest.raises(BadInput, match="at least 2 positions"):
         add_inputs(program, {"index": 1})
+
+
+def test_a_threshold_of_0_is_one() -> None:
+    assert Skip(threshold=0).threshold == 0
+    with pytest.raises(BadInput, match="threshold of 0 or more"):
+        Skip(threshold=-1e-9)

@@ -86,7 +86,7 @@ def others(module: nn.Module) -> set[str]:
 
 
 @pytest.mark.sampled(28)
-@pytest.mark.parametrize(("way", "s", "act"), itertools.product(WAYS, [2, 3], ACTS))
+@pytest.mark.parametrize(("way", "s", "act"), [*itertools.product(WAYS, [2, 3], ACTS)])
 def test_every_way_to_subsample_becomes_a_stride_where_it_is_sound(way, s, act):
     keep, positive = WAYS[way]
     model = Sampled(keep, s, ACTS[act], kernel_size=3, padding=1).double().eval()

@@ -99,7 +99,7 @@ def goes_round(model: nn.Module, args: tuple[Tensor, ...], target: str | Target)
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(("make", "target"), itertools.product([Residual, Separable], TARGETS))
+@pytest.mark.parametrize(("make", "target"), [*itertools.product([Residual, Separable], TARGETS)])
 def test_small_networks(make, target):
     if make is Separable and target == "no_pool":
         pytest.skip("its output keeps the image's axes: such a target cannot make it smaller")
@@ -121,7 +121,7 @@ NO_MEAN = Target("no mean", frozenset({"slice", "multiply"}), forbidden=("avg_po
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize(("stride", "name"), itertools.product([1, 2], POOLS))
+@pytest.mark.parametrize(("stride", "name"), [*itertools.product([1, 2], POOLS)])
 def test_average_pools_become_convolutions_and_come_back(name, stride):
     torch.manual_seed(0)
     pool = nn.AvgPool2d(**POOLS[name])

@@ -6,6 +6,7 @@ import itertools
 import math
 import mmap
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from demask.errors import BadInput
 from demask.traverse.axes import empty, part
 from demask.traverse.storage import boxes, stored_ends
 from demask.traverse.storage import sources_and_sinks as ends
@@ -273,3 +275,20 @@ def test_a_mapped_destination_holds_what_was_written(tmp_path):
     sink.write(((0, 300), (0, 400)), value)
     del out, sink
     assert np.array_equal(np.load(tmp_path / "y.npy"), in_bytes(value.numpy()))
+
+
+@pytest.mark.parametrize("data", [torch.ones(2, 3).to_sparse(), torch.ones(2, 3, device="meta")])
+def test_tensors_elsewhere_are_refused(data) -> None:
+    with pytest.raises(BadInput, match="expected a dense tensor on the CPU"):
+        ends._tensor(data)
+
+
+def test_chunks_stay_until_there_is_no_room() -> None:
+    """The one that was read least recently is dropped, and no more than needed."""
+    reads, chunks = [], [((k, k + 1), (0, 4)) for k in range(3)]
+    read = lambda chunk: reads.append(chunk) or torch.zeros(1, 4)  # noqa: E731
+    store = SimpleNamespace(dtype=torch.float32, read=read)
+    cache = stored_ends._ChunkCache(most=2 * 16)
+    for k in (0, 1, 0, 1, 2, 1, 0):
+        cache.read(store, chunks[k])
+    assert reads == [chunks[k] for k in (0, 1, 2, 0)]

@@ -84,7 +84,7 @@ FORMS = ("demasked alone", "norms in the weights", "layers with their epilogues"
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("name", "form"),
-    itertools.product(CHOSEN, FORMS),
+    [*itertools.product(CHOSEN, FORMS)],
 )
 def test_equal_outputs(name: str, form: str, monkeypatch) -> None:
     prefer(monkeypatch, form)

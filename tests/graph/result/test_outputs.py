@@ -54,3 +54,10 @@ def test_an_output_may_be_a_parameter(tmp_path: Path) -> None:
     assert slim.demasked.after.parameters < slim.demasked.before.parameters
     assert demask.verify(net, slim, x).ok
     demask.to_onnx(slim, tmp_path / "slim.onnx", x)
+
+
+def test_parameters_are_parameters_and_buffers_are_buffers() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).eval()
+    slim = demask.demask(model, (torch.randn(3, 4),), result="graph")
+    assert dict(slim.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    assert dict(slim.named_buffers()).keys() <= dict(model.named_buffers()).keys()

@@ -13,7 +13,7 @@ import demask
 from demask.errors import BadInput
 from demask.ops import TABLE
 from demask.pilot import Certified, Columns, unconditioned
-from demask.pilot.chains.chain_op import CHAIN, chain, plain, steps
+from demask.pilot.chains.chain_op import CHAIN, chain, fake, plain, steps
 
 CONDITIONS = (Columns(), Certified(), Certified(levels=2))
 
@@ -176,6 +176,9 @@ def test_texts_that_are_none():
             steps(text)
     with pytest.raises(BadInput, match="weights and biases"):
         chain(torch.randn(1, 5), [torch.randn(7, 5)], "dense+bias")
+    for weights in ([torch.randn(7, 5, 1)], [torch.randn(7, 5), torch.randn(6)]):
+        with pytest.raises(BadInput, match="matrices and their biases"):
+            fake(torch.randn(1, 5), weights, "dense+bias" if len(weights) > 1 else "dense")
 
 
 def test_saved_loaded_and_spelled(tmp_path: Path):

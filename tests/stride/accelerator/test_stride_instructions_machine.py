@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from demask.errors import BadInput
-from demask.stride.accelerator.instructions import instructions
+from demask.stride.accelerator.instructions import _check_inputs, instructions
 from demask.stride.accelerator.machine import (
     ACTIVATIONS,
     HOST,
@@ -215,3 +215,10 @@ def test_text_says_what_every_unit_does_and_where():
     for words in ("convolve", "(1, 3, 5, 5)", "weights+0 0.weight (4, 3, 3, 3) -> activations+",
                   "(1, 4, 5, 5)", "before 1 1", "groups 1"):  # fmt: skip
         assert words in convolve
+
+
+@pytest.mark.parametrize("inputs", [(), (torch.ones(1, 2),), (torch.ones(1, 3).double(),), (3,)])
+def test_inputs_of_other_sizes_and_types_are_refused(inputs) -> None:
+    _check_inputs((torch.ones(1, 3),), (("x", (1, 3)),))
+    with pytest.raises(BadInput, match=r"expected float32 tensors x \(1, 3\)"):
+        _check_inputs(inputs, (("x", (1, 3)),))

@@ -12,6 +12,7 @@ from demask.errors import BadInput, NotExportable
 from demask.files.onnx.module import from_onnx
 from demask.files.onnx.write import writer as writing
 from demask.files.onnx.write.writer import proto_of, save, serialized, to_onnx
+from onnx_files import node, value
 
 ort = pytest.importorskip("onnxruntime")
 
@@ -295,3 +296,16 @@ def test_an_op_set_that_onnx_does_not_have_is_refused(tmp_path, opset):
 def test_another_op_set_than_asked_for_is_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="has op set 18"):
         to_onnx(nn.ReLU(), tmp_path / "net.onnx", (torch.ones(2),), opset=3)
+
+
+def test_names_of_inputs_and_outputs_that_inner_values_have(tmp_path) -> None:
+    """The file's input and output are named like values that the exporter names."""
+    calls = [node("Relu", ["add"], ["a"]), node("Add", ["a", "a"], ["b"]),
+             node("Mul", ["b", "b"], ["relu"])]  # fmt: skip
+    ports = [value("add")], [value("relu", sizes=None)]
+    graph = helper.make_graph(calls, "g", *ports)
+    opsets = [helper.make_opsetid("", 18)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), tmp_path / "a.onnx")
+    net, x = from_onnx(tmp_path / "a.onnx"), torch.randn(2, 6)
+    to_onnx(demask.demask(net, (x,)), tmp_path / "b.onnx")
+    agree(run(tmp_path / "b.onnx", x), (net(x),))
