@@ -196,8 +196,8 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
             raise FileError(f"{function.__name__}: {error}") from error
         except Exception as error:
             known = isinstance(error, DemaskError)
-            if known and " meta" not in str(error):
-                raise
+            if known and not any(w in str(error) for w in ("device meta", "meta tensor")):
+                raise  # torch's words for them
             arguments = signature.bind(*args, **kwargs).arguments
             if empty := _without_data(arguments):
                 raise BadInput(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,6 +16,8 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from demask.pytree_paths import leaves_with_paths
+
+Network = TypeVar("Network", bound=nn.Module)
 
 RELATIVE = 1e-10  # max |a - b| / max |a| in float64
 ULPS = 64.0  # of max |a|, in the network's own dtype
@@ -216,7 +218,7 @@ def find_narrow_casts(module: nn.Module) -> list[tuple[str, torch.dtype]]:
     return casts
 
 
-def to_wide(network: nn.Module) -> nn.Module:
+def to_wide(network: Network) -> Network:
     """The network itself, converted to float64 in place, with the float dtypes among the arguments
     of a graph's calls. An RMS norm without `eps` keeps the one that it had: of its own dtype."""
     own = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)

@@ -164,7 +164,7 @@ class ConstantChannels(_Selective):
 
     def __post_init__(self) -> None:
         _Selective.__post_init__(self)
-        if self.value != "mean" and not (is_number(self.value) and abs(self.value) < math.inf):
+        if self.value != "mean" and (not is_number(self.value) or math.isinf(float(self.value))):
             raise BadInput(f"expected a finite number or 'mean' for value, got {self.value!r}")
 
     def applied(
