@@ -1,6 +1,7 @@
 """Captures that the tests of a process share: torch.export takes a quarter of their time.
 
-Tests of capture itself, and those that run by night, capture by themselves.
+Tests of capture itself and of how long networks live, and those that run by night, capture by
+themselves: the captures keep the networks that they were made from.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import pytest
 from demask.graph.capture import shared_captures
 
 MOST, LARGEST = 200, 2**20  # captures, and elements of the tensors of one, that stay in memory
-OWN = ("tests/graph/", "tests/compat/", "tests/whole/test_failures.py")
+OWN = ("tests/graph/", "tests/compat/", "tests/machine/", "tests/shrink/training/",
+       "tests/whole/test_failures.py")  # fmt: skip
 
 
 class Recent(deque):

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 TURNS = 4
-SHARE = 0.05  # of the tests are expensive
+SHARE = 0.08  # of the tests are expensive
 EXPENSIVE = Path(__file__).with_name("expensive.txt")
 
 

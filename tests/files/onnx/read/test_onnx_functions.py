@@ -72,9 +72,10 @@ def test_a_softmax_before_opset_13_is_over_all_axes_from_one_on(op: str, axis: i
     torch.testing.assert_close(net(X), expected.view(X.shape))
 
 
-def test_group_norms_of_halves_are_computed_in_floats() -> None:
+@pytest.mark.parametrize("stash_type", [1, 11])
+def test_group_norms_of_halves_are_computed_in_floats(stash_type: int) -> None:
     scale, bias = torch.linspace(0.5, 2, 6).half(), torch.linspace(-1, 3, 6).half()
-    found = group_norm(X.half(), scale, bias, num_groups=2, version=21)
+    found = group_norm(X.half(), scale, bias, num_groups=2, version=21, stash_type=stash_type)
     exact = torch.group_norm(X.half().float(), 2, scale.float(), bias.float(), 1e-5)
     torch.testing.assert_close(found.float(), exact, rtol=2e-3, atol=4e-3)
 
