@@ -12,6 +12,8 @@ import functools
 import inspect
 import itertools
 import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -177,6 +179,15 @@ def _without_data(arguments: Mapping[str, Any]) -> str:
                 place = pytree.keystr(path[1:])
                 return f"{name or 'the tensor'} of {path[0].key}{place}"
     return ""
+
+
+def warn_caller(text: str) -> None:
+    """Warn at the line outside of this package that called it."""
+    package = os.path.dirname(__file__) + os.sep
+    frame, level = sys._getframe(1), 2
+    while frame is not None and frame.f_code.co_filename.startswith(package):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:

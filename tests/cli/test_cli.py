@@ -280,7 +280,7 @@ def test_inspect_does_not_guess_of_an_op_that_changes_the_shape(run, tmp_path):
 
 def test_inspect_tells_of_calls_that_an_entry_does_not_cover(run, tmp_path):
     gap, text = gap_of(run, tmp_path, Gappy(lambda x: nn.functional.dropout(x, 0.5, True)))
-    assert (gap["op"], gap["frees"]) == ("aten.dropout.default", 6 * 3)
+    assert (gap["op"], gap["frees"]) == ("aten.dropout.default", None)
     assert "draws random numbers" in text
 
 

@@ -158,15 +158,15 @@ def test_the_planted_networks_are_sound_without_a_fault():
 
 
 def test_a_dead_channel_that_sigmoid_should_wake_is_noticed(monkeypatch):
-    from demask.facts import known
+    from demask.facts import fills
 
-    call = known._call
+    call = fills.call
 
     def forgetful(node, found):
         value = call(node, found)
         return torch.zeros_like(value) if "sigmoid" in str(node.target) else value
 
-    monkeypatch.setattr(known, "_call", forgetful)
+    monkeypatch.setattr(fills, "call", forgetful)
     assert "differs by" in broken(convs("torch.sigmoid(v1)"))
 
 

@@ -132,7 +132,7 @@ class Domain:
         return values.to(leaf.dtype).reshape(leaf.shape)
 
     def within(self, values: Tensor, size: int) -> Tensor:
-        """Integers as positions along an axis of `size`: those that are too large made smaller."""
+        """Integers as positions along an axis of `size`: too large ones become smaller."""
         if values.is_floating_point() or values.dtype == torch.bool or values.is_complex():
             return values
         return values.clamp(max=size - 1) if self.form == "sorted" else values.remainder(size)

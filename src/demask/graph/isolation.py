@@ -35,9 +35,9 @@ def in_isolation(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         defaults = Defaults.current()
         if defaults != FIXED:
-            given = signature.bind(*args, **kwargs).arguments
+            bound = signature.bind(*args, **kwargs).arguments
             defaults = _needed_defaults(
-                defaults, given.get("model"), given.get("args", ()), given.get("kwargs")
+                defaults, bound.get("model"), bound.get("args", ()), bound.get("kwargs")
             )
         token = _INSIDE.set(True)
         try:

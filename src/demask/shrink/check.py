@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, CaptureDiffers, Mismatch
-from demask.failures import described, is_strict
+from demask.failures import described, is_strict, warn_caller
 from demask.graph.capture.errors import part_of
 from demask.graph.example_inputs import batch_axes, draw_examples, resize_batch
 from demask.graph.example_runs import Inputs, copy_in_eval, run_seeded
@@ -179,7 +178,7 @@ def _return_captured(slim: Demasked, program: Program, wrong: str) -> Demasked:
         f"was captured, nothing removed. This is a defect of demask: please report it with {path} "
         "(the graph, sizes, versions and where weights are zero; no weights)"
     )
-    warnings.warn(text, stacklevel=4)
+    warn_caller(text)
     whole = copy_tensors(program)
     cuts = {name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
             for name, c in whole.constants.items()}  # fmt: skip

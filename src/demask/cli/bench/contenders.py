@@ -20,7 +20,7 @@ from demask.cli.ports import NetworkInput
 from demask.cli.read_network import NetworkFile, example
 from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
-from demask.graph.example_inputs import expected_spans
+from demask.graph.example_inputs import expected_domains
 from demask.graph.result.demasked_module import Demasked
 from demask.numerics import compare
 
@@ -134,13 +134,13 @@ def inputs_of(slim: Demasked, batch: int, args: Sequence[Tensor] = ()) -> Inputs
     """
     specs = slim.demasked.inputs
     names = {spec.sizes[0] for spec in specs if spec.sizes and isinstance(spec.sizes[0], str)}
-    leaves, spans = [], expected_spans(slim)
+    leaves, domains = [], expected_domains(slim)
     for k, spec in enumerate(specs):
         sizes = zip(spec.sizes, spec.example, strict=True)
         sized = tuple(batch if size in names else own for size, own in sizes)
         port = NetworkInput.of(spec.name, spec.sizes, getattr(torch, spec.dtype))
         fits = len(args) == len(specs) and tuple(args[k].shape) == sized
-        leaves.append(args[k] if fits else example(port, sized, spans.get(spec.name)))
+        leaves.append(args[k] if fits else example(port, sized, domains.get(spec.name)))
     tree = signature_of(slim.graph).in_spec
     if len(leaves) != tree.num_leaves:
         odd = ", ".join(slim.demasked.values) or "some"

@@ -58,7 +58,8 @@ def functionalize(program: Program, *, writes: bool = False) -> Program:
             f"clone it first: {written[0].target} = {written[0].target}.clone()",
         )
     result = functionalizer.editor.graph.output_node()
-    result.args = ((*result.args[0], *map(functionalizer.read, written)),)  # type: ignore[misc]
+    outputs: Any = result.args[0]
+    result.args = ((*outputs, *map(functionalizer.read, written)),)
     guards = tuple(dict.fromkeys((*program.guards, *guards)))
     names = (*program.written, *(str(node.target) for node in written))
     return _laid_out(

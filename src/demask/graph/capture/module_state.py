@@ -7,7 +7,6 @@ that was called before and one that was not.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -39,7 +38,7 @@ class KeepsState(NotExportable):
         listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         owners = ", ".join(path or "the network itself" for path in modules[:3])
         super().__init__(
-            f"state is kept in Python attributes between calls ({listed})",
+            f"Python attributes are a state between calls ({listed})",
             owners,
             "a graph would have the value of the first call for ever: pass the state in and return "
             "it, or demask the modules without state: modules=[...]",
@@ -85,7 +84,9 @@ def keeps_equal_state(
         for a, b in zip(*outputs, strict=True):
             if isinstance(a, Tensor) and not _is_close(a, b):
                 return False
-        states.append([tuple(vars(n.get_submodule(path)).get(name) for n in networks)  # type: ignore[misc]
+        first, second = networks
+        states.append([(vars(first.get_submodule(path)).get(name),
+                        vars(second.get_submodule(path)).get(name))
                        for path, name in attributes])  # fmt: skip
     return all(_is_cut_of_state(values) for values in zip(*states, strict=True))
 
@@ -120,19 +121,20 @@ def _is_close(a: Tensor, b: Any) -> bool:
 
 
 def watch_attributes(work: nn.Module) -> dict[Attribute, None]:
-    """The attributes, by path and name, that calls of `forward` change, which fills it from now on.
-    work: a copy of the caller's model, whose forward is replaced. torch.export restores attributes
-    after it has traced them, so that they are compared at the end of the traced call."""
-    forward, changed = work.forward, dict[Attribute, None]()
+    """The attributes, by path and name, that calls of a network change: filled by hooks from now
+    on. work: a copy of the caller's model. torch.export restores attributes after it has traced
+    them, so that they are compared at the end of the traced call."""
+    before, changed = dict[Attribute, Any](), dict[Attribute, None]()
 
-    @functools.wraps(forward)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        before = _attributes_of(work)
-        outputs = forward(*args, **kwargs)
+    def enter(*_: Any) -> None:
+        before.clear()
+        before.update(_attributes_of(work))
+
+    def leave(*_: Any) -> None:
         changed.update(dict.fromkeys(_changed(before, _attributes_of(work))))
-        return outputs
 
-    work.forward = watched
+    work.register_forward_pre_hook(enter)
+    work.register_forward_hook(leave)
     return changed
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -13,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 
 from demask.compat.fx_internals import PyTreeInfo, codegen_of, signature_of
+from demask.failures import warn_caller
 from demask.graph.editor import drop_unread
 from demask.graph.node_records import NodeRecord, TensorType, graph_of, records_of
 from demask.graph.normalize.split_recurrent import join_recurrent
@@ -205,7 +205,7 @@ def build(
         join_recurrent(graph)
         restore_modules(graph, root, originals.modules if originals is not None else {}, kind)
     if originals is not None and (lost := tuple(describe_lost_hooks(originals.model, root))):
-        warnings.warn("; ".join(lost), stacklevel=4)
+        warn_caller("; ".join(lost))
         provenance = replace(provenance, notes=(*provenance.notes, *lost))
     drop_unread(graph)
     for node in graph.nodes:

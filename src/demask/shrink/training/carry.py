@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from demask.errors import BadInput
-from demask.failures import public
+from demask.failures import public, warn_caller
 from demask.graph.capture.fold_constants import plain_name
 from demask.graph.provenance import provenance_of
 from demask.graph.result.origin import Origin, Piece, get_origin
@@ -240,10 +239,9 @@ class _Plan:
             if piece.has_state and count == parameter.numel():
                 cut[name] = cut_states(sources[0], states[sources[0]], piece, parameter)
             else:
-                warnings.warn(
+                warn_caller(
                     f"{name} starts without optimizer state: it is computed from "
-                    f"{', '.join(sources)}, and is no slice of it",
-                    stacklevel=4,
+                    f"{', '.join(sources)}, and is no slice of it"
                 )
         return cut
 

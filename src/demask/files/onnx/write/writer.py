@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.onnx_exporter import list_functions_once
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
-from demask.failures import is_strict, public
+from demask.failures import is_strict, public, warn_caller
 from demask.files.archive.node_codec import WRITE
 from demask.files.atomic_write import check_writable, write
 from demask.files.onnx.check import OutputComparator, add_row, draws
@@ -126,11 +126,11 @@ def to_onnx(
             raise
         model = _model(slim, opset)
         sizes = ", ".join(f"{s.name} {list(s.sizes)}" for s in slim.demasked.inputs)
-        warnings.warn(f"{path} is for inputs of these sizes alone: {sizes}. With dynamic sizes it "
-                      f"cannot be written: {error}", stacklevel=2)  # fmt: skip
+        warn_caller(f"{path} is for inputs of these sizes alone: {sizes}. With dynamic sizes it "
+                      f"cannot be written: {error}")  # fmt: skip
     if opset is not None and (version := model.opset_imports[""]) != opset:
-        warnings.warn(f"{path} has op set {version}: torch's exporter does not convert this "
-                      f"network to op set {opset}", stacklevel=2)  # fmt: skip
+        warn_caller(f"{path} has op set {version}: torch's exporter does not convert this "
+                      f"network to op set {opset}")  # fmt: skip
     if not _fits(model, LARGEST):
         _save_with_external_data(model, Path(path))
         return
