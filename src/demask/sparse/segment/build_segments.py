@@ -293,11 +293,12 @@ class _Steps:
         return chain, members
 
     def _reader(self, node: fx.Node, fused: set[fx.Node]) -> MatchedCall | None:
-        """The call that reads a value, if it is the only one."""
+        """The call that reads a value, if it is the only one. A recurrent call, which is known by
+        one of its outputs, is none: nothing is fused with it."""
         if node in self.outputs or len(node.users) != 1:
             return None
         reader = next(iter(node.users))
-        return None if reader in fused else self.calls[reader]
+        return None if reader in fused else self.calls.get(reader)
 
     def _append(self, chain: _LayerChain) -> None:
         """Append the step of a chain."""
