@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Domain:
         if value.is_floating_point():
             steps = value.diff() if value.ndim == 1 else value[:0]
             rising = len(steps) > 1 and bool((steps >= 0).all()) and bool((steps > 0).any())
-            return cls(*map(float, value.aminmax()), "sorted") if rising else cls()
+            return cls(float(value[0]), float(value[-1]), "sorted") if rising else cls()
         low, high = int(value.min()), int(value.max())
         if value.ndim == 0 or value.shape[-1] < 3 or low == high:
             return cls(low, high)
@@ -205,8 +205,8 @@ def state_domains(
 def _parse(name: str, value: Any) -> Domain:
     if isinstance(value, Domain):
         return value
-    form = next((form for form in FORMS if value == form), None)
-    if form is not None:
+    if isinstance(value, str) and value in FORMS:
+        form = cast(Form, value)
         return Domain(0, 1, form) if form in ("mask", "one-hot") else Domain(form=form)
     numbers = isinstance(value, (tuple, list)) and len(value) == 2 and all(
         isinstance(n, (int, float)) and not isinstance(n, bool) and math.isfinite(n) for n in value

@@ -19,7 +19,7 @@ from demask.graph.capture.weight_hooks import apply_weight_hooks
 from demask.graph.input_domains import Domains, state_domains
 from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
-from demask.graph.provenance import Provenance
+from demask.graph.provenance import Provenance, provenance_of
 from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import build
 from demask.graph.result.restore_modules import originals_of
@@ -137,12 +137,13 @@ def demask(
     except KeepsState as error:
         if result == "graph" or not isinstance(model, nn.Module):
             raise
-        slim = _demask_with_state(call, error, check)
+        slim = _demask_with_state(call, model, error, check)
         if slim is None:
             names = modules_without_state(model, error.modules)
             slim = _demask_modules(model, args, kwargs, names, masks, options, optional=True)
         note = f"{error.where}: {error.op}; these modules have it themselves"
-        vars(slim)["demasked"] = replace(slim.demasked, notes=(note, *slim.demasked.notes))
+        record = provenance_of(slim)
+        vars(slim)["demasked"] = replace(record, notes=(note, *record.notes))
     except NotExportable:
         is_module = isinstance(model, nn.Module)
         written = apply_weight_hooks(model, args, kwargs or {}) if is_module else None
@@ -152,7 +153,9 @@ def demask(
     return remember_original(slim, unmasked, model, masks)
 
 
-def _demask_with_state(call: _DemaskCall, error: KeepsState, check: bool) -> nn.Module | None:
+def _demask_with_state(
+    call: _DemaskCall, model: nn.Module, error: KeepsState, check: bool
+) -> nn.Module | None:
     """A result of the class of a network that keeps state, if what it removes has a state that no
     call changes; else None."""
     try:
@@ -160,7 +163,7 @@ def _demask_with_state(call: _DemaskCall, error: KeepsState, check: bool) -> nn.
     except DemaskError:
         return None
     inputs = call.args, dict(call.kwargs or {})
-    return own if keeps_equal_state(call.model, own, inputs, error.attributes) else None
+    return own if keeps_equal_state(model, own, inputs, error.attributes) else None
 
 
 def _demask_program(call: _DemaskCall, result: str, check: bool) -> nn.Module:

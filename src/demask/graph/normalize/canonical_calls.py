@@ -152,8 +152,9 @@ def _put(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     arguments = schema.arguments(node)
     x, indices, value = arguments["self"], arguments["indices"], arguments["values"]
     mask = indices[0]
-    is_mask = len(indices) == 1 and mask is not None and mask.meta["val"].dtype == torch.bool
-    if not is_mask or value.meta["val"].ndim or arguments["accumulate"]:
+    if len(indices) != 1 or mask is None or mask.meta["val"].dtype != torch.bool:
+        return None
+    if value.meta["val"].ndim or arguments["accumulate"]:
         return None
     for _ in range(x.meta["val"].ndim - mask.meta["val"].ndim):
         mask = editor.call(aten.unsqueeze.default, mask, -1)
