@@ -216,7 +216,8 @@ def _parse(name: str, value: Any) -> Domain:
             f"inputs[{name!r}] must be (low, high) with low <= high, or one of {FORMS}, got "
             f"{value!r}"
         )
-    return Domain(value[0], value[1])
+    low, high = cast(Any, value)
+    return Domain(low, high)
 
 
 def _leaf_names(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
