@@ -116,9 +116,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The modules that are captured from now on."""
     seen: list[nn.Module] = []
 
-    def watched(model: Any, *rest: Any) -> Any:
+    def watched(model: Any, *rest: Any, **options: Any) -> Any:
         seen.append(model)
-        return capture_programs(model, *rest)
+        return capture_programs(model, *rest, **options)
 
     monkeypatch.setattr(sharing, "capture_programs", watched)
     return seen

@@ -33,9 +33,6 @@ WRITTEN = (
     # facts
     fault("zero-needs-both-factors", "facts/known.py", "zero = zeros[0] | zeros[1]",
           "zero = zeros[0] & zeros[1]", "micro", "laws"),
-    fault("dynamic-sum-as-static", "facts/known.py",
-          "if relation.entry.sized and any(relation.size[a] is None for a in gone | "
-          "relation.complete):", "if False:", "numbers"),
     fault("pad-value-lost", "facts/movement.py", "torch.where(padded, value, fill)",
           "torch.where(padded, fill, fill)", "laws", "micro"),
     fault("affine-without-shift", "facts/known.py", "torch.where(zero, shift, fill)",

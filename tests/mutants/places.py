@@ -46,7 +46,7 @@ PLACES: tuple[tuple, ...] = (
      ("guard", "if leaf in parent._modules:"),
      ("off by one", "if child is None or len(path) > 100:")),
     ("files/archive/node_codec.py", "files_doors files_archive",
-     ("guard", "if is_mutable(op):"),
+     ("guard", "if is_mutable(op) and op is not WRITE:"),
      ("guard", 'if tag == "device" and isinstance(text, str) and _DEVICE.fullmatch(text):')),
     ("files/into_class.py", "own_class files_archive results",
      ("guard", "if _agrees(copy, numbers):")),

@@ -299,6 +299,7 @@ def test_several_threads(pair) -> None:
 
 
 def test_plans_end_with_the_network(pair) -> None:
+    gc.collect()  # those of networks of earlier tests
     other, before = copy.deepcopy(pair.fast), len(WEIGHTS.entries)
     other(image(*SIZES[0]))
     assert len(WEIGHTS.entries) == before + 1
