@@ -42,8 +42,8 @@ NEVER = {
     "aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default",
     "aten.tensor_split.sections", "aten.tensor_split.indices", "aten.var_mean.correction",
     *(f"aten.adaptive_max_pool{d}d.default" for d in (1, 2, 3)),
-    *(f"aten.{name}.default" for name in ("zeros", "ones", "full", "mean", "sum", "std", "max", "all")),
-    "aten.std_mean.default", "aten.max.dim", "aten.mode.default",
+    *(f"aten.{name}.default" for name in ("zeros", "ones", "full", "mean", "sum", "std", "all")),
+    "aten.max.default", "aten.std_mean.default", "aten.max.dim", "aten.mode.default",
     *(f"aten.new_{name}.default" for name in ("zeros", "ones", "full")),
 }  # fmt: skip
 
