@@ -284,11 +284,6 @@ def test_inspect_tells_of_calls_that_an_entry_does_not_cover(run, tmp_path):
     assert "draws random numbers" in text
 
 
-def test_an_op_that_nothing_masked_reaches_is_no_reason(run, tmp_path):
-    _, text = gap_of(run, tmp_path, Gappy(lambda x: x.cumsum(0)))
-    assert [line.split()[0] for line in text.splitlines() if "cumprod" in line] == ["ops"]
-
-
 # -- verify ----------------------------------------------------------------------------------------
 
 

@@ -56,7 +56,8 @@ def test_run_law(name, index, case):
     if isinstance(relation, Declined):
         pytest.skip(relation.text)
     found = check(relation, seed, exact=False)
-    assert found.runs or name in NEVER or any(s in name for s in ("lstm", "gru", "rnn", "quant"))
+    never = name in NEVER or not any(relation.outs) or found.declined  # no output has an axis
+    assert found.runs or never or any(s in name for s in ("lstm", "gru", "rnn", "quant"))
 
 
 # Geometry: windows of drawn sizes, where one-off errors hide.
