@@ -19,7 +19,8 @@ from demask.traverse.local.call import LocalCall, LocalKind, Scratch, out_overlo
 aten = torch.ops.aten
 # Ops that return their first operand, possibly in another dtype or at another address.
 _COPIES = {aten.clone, aten.contiguous, aten.alias, aten.detach, aten.to, aten._to_copy,
-           aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout, aten.lift_fresh, aten.lift_fresh_copy}  # fmt: skip
+           aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout,
+           aten.lift_fresh, aten.lift_fresh_copy}  # fmt: skip
 _SHUFFLES = {aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle}
 Bound = Mapping[str, Any]
 
