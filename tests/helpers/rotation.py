@@ -3,7 +3,7 @@
 Two kinds of tests take turns: the cases of a test that is marked `sampled(n)`, of which each n-th
 runs, and the most expensive tests, named in `expensive.txt` next to this file, of which each fourth
 runs. The others of both are marked `nightly`. The number of the turn is the count of commits, or
-that of `--rotation`, so four commits run each of the expensive ones.
+that of `--rotation`, so four commits run each of the expensive ones; `--rotation all` runs all.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def commit_number() -> int:
 
 @dataclass(eq=False)
 class Rotation:
-    """Marks tests that have no turn. turn: its number; None: all of the expensive run, and the
-    first of those that are sampled. expensive: their numbers, by name."""
+    """Marks tests that have no turn. turn: its number; None: all have. expensive: their numbers, by
+    name."""
 
     turn: int | None
     expensive: Mapping[str, int]
@@ -75,9 +75,9 @@ class Rotation:
         parameters sum to the turn's number, modulo n, so each line of a table meets others of the
         next."""
         mark = item.get_closest_marker("sampled")
-        if mark is None:
+        if mark is None or self.turn is None:
             return True
-        test, place = item.nodeid.partition("[")[0], self.turn or 0
+        test, place = item.nodeid.partition("[")[0], self.turn
         for k, line in enumerate(item.callspec._idlist):  # type: ignore[attr-defined]
             lines = self.lines.setdefault((test, k), {})
             place += lines.setdefault(line, len(lines))

@@ -247,8 +247,8 @@ def _select(step: SelectStep, kind: str, x: Tensor, numbers: Tensor | None) -> T
         raise BadInput("expected the channel numbers of a selection")
     axis = channel_axis(kind) % x.ndim
     if step.padded:
-        x = F.pad(x, [0, 0] * (x.ndim - 1 - axis) + [0, 1])
-        numbers = numbers.remainder(x.shape[axis])
+        x = F.pad(x, [0, 0] * (x.ndim - 1 - axis) + [1, 0])
+        numbers = numbers + 1  # no size: segments are converted by calls traced with other sizes
     if kind == "image" and step.stride != (1, 1):
         x = x[:, :, :: step.stride[0], :: step.stride[1]]
     return x.index_select(axis, numbers)
