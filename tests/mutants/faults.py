@@ -33,6 +33,9 @@ WRITTEN = (
     # facts
     fault("zero-needs-both-factors", "facts/known.py", "zero = zeros[0] | zeros[1]",
           "zero = zeros[0] & zeros[1]", "micro", "laws"),
+    fault("dynamic-sum-as-static", "facts/fills.py",
+          "lengths = [dict.fromkeys(dynamic, n) for n in _LENGTHS] if dynamic else lengths",
+          "pass", "numbers"),
     fault("pad-value-lost", "facts/movement.py", "torch.where(padded, value, fill)",
           "torch.where(padded, fill, fill)", "laws", "micro"),
     fault("affine-without-shift", "facts/known.py", "torch.where(zero, shift, fill)",
@@ -161,6 +164,8 @@ WRITTEN = (
           "kernels_team"),
     fault("output-twice", "sparse/plan/segment_plan.py", "return ready.pop()", "return ready[-1]",
           "kernels_team", "segment_call"),
+    fault("selection-of-the-traced-size", "sparse/reference.py", "numbers = numbers + 1",
+          "numbers = numbers.remainder(x.shape[axis])", "segment_call"),
     fault("stale-plan-of-the-last-call", "sparse/segment/segment_call.py",
           "if list(map(VERSION, weights)) != self.versions or get_num_threads() != self.threads:",
           "if get_num_threads() != self.threads:", "segment_call"),

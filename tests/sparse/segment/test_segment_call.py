@@ -10,9 +10,20 @@ import torch
 
 from demask.machine.threads import set_threads
 from demask.sparse import reference as dense
+from demask.sparse.segment import inline
 from demask.sparse.segment.segment_call import bound
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ActivationStep
+from demask.sparse.segment_steps import (
+    NAMES,
+    ActivationStep,
+    AddStep,
+    ConcatStep,
+    FlattenStep,
+    MeanStep,
+    PoolStep,
+    ScaleStep,
+    SelectStep,
+)
 from sparse_cases import layer, matrix
 
 
@@ -132,3 +143,34 @@ def test_outputs_are_never_shared():
         outputs = [call([torch.full((2, 3), float(k))], [])[0] for k in range(20)]
     for k, y in enumerate(outputs):
         assert torch.equal(y, torch.full((2, 3), float(k)))
+
+
+@pytest.mark.parametrize(("step", "kind"), [
+    (SelectStep(0, (0, 0, 3), padded=True), "image"),
+    (SelectStep(0, (0, 0, 3), stride=(2, 2), padded=True), "image"),
+    (SelectStep(0, (0, 0, 3), padded=True), "signal"),
+    (SelectStep(0, (0, 0, 3), padded=True), "tokens"),
+    (SelectStep(0, (0, 0, 3)), "pixels"),
+    (ConcatStep((0, 1)), "image"),
+    (AddStep(0, 1, ("relu", ())), "tokens"),
+    (ScaleStep(0, 1), "image"),
+    (PoolStep(0, True, (3, 3), (2, 2), (1, 1), ceil=True, counted=False), "image"),
+    (PoolStep(0, False, (2, 2), (2, 2)), "image"),
+    (MeanStep(0, False), "image"),
+    (FlattenStep(0), "image"),
+    (ActivationStep(0, ("gelu", ())), "signal"),
+], ids=lambda value: value if isinstance(value, str) else NAMES[type(value)])  # fmt: skip
+def test_the_calls_of_a_step_name_no_size(step, kind, monkeypatch):
+    """Steps are traced with the fewest channels, and their calls used for any number."""
+    calls = inline._calls(step, kind)
+    shape_of = inline._shape
+    pixels = isinstance(step, FlattenStep)
+
+    def larger(step, kind, channels):
+        batch, *sizes = shape_of(step, kind, channels)
+        return batch + 3, sizes[0] + 4, *(n if pixels else n + 4 for n in sizes[1:])
+
+    monkeypatch.setattr(inline, "_shape", larger)
+    inline._traced.cache_clear()
+    assert inline._calls(step, kind).python_code("self").src == calls.python_code("self").src
+    inline._traced.cache_clear()
