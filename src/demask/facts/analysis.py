@@ -10,6 +10,7 @@ from typing import Self
 
 from torch import Tensor, fx
 
+from demask.facts.carriers import carries_constants
 from demask.facts.input_independent import IndependentMasks, batch_sizes, find_input_independent
 from demask.facts.known import Facts, Relations, compute_facts
 from demask.facts.needed import Needs, needed
@@ -40,6 +41,7 @@ class Analysis:
         table: the op table that relations are bound by.
         frugal: whether known values that would have to be stored as matrices are computed instead.
         borders: False: values that would leave a border map count as unknown.
+        carriers: with borders=False, whether those that one channel can stand for are known.
         bound: relations that exist already, such as those of calls whose rules failed.
     """
 
@@ -47,6 +49,7 @@ class Analysis:
     table: Table
     frugal: bool = False
     borders: bool = True
+    carriers: bool = False
     bound: Mapping[fx.Node, Relation | Declined] = field(default_factory=dict, repr=False)
 
     def again(self, program: Program, *, frugal: bool = False) -> Self:
@@ -109,7 +112,8 @@ class Analysis:
     def known(self) -> Facts:
         """The known positions and values of every value. Raises CallFailed where a rule fails, as
         `needed` does."""
-        zeros = () if self.borders else _values_before_padding(self.relations)
+        carriers = self.carriers
+        zeros = () if self.borders else _values_before_padding(self.relations, carriers=carriers)
         return compute_facts(self.program.graph, self.relations, self.constants, frugal=self.frugal,
                      zeros=zeros, trained=self.program.trained)  # fmt: skip
 
@@ -132,15 +136,17 @@ class Analysis:
         return compute_ranges(self.program.graph, self.constants, self.table)
 
 
-def _values_before_padding(relations: Relations) -> set[fx.Node]:
-    """Values that a padded window reads, and values that are moved to such values."""
+def _values_before_padding(relations: Relations, *, carriers: bool) -> set[fx.Node]:
+    """Values that a padded window reads, and values that are moved to such values. carriers:
+    without those of windows in which one channel can stand for others."""
     framed: set[fx.Node] = set()
     for node, relation in reversed(list(relations.items())):
         if not isinstance(relation, Relation):
             continue
         read = relation.operands if node in framed and relation.moved else ()
         with attributed(node):
-            if relation.entry.fill == "sum" and relation.entry.reads_padding(node):
+            padded = relation.entry.fill == "sum" and relation.entry.reads_padding(node)
+            if padded and not (carriers and carries_constants(relation)):
                 read = (relation.operands[relation.factors[0]],)
         for operand in read:
             if isinstance(operand.value, fx.Node) and operand.value.op == "call_function":

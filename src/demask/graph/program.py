@@ -84,6 +84,11 @@ def module_of(node: fx.Node) -> str:
     return list(stack.values())[-1][0] if stack else ""
 
 
+def path_of(node: fx.Node) -> str:
+    """The path of the module whose code contains a call, for all calls of that module."""
+    return module_of(node).partition("@")[0]
+
+
 def copy_graph(program: Program) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A copy of the program's graph, and the copy of each node."""
     graph, mapping = fx.Graph(), {}

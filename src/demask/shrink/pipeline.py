@@ -35,7 +35,9 @@ from demask.graph.queries import ExampleSizes
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import Table, schema
 from demask.ops.entries.padded import add_padded_entries
+from demask.shrink.emit.class_calls import rewrite_for_class
 from demask.shrink.emit.rewrite import Rewritten, rewrite
+from demask.shrink.layout.class_layout import Kept
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.layout.placement import Placement, place
 from demask.shrink.program_size import (
@@ -139,20 +141,33 @@ def capture_program(
 
 
 def canonicalize(
-    program: Program, table: Table, log: Log | None = None, *, fold_parameters: bool = True
+    program: Program,
+    table: Table,
+    log: Log | None = None,
+    *,
+    fold_parameters: bool = True,
+    views: bool = True,
 ) -> Program:
     """The program in canonical notation with folded constants, from which facts are derived. A pass
-    that fails is omitted, and `log` says so. fold_parameters: as in `programs_of`."""
+    that fails is omitted, and `log` says so. fold_parameters: as in `programs_of`. views: False:
+    tokens are selected where the program selects them, not before views."""
     log = Log() if log is None else log
     passes: tuple[tuple[str, Callable[[Program], Program]], ...] = (
         ("the canonical notation of calls", lambda p: canonicalize_calls(p, log)),
         ("the separation of heads from a dynamic batch", lambda p: separate_heads(p, table)),
-        ("selection before views", select_before_view),
-        ("the early selection of single tokens", lambda p: select_token_early(p, table)),
+        ("selection before views", select_before_view if views else _unchanged),
+        (
+            "the early selection of single tokens",
+            (lambda p: select_token_early(p, table)) if views else _unchanged,
+        ),
         ("the folding of constants", partial(fold_constants, parameters=fold_parameters)),
     )
     for name, change in passes:
         program = log.attempt(name, partial(change, program), program)
+    return program
+
+
+def _unchanged(program: Program) -> Program:
     return program
 
 
@@ -189,6 +204,7 @@ def shrink_program(
     *,
     borders: bool = True,
     sides: bool = True,
+    kept: Kept | None = None,
     log: Log | None = None,
 ) -> tuple[Program, Provenance]:
     """The smallest program that computes the same as a functional, folded one, and its record.
@@ -196,6 +212,8 @@ def shrink_program(
     Args:
         borders: False: constants that enter padded windows are computed, instead of border maps.
         sides: False: values that depend on parameters alone stay among the calls that read inputs.
+        kept: not None: the smallest program that has the same calls, on tensors of other sizes, as
+            a network of the caller's class; what keeps its size in it.
         log: collects failed steps. Where all failed, the program is unchanged.
 
     Passes are repeated until one removes nothing: what a pass adds to preserve shapes (a border
@@ -206,12 +224,16 @@ def shrink_program(
     first = _measure(whole, table)
     plain = replace(first, program=copy_tensors(whole), cuts=_whole_cuts(whole))
     step = log.attempt(
-        "demasking", lambda: _shrink_repeatedly(first, table, (borders, sides), log), plain
+        "demasking", lambda: _shrink_repeatedly(first, table, (borders, sides, kept), log), plain
     )
     if step.program is whole:
         step = replace(plain, reasons=step.reasons)
-    program = log.attempt(
-        "one call for several border maps", lambda: stack_border_maps(step.program), None
+    program = (
+        None
+        if kept is not None
+        else log.attempt(
+            "one call for several border maps", lambda: stack_border_maps(step.program), None
+        )
     )
     last, cuts = program or step.program, dict(step.cuts)
     names = partial(name_tied_tensors, last, cuts)
@@ -234,6 +256,7 @@ class _MeasuredProgram:
     reasons: tuple[Reason, ...] = ()
 
 
+_Options = tuple[bool, bool, Kept | None]  # borders, sides, kept, as in `shrink_program`
 _Pass = tuple[_MeasuredProgram | None, tuple[Reason, ...]]
 
 
@@ -246,7 +269,7 @@ def _measure(program: Program, table: Table) -> _MeasuredProgram:
 
 
 def _shrink_repeatedly(
-    step: _MeasuredProgram, table: Table, options: tuple[bool, bool], log: Log
+    step: _MeasuredProgram, table: Table, options: _Options, log: Log
 ) -> _MeasuredProgram:
     """The program after passes until one removes nothing. If the first one does not, the result has
     its reasons."""
@@ -259,15 +282,17 @@ def _shrink_repeatedly(
         step = smaller
 
 
-def _shrink_once(
-    step: _MeasuredProgram, table: Table, options: tuple[bool, bool], log: Log
-) -> _Pass:
+def _shrink_once(step: _MeasuredProgram, table: Table, options: _Options, log: Log) -> _Pass:
     """The program after one more pass, if something is smaller and it has no more parameters; else
     None, and the reasons of the first attempt."""
     refused: list[tuple[Reason, ...]] = []
-    borders, sides = options
-    analysis = LayoutAnalysis.of(canonicalize(step.program, table, log), table, borders=borders)
-    for attempt in _attempts(analysis, log, sides=sides):
+    borders, sides, kept = options
+    program = canonicalize(step.program, table, log, views=kept is None)
+    analysis = LayoutAnalysis.of(program, table, borders=borders, kept=kept)
+    attempts = (
+        _attempts(analysis, log, sides=sides) if kept is None else _one_call_each(analysis, log)
+    )
+    for attempt in attempts:
         folds = partial(fold_constants, attempt.program)
         program = log.attempt("the folding of constants", folds, attempt.program)
         measured = _measure(program, table)
@@ -281,7 +306,7 @@ def _shrink_once(
                 name: composed
                 for name, cut in attempt.cuts.items()
                 if _is_unchanged(name, attempt.program, program)
-                and (composed := _compose_cuts(cut, step.cuts)) is not None
+                and (composed := compose_cuts(cut, step.cuts)) is not None
             }
             return replace(measured, cuts=cuts, reasons=(*step.reasons, *attempt.reasons)), ()
         refused.append(attempt.reasons)
@@ -333,6 +358,32 @@ def _attempts(
         yield from _try_layouts(analysis, log, tied=True)
     if analysis.has_matrices:
         yield from _try_layouts(analysis.again(analysis.program, frugal=True), log)
+
+
+def _one_call_each(analysis: LayoutAnalysis, log: Log) -> Iterator[Rewritten]:
+    """The program with the same calls on smaller operands. What an attempt cannot express keeps its
+    size in the next."""
+    log.add(analysis.failed)
+
+    def emit() -> Rewritten:
+        nonlocal analysis
+        while True:
+            program, relations, kept = analysis.program, analysis.relations, analysis.kept
+            assert kept is not None
+            layouts = analysis.needs, analysis.placer.placement()
+            try:
+                result, more = rewrite_for_class(program, relations, analysis.known, *layouts, kept)
+            except CallFailed as failure:
+                analysis = analysis.without(failure)
+                log.add(analysis.failed)
+                continue
+            if more == kept:
+                return result
+            analysis = analysis.keeping(more)
+
+    rewritten = log.attempt("a rewritten network", emit, None, essential=True)
+    if rewritten is not None:
+        yield rewritten
 
 
 _PADS = "the absorption of pads"
@@ -392,7 +443,7 @@ def _is_unchanged(name: str, before: Program, after: Program) -> bool:
     return old is new or torch.equal(old.reshape(-1), new.reshape(-1))
 
 
-def _compose_cuts(later: Cut, earlier: Mapping[str, Cut]) -> Cut | None:
+def compose_cuts(later: Cut, earlier: Mapping[str, Cut]) -> Cut | None:
     """The cut from the first program of a tensor that was cut twice; None if added since."""
     first = earlier.get(later.source)
     if first is None:

@@ -36,12 +36,15 @@ class EmittedValue:
 
 @dataclass(slots=True)
 class Adapter:
-    """Adapts values while a graph is emitted; marks the nodes that it adds with their effect."""
+    """Adapts values while a graph is emitted; marks the nodes that it adds with their effect.
+
+    converted: values that were wanted in another layout than they have."""
 
     editor: GraphEditor
     store: ConstantStore
     facts: Facts
     emitted: dict[Key, EmittedValue] = field(default_factory=dict)
+    converted: set[Key] = field(default_factory=set)
     adapted: dict[tuple[Key, Layout], fx.Node] = field(default_factory=dict)
     gathered: dict[tuple[fx.Node, RunTimeSupports], fx.Node] = field(default_factory=dict)
     whole: dict[tuple[fx.Node, RunTimeSupports], fx.Node] = field(default_factory=dict)
@@ -69,6 +72,8 @@ class Adapter:
             return self.gather(self.store.cut(source, want), run_time)
         if run_time or (key in self.emitted and self.emitted[key].run_time):
             return self._adapt_run_time(self.emitted[key], run_time)
+        if self.have(key) != want:
+            self.converted.add(key)
         if key not in self.emitted or not self._has_any(key, source, want):
             return self._emit_known(source, want, broadcast)
         value = self.emitted[key]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from demask.facts.carriers import one_value
 from demask.facts.known import (
     Facts,
     constant_sums,
@@ -19,9 +20,8 @@ from demask.facts.known import (
     is_absorbing,
     operand_facts,
     sum_products,
-    uniform_letters,
 )
-from demask.facts.masks import Fact, project, spread, uniform_over
+from demask.facts.masks import Fact, project, spread
 from demask.ops import Relation
 from demask.shrink.layout.cells import Layout
 
@@ -69,14 +69,6 @@ def constants_alone(relation: Relation, facts: Facts, layout: Layout) -> Absorbe
     if bool(live.any()):
         return Absorbed(None, None)
     return _sum_constants(relation, one_value(relation, inputs[first]), inputs[second].fill)
-
-
-def one_value(relation: Relation, fact: Fact) -> Fact:
-    """The fact of the first factor, known where it is uniform along all letters that a sum, or a
-    border map, needs it to be."""
-    axes, letters = relation.ins[relation.factors[0]], uniform_letters(relation)
-    order = [str(k) for k in range(len(axes))]
-    return uniform_over(fact, order, {str(k) for k, a in enumerate(axes) if set(a) & letters})
 
 
 def _sum_constants(relation: Relation, fact: Fact, weight: Tensor) -> Absorbed:

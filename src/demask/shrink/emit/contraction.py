@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from demask.facts.carriers import carries_constants, constant_channels
 from demask.facts.known import key_of
 from demask.facts.masks import any_over, project, spread
 from demask.graph.program import Constant
@@ -57,6 +60,48 @@ def emit_contraction(context: EmitContext, relation: Relation) -> None:
             constants = replace(constants, bias=None)
         value = add_constants(context, relation, layout, value, constants)
     _emit_as(context, node, value, layout)
+
+
+def emit_one_contraction(context: EmitContext, relation: Relation) -> None:
+    """Emit a contraction as one call, if the layouts allow it: its bias absorbs constants, and in a
+    padded window the kernel of one constant channel those of all that are dropped
+    (`facts.carriers`)."""
+    node, layout = relation.node, context.placement.value[relation.node, 0]
+    constants, weights = Absorbed(None, None), {}
+    if relation.is_grouped:
+        value, layout, slot = emit_groups(context, relation)
+        constants = absorb_constants(relation, context.facts, slot)
+    else:
+        constants = _absorb_dropped(context, relation)
+        if constants.kernel is not None and carries_constants(relation):
+            weights = {relation.factors[1]: _carrying_weight(context, relation, constants.kernel)}
+            constants = replace(constants, kernel=None)
+        value = _emit_dense(context, relation, layout, constants, weights)
+        if _fits_bias(relation, constants):
+            constants = replace(constants, bias=None)
+    _emit_as(context, node, add_constants(context, relation, layout, value, constants), layout)
+
+
+def _carrying_weight(context: EmitContext, relation: Relation, kernel: Tensor) -> fx.Node:
+    """The weight of a padded convolution in which a kept constant channel carries the products of
+    the dropped ones, cut to its layout. kernel: their sum, as in `Absorbed`."""
+    first, second = relation.factors
+    axis, constant, fill = constant_channels(relation, context.facts)
+    slot = context.placement.slot[relation.node, first][axis]
+    kept = [p for p in (range(len(constant)) if slot is None else slot) if bool(constant[p])]
+    carrier = max(kept, key=lambda p: abs(float(fill[p])))
+    old = context.store.source[str(_weight(relation).target)]
+    summed = old.tensor.to(torch.float64, copy=True)
+    extra = kernel.double() / float(fill[carrier])
+    if "output_padding" in schema.arguments(relation.node):
+        summed[carrier] += extra[0]
+    else:
+        summed[:, carrier] += extra[:, 0]
+    want = context.placement.slot[relation.node, second]
+    declared = None if old.declared is None else cut(old.declared, want)
+    tensor = cut(summed.to(old.tensor.dtype), want)
+    name = context.store.add(replace(old, tensor=tensor, declared=declared))
+    return context.store.read(name)
 
 
 def _without_dead_kernel(relation: Relation, constants: Absorbed, layout: Layout) -> Absorbed:
@@ -151,10 +196,16 @@ def _fits_bias(relation: Relation, constants: Absorbed) -> bool:
 
 
 def _emit_dense(
-    context: EmitContext, relation: Relation, layout: Layout, constants: Absorbed
+    context: EmitContext,
+    relation: Relation,
+    layout: Layout,
+    constants: Absorbed,
+    given: Mapping[int, fx.Node] = types.MappingProxyType({}),
 ) -> fx.Node:
+    """The contraction, its own bias with constants added. given: operands that exist already."""
     bias_name = _bias_of(relation) if _fits_bias(relation, constants) else None
-    values = [None if operand.name == bias_name else _operand(context, relation, k, layout)
+    values = [None if operand.name == bias_name
+              else given.get(k) or _operand(context, relation, k, layout)
               for k, operand in enumerate(relation.operands)]  # fmt: skip
     more = (
         {} if bias_name is None else {bias_name: _bias(context, relation, layout, constants.bias)}

@@ -18,8 +18,9 @@ from demask.shrink.emit.context import EmitContext
 aten = torch.ops.aten
 
 
-def emit_recurrent(context: EmitContext, relation: Relation) -> None:
-    """Emit the same call, every operand in the layout of its letters."""
+def emit_recurrent(context: EmitContext, relation: Relation, *, zeros: bool = True) -> None:
+    """Emit the same call, every operand in the layout of its letters. zeros: whether operands that
+    are known to be 0 are created anew."""
     node, role = relation.node, roles(relation)
     layouts = [context.placement.value.get((node, k)) for k in range(len(relation.outs))]
     full = [tuple(None for _ in axes) for axes in relation.outs]
@@ -27,14 +28,14 @@ def emit_recurrent(context: EmitContext, relation: Relation) -> None:
     shift = _shift(context, relation)
     weight = context.operand(relation, role.w_ih)
     values: list[fx.Node] = []
-    zeros: dict[str, fx.Node] = {}
+    created: dict[str, fx.Node] = {}
     for k, fact in enumerate(facts):
-        if k in (0, *role.states) and _is_zero(context, relation, k, fact.zero):
+        if zeros and k in (0, *role.states) and _is_zero(context, relation, k, fact.zero):
             sizes = _sizes(context, relation, k)
-            if str(sizes) not in zeros:
+            if str(sizes) not in created:
                 # Dtype and device are those of a weight, which may be moved.
-                zeros[str(sizes)] = context.editor.call(aten.new_zeros.default, weight, sizes)
-            values.append(zeros[str(sizes)])
+                created[str(sizes)] = context.editor.call(aten.new_zeros.default, weight, sizes)
+            values.append(created[str(sizes)])
         elif shift is not None and k == role.biases[0]:
             values.append(_shifted_bias(context, relation, k, shift))
         else:

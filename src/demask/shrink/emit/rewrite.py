@@ -52,13 +52,17 @@ def rewrite(
     for node in program.graph.nodes:
         with attributed(node):
             context.visit(node)
-    smaller = context.editor.finish()
-    cuts = {name: cut for name, cut in context.store.cuts.items() if name in smaller.constants}
-    return Rewritten(smaller, cuts, tuple(context.reasons))
+    return context.rewritten()
 
 
 class Rewriter(EmitContext):
     """Appends every live call again, by the rule of its relation."""
+
+    def rewritten(self) -> Rewritten:
+        """What was emitted, after every node was visited."""
+        smaller = self.editor.finish()
+        cuts = {name: cut for name, cut in self.store.cuts.items() if name in smaller.constants}
+        return Rewritten(smaller, cuts, tuple(self.reasons))
 
     def _call(self, node: fx.Node) -> None:
         live = [k for k in range(len(schema.outputs(node))) if (node, k) in self.placement.value]

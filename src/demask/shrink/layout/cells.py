@@ -191,6 +191,28 @@ class Cells:
             rest = [d for d in range(len(current)) if d != k]
             live |= part.any(dim=rest) if rest else part
 
+    def line(self, cells: Iterable[int]) -> Tensor | None:
+        """The support of an axis of several cells, bool [size]; None where dynamic."""
+        line = torch.ones(1, dtype=torch.bool)
+        for cell in self.leaves(cells):
+            support = self.support(cell)
+            if support is None:
+                return None
+            line = (line[:, None] & support).reshape(-1)
+        return line
+
+    def need_one(self) -> None:
+        """Add the first position of every cell that has none."""
+        for k, cell in enumerate(self._cells):
+            if k not in self._parents and k not in self._parts and cell.size and not cell.forced:
+                assert cell.live is not None
+                cell.live[0] |= not bool(cell.live.any())
+
+    def counts(self) -> list[int | None]:
+        """The number of live positions of every cell; None where all are."""
+        return [None if cell.forced or cell.live is None else int(cell.live.sum())
+                for cell in self._cells]  # fmt: skip
+
     def support(self, cell: int) -> Tensor | None:
         """The support of a cell, bool [size]; None where dynamic."""
         live = self._cells[cell].live

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
@@ -12,6 +12,7 @@ from demask.facts.needed import Needs
 from demask.failures import CallFailed
 from demask.graph.program import Program
 from demask.ops import Table
+from demask.shrink.layout.class_layout import ClassPlacer, Kept
 from demask.shrink.layout.heads import HeadGroups
 from demask.shrink.layout.placement import Placer, settle_needs
 from demask.shrink.layout.points import with_carried_points
@@ -23,15 +24,24 @@ class LayoutAnalysis(Analysis):
     one in which no rule fails before emission.
 
     carries_points: whether convolutions without a neighborhood carry positions of images, instead
-    of sliding a window of one.
+    of sliding a window of one. kept: for a network of the caller's class: what keeps its size.
     """
 
     carries_points: bool = False
+    kept: Kept | None = None
 
     @classmethod
-    def of(cls, program: Program, table: Table, *, borders: bool = True) -> LayoutAnalysis:
+    def of(
+        cls, program: Program, table: Table, *, borders: bool = True, kept: Kept | None = None
+    ) -> LayoutAnalysis:
         """The analysis of a program. borders: as in `Analysis`."""
-        return cls(program, table, borders=borders)._checked()
+        is_class = kept is not None
+        new = cls(program, table, borders=borders and not is_class, carriers=is_class, kept=kept)
+        return new._checked()
+
+    def keeping(self, kept: Kept) -> Self:
+        """The analysis in which more keeps its size."""
+        return replace(self, kept=kept, bound=self._bound)._checked()
 
     def again(self, program: Program, *, frugal: bool = False) -> Self:
         return super().again(program, frugal=frugal)._checked()
@@ -55,7 +65,10 @@ class LayoutAnalysis(Analysis):
 
     @cached_property
     def _settled(self) -> tuple[Needs, Placer]:
-        return settle_needs(self)
+        return settle_needs(self, self._new_placer)
+
+    def _new_placer(self, needs: Needs) -> Placer:
+        return Placer(self, needs) if self.kept is None else ClassPlacer(self, needs, self.kept)
 
     @property
     def needs(self) -> Needs:

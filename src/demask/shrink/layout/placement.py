@@ -9,7 +9,7 @@ emitted there. A soft tie forces nothing, and `adapt` converts between the layou
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,16 +45,16 @@ class Placement:
 def place(analysis: Analysis, *, tied: bool = False) -> Placement:
     """The smallest layouts that compute every live position. tied: whether a weight that several
     calls read is cut alike in all of them, and so stays one tensor."""
-    return settle_needs(analysis, tied=tied)[1].placement()
+    return settle_needs(analysis, lambda needs: Placer(analysis, needs, tied=tied))[1].placement()
 
 
-def settle_needs(analysis: Analysis, *, tied: bool = False) -> tuple[Needs, Placer]:
+def settle_needs(analysis: Analysis, new_placer: Callable[[Needs], Placer]) -> tuple[Needs, Placer]:
     """The needs and the tied axes, such that calls that are not finite for all operands (quotients,
     powers) read no fill: wherever they are computed, their operands are needed."""
     computed: dict[fx.Node, list[Tensor]] = {}
     needs, graph = analysis.needed, analysis.program.graph
     while True:
-        placer = Placer(analysis, needs, tied=tied)
+        placer = new_placer(needs)
         placer.tie()
         boxes = placer.boxes()
         if all(node in computed and _all_equal(boxes[node], computed[node]) for node in boxes):
@@ -69,6 +69,8 @@ def _all_equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 class Placer:
     """Ties the axes of a graph, and computes their layouts."""
+
+    _cuts_norms = True  # whether norms return fewer positions than they read
 
     def __init__(self, analysis: Analysis, needs: Needs, *, tied: bool = False):
         self.graph, self.relations = analysis.program.graph, analysis.relations
@@ -125,11 +127,8 @@ class Placer:
         if key not in self.value:
             return torch.zeros_like(box)
         for axis, cells in enumerate(self.value[key]):
-            supports = [self.cells.support(cell) for cell in self.cells.leaves(cells)]
-            line = torch.ones(1, dtype=torch.bool)
-            for support in () if any(s is None for s in supports) else supports:
-                line = (line[:, None] & support).reshape(-1)  # type: ignore[operator]
-            if len(line) > 1 and not bool(line.all()):
+            line = self.cells.line(cells)
+            if line is not None and len(line) > 1 and not bool(line.all()):
                 box = box & line.view([-1 if k == axis else 1 for k in range(box.ndim)])
         return box
 
@@ -157,7 +156,7 @@ class Placer:
             letters[letter] = letters[letter.removesuffix("^")]
         self.cells.force(letters[a] for a in whole_letters(relation))
         flat = relation.is_grouped
-        norm = relation.entry.affine is not None and bool(relation.complete)
+        norm = self._cuts_norms and relation.entry.affine is not None and bool(relation.complete)
         output_letters = letters
         if norm:
             # A norm reads whole axes; only needed positions are scaled and shifted.

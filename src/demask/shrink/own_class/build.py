@@ -8,10 +8,9 @@ demasked one, call by call and number by number.
 from __future__ import annotations
 
 import itertools
-import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from torch.export import ExportedProgram
 
 from demask.graph.capture.capture import recorded_interface
 from demask.graph.capture.fold_constants import plain_name
-from demask.graph.module_copy import structural_copy, without_caches
-from demask.graph.program import Constant, Program
+from demask.graph.module_copy import structural_copy
+from demask.graph.program import Constant, Program, path_of
 from demask.graph.provenance import Cut, Positions
 from demask.graph.result.demasked_module import Demasked
 from demask.graph.result.resize import (
@@ -31,81 +30,35 @@ from demask.graph.result.resize import (
     tensors_of,
     update_attributes,
 )
-from demask.graph.result.restore_modules import Originals
 from demask.shrink.emit.constant_store import cut
 from demask.shrink.own_class.numbers import calls_of, fit_numbers, is_below
-from demask.shrink.own_class.proof import ProgramMismatch, Proof, path_of
-from demask.shrink.own_class.region_graphs import insert_graphs
-from demask.shrink.own_class.regions import regions_of
-
-Order = Callable[[Sequence[Positions]], tuple[Positions, ...]]
-MOST_ROUNDS = 4  # attempts to replace modules by graphs
+from demask.shrink.own_class.proof import ProgramMismatch, Proof
 
 
-def own_class(model: nn.Module | ExportedProgram, proof: Proof) -> nn.Module:
+def own_class(model: nn.Module, proof: Proof) -> nn.Module:
     """A network of the class of `model` that computes the smaller program. Raises ProgramMismatch
     where there is none."""
-    copy = _resize(model, proof, ())
+    copy = resize(model, proof)
     fit_numbers(copy, proof)
     return copy
 
 
-def own_class_with_graphs(
-    model: nn.Module, proof: Proof, originals: Originals | None, failure: ProgramMismatch
-) -> tuple[nn.Module, tuple[str, ...]]:
-    """Such a network with graphs in place of the smallest modules in which more than shapes
-    changed, and their paths. failure: why there is no network without graphs. Raises
-    ProgramMismatch."""
-    more: set[str] = set()
-    for _ in range(MOST_ROUNDS):
-        regions = regions_of(proof.after, model, more)
-        if not regions and failure.place:
-            more = {failure.place}
-            regions = regions_of(proof.after, model, more)
-        if not regions:
-            break
-        parts = tuple(region.path for region in regions)
-        try:
-            copy = _resize(model, proof, parts)
-            insert_graphs(copy, model, proof, regions, originals)
-            fit_numbers(copy, proof, parts)
-            return _without_caches(copy), parts
-        except ProgramMismatch as error:
-            failure = error
-        inside = next((part for part in parts if is_below(failure.place, [part])), None)
-        place = failure.place if inside is None else inside.rpartition(".")[0]
-        if not place:
-            break
-        more.add(place)
-    raise failure
-
-
-def _without_caches(network: nn.Module) -> nn.Module:
-    """The network, set to generate without a cache of keys and values: graphs accept none."""
-    without_caches(network)
-    for module in network.modules():
-        options = getattr(module, "generation_config", None)
-        if getattr(options, "use_cache", None):
-            options.use_cache = False  # type: ignore[union-attr]
-    return network
-
-
-def _resize(model: nn.Module | ExportedProgram, proof: Proof, parts: Collection[str]) -> nn.Module:
-    """A copy of the model with the tensors of the smaller program, and torch's modules with numbers
-    that fit them. parts: modules that become graphs. Raises ProgramMismatch where there is no such
-    network."""
+def find_class(model: nn.Module | ExportedProgram) -> nn.Module:
+    """The model, if it is of a class that its caller has; else raises ProgramMismatch."""
     if isinstance(model, ExportedProgram | Demasked) or recorded_interface(model) is not None:
         raise ProgramMismatch(f"a {type(model).__name__} has no class of its own")
-    _refuse_branches(proof.before)
+    return model
+
+
+def resize(model: nn.Module, proof: Proof) -> nn.Module:
+    """A copy of the model with the tensors of the smaller program, and torch's modules with numbers
+    that fit them. Raises ProgramMismatch where there is no such network."""
     copy = structural_copy(model, share=True)
     remove_parametrizations(copy)
-    for name in _assign(copy, proof, _ascending if not parts else _unchanged):
-        if not is_below(name, parts):
-            raise ProgramMismatch(f"nothing of {name} is left", name.rpartition(".")[0])
+    for name in _assign(copy, proof):
+        raise ProgramMismatch(f"nothing of {name} is left", name.rpartition(".")[0])
     calls = calls_of(proof.after)
     for path, module in copy.named_modules(remove_duplicate=False):
-        if is_below(path, parts):
-            continue
         if isinstance(module, nn.MultiheadAttention) and not _is_whole(module):
             raise ProgramMismatch(
                 f"{path} has no attribute for heads that are narrower than its input", path
@@ -128,16 +81,19 @@ def changed_numbers(model: Any, own: nn.Module) -> dict[str, dict[str, Any]]:
     return changed
 
 
-def _refuse_branches(program: Program) -> None:
-    """Raise ProgramMismatch where the network's code may branch differently at other sizes or
-    numbers: there nothing is proved. Limits of tables, and sizes that must be equal, decide
+def find_branch(program: Program) -> str:
+    """A condition on sizes by which the network's code may branch, so that nothing is proved for
+    other sizes; "" if there is none. Limits of tables, and sizes that must be equal, decide
     nothing."""
-    for guard in program.guards:
-        if not re.fullmatch(r"\w+ <= \d+|\(\w+\) == \(\w+\)", guard):
-            raise ProgramMismatch(f"its code depends on a size ({guard})")
-    for node in program.graph.find_nodes(op="placeholder"):
-        if type(node.meta.get("val")) in (int, float, complex):
-            raise ProgramMismatch(f"input {node.target} is a number")
+    plain = re.compile(r"\w+ <= \d+|\(\w+\) == \(\w+\)")
+    return next((guard for guard in program.guards if not plain.fullmatch(guard)), "")
+
+
+def find_number(program: Program) -> str:
+    """An input that is a number, of other values of which nothing is proved; "" if there is
+    none."""
+    return next((str(node.target) for node in program.graph.find_nodes(op="placeholder")
+                 if type(node.meta.get("val")) in (int, float, complex)), "")  # fmt: skip
 
 
 def _is_whole(module: nn.MultiheadAttention) -> bool:
@@ -148,7 +104,7 @@ def _is_whole(module: nn.MultiheadAttention) -> bool:
     return width[0] == width[1] == module.embed_dim and set(rows) == {width[0]}
 
 
-def _assign(copy: nn.Module, proof: Proof, order: Order) -> list[str]:
+def _assign(copy: nn.Module, proof: Proof) -> list[str]:
     """Assign the tensors of the program to the copy, and copies of those that it does not read;
     returns the names of parameters that the network read and the program does not."""
     before, after, cuts = proof.before, proof.after, proof.cuts
@@ -158,13 +114,13 @@ def _assign(copy: nn.Module, proof: Proof, order: Order) -> list[str]:
         tensor: Tensor | None = None
         for alias in map(plain_name, constant.aliases or (name,)):
             if tensor is None:
-                tensor = _cut_value(own.get(alias), constant, cuts.get(name), before, order)
+                tensor = _cut_value(own.get(alias), constant, cuts.get(name), before)
             if assign_tensor(copy, alias, tensor):
                 assigned[alias] = tensor
     clones: dict[int, Tensor] = {}
     for name, old in own.items():
         if name not in assigned:
-            positions = _mask_positions(name, old, cuts, order)
+            positions = _mask_positions(name, old, cuts)
             if id(old) not in clones:
                 clones[id(old)] = _as_parameter_like(cut(old.detach(), positions), old)
             assign_tensor(copy, name, clones[id(old)])
@@ -177,9 +133,7 @@ def _assign(copy: nn.Module, proof: Proof, order: Order) -> list[str]:
     return sorted(name for name in read - assigned.keys() if name in own)
 
 
-def _cut_value(
-    own: Tensor | None, constant: Constant, how: Cut | None, before: Program, order: Order
-) -> Tensor:
+def _cut_value(own: Tensor | None, constant: Constant, how: Cut | None, before: Program) -> Tensor:
     """The tensor for a constant of the program: a cut of the network's own tensor, if the constant
     is computed from it (one plus a scale, the rows of a table), so that the code computes the same
     from the cut; else the constant itself."""
@@ -189,7 +143,7 @@ def _cut_value(
     if own is None or positions is None:
         tensor = constant.tensor
         return nn.Parameter(tensor, constant.requires_grad) if constant.parameter else tensor
-    return _as_parameter_like(cut(own.detach(), order(positions)), own)
+    return _as_parameter_like(cut(own.detach(), _ascending(positions)), own)
 
 
 def _remaining_positions(
@@ -218,19 +172,12 @@ def _ascending(positions: Sequence[Positions]) -> tuple[Positions, ...]:
     return tuple(None if axis is None else tuple(sorted(axis)) for axis in positions)
 
 
-def _unchanged(positions: Sequence[Positions]) -> tuple[Positions, ...]:
-    """Positions in the order of the program, which graphs in place of modules read."""
-    return tuple(positions)
-
-
 def _as_parameter_like(tensor: Tensor, old: Tensor) -> Tensor:
     """The tensor as a parameter, if the old one is."""
     return nn.Parameter(tensor, old.requires_grad) if isinstance(old, nn.Parameter) else tensor
 
 
-def _mask_positions(
-    name: str, tensor: Tensor, cuts: Mapping[str, Cut], order: Order
-) -> tuple[Any, ...]:
+def _mask_positions(name: str, tensor: Tensor, cuts: Mapping[str, Cut]) -> tuple[Any, ...]:
     """The positions that remain of a buffer that is never read by itself and that broadcasts over a
     cut tensor of its module: a mask."""
     path = name.rpartition(".")[0]
@@ -242,7 +189,7 @@ def _mask_positions(
             continue
         pairs = list(zip(tensor.shape, how.shape[-tensor.ndim :], strict=True))
         if all(a in (1, b) for a, b in pairs) and any(a == b > 1 for a, b in pairs):
-            remaining = order(how.kept[-tensor.ndim :])
+            remaining = _ascending(how.kept[-tensor.ndim :])
             return tuple(p if a > 1 else None for (a, _), p in zip(pairs, remaining, strict=True))
     return none
 
@@ -257,7 +204,7 @@ class PreservedShape:
     layers: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.effect} at {self.path or 'the network'}{_advice([self])}"
+        return f"{self.effect} at {self.path or 'the network'}{advise([self])}"
 
 
 def find_preserved_shapes(program: Program) -> list[PreservedShape]:
@@ -271,20 +218,14 @@ def find_preserved_shapes(program: Program) -> list[PreservedShape]:
     return list(shapes)
 
 
-def explain_graphs(
-    parts: Sequence[str], shapes: Sequence[PreservedShape], failure: ProgramMismatch
-) -> list[str]:
-    """Why modules are graphs, one line for each. failure: why the network needs any."""
-    lines = []
-    for part in parts:
-        here = [place for place in shapes if is_below(place.path, [part])]
-        effects = ", ".join(dict.fromkeys(place.effect for place in here))
-        why = f"{effects}{_advice(here)}" if here else str(failure)
-        lines.append(f"{part} is a graph: {why}")
-    return lines
+def explain(path: str, shapes: Sequence[PreservedShape]) -> str:
+    """Why a module is a graph: the effects in it, and what would have to be masked alike."""
+    here = [place for place in shapes if is_below(place.path, [path])]
+    effects = ", ".join(dict.fromkeys(place.effect for place in here)) or "zeros"
+    return f"{effects}{advise(here)}"
 
 
-def _advice(shapes: Sequence[PreservedShape]) -> str:
+def advise(shapes: Sequence[PreservedShape]) -> str:
     several = dict.fromkeys(_join_words(place.layers) for place in shapes if len(place.layers) > 1)
     return f": mask the same channels of {', or of '.join(several)}" if several else ""
 
@@ -292,41 +233,6 @@ def _advice(shapes: Sequence[PreservedShape]) -> str:
 def _reading_module(node: fx.Node) -> str:
     """The module that reads a node that preserves a shape, else the one that computes it."""
     return next(filter(None, map(path_of, node.users)), "") or path_of(node)
-
-
-def effect_constants(program: Program) -> set[str]:
-    """The tensors of the modules where a program preserves shapes by more than smaller layers."""
-    paths = {_reading_module(node) for node in program.graph.nodes if "effect" in node.meta} - {""}
-    return {name for name in program.constants if name.rpartition(".")[0] in paths}
-
-
-def count_zeros(program: Program, names: Collection[str], cuts: Mapping[str, Cut]) -> int:
-    """About how many more numbers a smaller program would store if zeros of some of its tensors
-    removed nothing: each whole slice of zeros, as long as the remaining slices."""
-    cost = 0
-    for name in names:
-        how, constant = cuts.get(name), program.constants.get(name)
-        if how is None or constant is None:
-            continue
-        whole = constant.tensor != 0
-        pairs = zip(how.shape, how.kept, strict=True)
-        left = [size if positions is None else len(positions) for size, positions in pairs]
-        for axis, size in enumerate(left):
-            others = [k for k in range(whole.ndim) if k != axis]
-            zeros = whole.shape[axis] - int(whole.amax(others).sum() if others else whole.sum())
-            cost += zeros * math.prod(left) // max(size, 1)
-    return cost
-
-
-def retain_zeros(program: Program, names: Collection[str]) -> Program:
-    """The program with tensors whose zeros remove nothing."""
-    constants = {
-        name: replace(c, declared=torch.zeros(c.tensor.shape, dtype=torch.bool))
-        if name in names
-        else c
-        for name, c in program.constants.items()
-    }
-    return program.with_graph(program.graph, constants)
 
 
 def _source_layer(node: fx.Node) -> str:

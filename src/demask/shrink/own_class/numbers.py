@@ -11,23 +11,22 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from demask.graph.program import Program
+from demask.graph.program import Program, path_of
 from demask.graph.provenance import Cut
 from demask.graph.result.resize import has_numbers, numbers_of
 from demask.shrink.own_class.pretrained import fitting_configs
-from demask.shrink.own_class.proof import ProgramMismatch, Proof, path_of
+from demask.shrink.own_class.proof import ProgramMismatch, Proof
 
 MOST_TRIES = 64
 
 
-def fit_numbers(network: nn.Module, proof: Proof, parts: Collection[str] = ()) -> None:
+def fit_numbers(network: nn.Module, proof: Proof) -> None:
     """Set the numbers that the modules' own code reads, such that the network is proved to compute
-    the smaller program; raises ProgramMismatch where no numbers do. parts: modules that are graphs
-    already."""
+    the smaller program; raises ProgramMismatch where no numbers do."""
     for _ in fitting_configs(network):
         if proof.find_difference(network) is None:
             return
-    choices = _choices(network, proof, parts)
+    choices = _choices(network, proof)
     for choice in choices:
         choice.use()
     failure: ProgramMismatch | None = None
@@ -86,13 +85,13 @@ def _choice_at(choices: Sequence[_NumberChoice], place: str) -> _NumberChoice | 
         place = place.rpartition(".")[0]
 
 
-def _choices(network: nn.Module, proof: Proof, parts: Collection[str]) -> list[_NumberChoice]:
+def _choices(network: nn.Module, proof: Proof) -> list[_NumberChoice]:
     """The numbers of modules that could follow from sizes that became smaller."""
     old, new = calls_of(proof.forms[0](proof.before)), calls_of(proof.target(0))
     choices: dict[Any, _NumberChoice] = {}
     for path, module in network.named_modules():
         numbers = numbers_of(module)
-        if has_numbers(module) or not numbers or is_below(path, parts):
+        if has_numbers(module) or not numbers:
             continue
         sizes = _sizes(path, old, new, proof.cuts)
         options = [_options(value, sizes) for value in numbers.values()]

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from demask.errors import DemaskError
 from demask.failures import described, is_strict
 from demask.graph.example_runs import Inputs, copy_in_eval, run_seeded
 from demask.graph.normalize.program_equality import find_difference
-from demask.graph.program import Program, module_of
+from demask.graph.program import Program, path_of
 from demask.graph.provenance import Cut
 from demask.graph.result.uncalled_modules import is_holder
 
@@ -77,11 +77,6 @@ class Proof:
         except ProgramMismatch as error:
             return error
         return ProgramMismatch("the network is captured for other sizes than the model")
-
-
-def path_of(node: fx.Node) -> str:
-    """The path of the module whose code contains a call, for all calls of that module."""
-    return module_of(node).partition("@")[0]
 
 
 def _dynamic_sizes(program: Program) -> list[list[bool]]:

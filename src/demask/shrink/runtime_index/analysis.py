@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, fx
 
 from demask.errors import BadInput
+from demask.facts.carriers import one_value
 from demask.facts.known import Facts, Key, Relations, forward, is_absorbing, key_of, value_of
 from demask.facts.masks import Fact, finite_fact
 from demask.ops import Relation, schema
 from demask.ops.notation import Axes
-from demask.shrink.emit.border_map import one_value
 from demask.shrink.layout.cells import RunTimeIndex, RunTimeSupports
 from demask.shrink.layout.ties import whole_letters
 

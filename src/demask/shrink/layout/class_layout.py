@@ -1,0 +1,301 @@
+"""Layouts of a network of the caller's class: one per value, which all its readers take as it is.
+
+Every tie is rigid. The operands of a join, what a contraction sums and a table that several calls
+read have one cell each, whose support is the union of what each of them needs. Axes that cannot be
+cut by shapes alone are whole: those that a call moves (but for equal parts, and for joined parts),
+outputs, and operands of calls without a rule. Every call stays, so every cell keeps at least one
+position. A position that is computed although its value is known is computed from kept zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx, nn
+
+from demask.facts.analysis import Analysis
+from demask.facts.carriers import carries_constants, constant_channels
+from demask.facts.known import Key, key_of
+from demask.facts.needed import Needs
+from demask.graph.program import path_of
+from demask.ops import Relation, schema
+from demask.ops.positions import IndexMap
+from demask.shrink.layout.placement import CellAxes, Placer
+
+Operand = tuple[fx.Node, int]  # a call, and the number of one of its operands
+# Arguments that say sizes, which the code of a module may have as numbers.
+_SIZES = {"size", "shape", "split_size", "split_sizes", "chunks", "sizes", "start", "end",
+          "normalized_shape", "repeats"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What keeps its size in a network of the caller's class, by what was found to need it.
+
+    values, operands: of calls of one program, which could not be emitted with shapes alone.
+    modules: paths of modules whose code does not run at other sizes ("": nothing is cut). sized:
+    paths of modules in which calls with sizes among their arguments do not.
+    """
+
+    values: frozenset[Key] = frozenset()
+    operands: frozenset[Operand] = frozenset()
+    modules: frozenset[str] = frozenset()
+    sized: frozenset[str] = frozenset()
+
+    def including(self, values: set[Key], operands: set[Operand]) -> Kept:
+        """With more values and operands."""
+        return replace(self, values=self.values | values, operands=self.operands | operands)
+
+    def widened(self, path: str, model: nn.Module) -> Kept | None:
+        """With more modules, after the code of one did not run at other sizes, or was not proved to
+        compute the same: calls of it with sizes first, then all of it, then the modules around it.
+        The second of a type stands for all of the type. None where everything is kept already."""
+        modules = dict(model.named_modules())
+        while path in self.modules:
+            if not path:
+                return None
+            path = path.rpartition(".")[0]
+        kind = type(modules.get(path))
+        if path not in self.sized and kind is not nn.MultiheadAttention:
+            return replace(self, sized=self.sized | {path})
+        alike = {name for name, module in modules.items() if path and type(module) is kind}
+        more = alike if alike & self.modules else {path}
+        return replace(self, sized=self.sized | more, modules=self.modules | more)
+
+    def has(self, node: fx.Node) -> bool:
+        """Whether all values and operands of a call keep their sizes."""
+        path = path_of(node)
+        return (
+            "" in self.modules or path in self.modules or (path in self.sized and _has_sizes(node))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """An axis whose positions are those of operands: cells of the axis and of each operand's."""
+
+    out: tuple[int, ...]
+    parts: dict[int, tuple[int, ...]]
+    move: IndexMap
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """The axes of a grouped convolution: cells of its input's and its output's channels."""
+
+    count: int
+    axes: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """Cells of the channels that a padded window reads, which are one constant, and which one."""
+
+    cells: tuple[int, ...]
+    constant: Tensor
+    fill: Tensor
+
+
+class ClassPlacer(Placer):
+    """Ties the axes of a program such that every call can stay one call."""
+
+    _cuts_norms = False
+
+    def __init__(self, analysis: Analysis, needs: Needs, kept: Kept):
+        super().__init__(analysis, needs, tied=True)
+        self.kept = kept
+        self.joined: list[_Joined] = []
+        self.groups: list[_Groups] = []
+        self.carried: list[_Carried] = []
+
+    def live(self, key: Key) -> bool:
+        return key in self.needs.live
+
+    def tie(self) -> None:
+        super().tie()
+        for node in self.graph.nodes:
+            relation = self.relations.get(node)
+            if isinstance(relation, Relation):
+                self._tie_call(node, relation)
+            elif node.op == "output" or _is_opaque(node):
+                for source in node.all_input_nodes:
+                    self._force(self.value.get(key_of(source), ()))
+        for key, axes in self.value.items():
+            if key in self.kept.values or self.kept.has(key[0]):
+                self._force(axes)
+        for operand, axes in self.slot.items():
+            if operand in self.kept.operands or self.kept.has(operand[0]):
+                self._force(axes)
+        self._settle()
+
+    def _tie_call(self, node: fx.Node, relation: Relation) -> None:
+        """Tie what a call needs tied beyond the letters that its operands share."""
+        if (node, 0) in self.slot and relation.entry.fill == "sum" and carries_constants(relation):
+            axis, constant, fill = constant_channels(relation, self.facts)
+            if bool(constant.any()):
+                cells = self.slot[node, relation.factors[0]][axis]
+                self.carried.append(_Carried(cells, constant, fill))
+        if relation.is_grouped and (node, 0) in self.value and (node, 0) in self.slot:
+            pairs = ((relation.ins[0], self.slot[node, 0]), (relation.outs[0], self.value[node, 0]))
+            ins, outs = (next(c for a, c in zip(axes, cells, strict=True) if len(a) > 1)
+                         for axes, cells in pairs)  # fmt: skip
+            self.groups.append(_Groups(schema.arguments(node)["groups"], (ins, outs)))
+        for k in range(len(relation.outs)):
+            if (node, k) in self.value and relation.moved and k < len(relation.moves):
+                for letter, move in relation.moves[k].items():
+                    self._tie_moved(relation, k, letter, move)
+            if (node, k) in self.value and relation.entry.free:
+                self._tie_created(relation, k)
+
+    def _tie_created(self, relation: Relation, k: int) -> None:
+        """Tie a created tensor to the one whose shape it has. Its sizes are numbers of the code
+        otherwise, which fits itself in torch's own recurrent layers."""
+        mine, tied = self.value[relation.node, k], False
+        for operand in relation.operands if "like" in str(relation.node.target) else ():
+            source = operand.value
+            theirs = self.value.get(key_of(source), self.weights.get(source.target, ()))
+            if len(mine) == len(theirs):
+                tied = True
+                for a, b in zip(mine, theirs, strict=True):
+                    self._unify(a, b)
+        if not (tied or _is_in_recurrent_layer(relation.node)):
+            self._force(mine)
+
+    def _tie_moved(self, relation: Relation, k: int, letter: str, move: IndexMap) -> None:
+        """Tie an axis that a call moves: parts that are joined, or one of several equal parts; any
+        other is whole."""
+        node = relation.node
+        out: tuple[int, ...] | None = None
+        for axis, cells in zip(relation.outs[k], self.value[node, k], strict=True):
+            if axis and axis[0] in relation.moved and axis[0].partition(">")[0] == letter:
+                out = out or cells
+        parts: dict[int, tuple[int, ...]] = {}
+        for j, axes in enumerate(relation.ins):
+            for axis, cells in zip(axes, self.slot.get((node, j), ()), strict=False):
+                if any(name.partition("<")[0] == letter for name in axis):
+                    parts.setdefault(j, cells)
+        if out is not None and len(parts) > 1:
+            self.joined.append(_Joined(out, parts, move))
+        elif out is not None and len(parts) == 1 and self._is_equal_part(move, parts, out):
+            ((_, cells),) = parts.items()
+            number = self.cells.new(math.prod(self._sizes(cells)) // len(move.source))
+            self.cells.force([number])
+            self._unify((number, *out), cells)
+        else:
+            self._force([() if out is None else out, *parts.values()])
+
+    def _is_equal_part(
+        self, move: IndexMap, parts: dict[int, tuple[int, ...]], out: tuple[int, ...]
+    ) -> bool:
+        """Whether an output is one of several equal parts of an axis, as of a chunk."""
+        ((_, cells),) = parts.items()
+        sizes, n, position = self._sizes(cells), len(move.source), move.position
+        if not all(sizes) or not all(self._sizes(out)) or n < 2 or bool((move.source != 0).any()):
+            return False
+        first = int(position[0])
+        return (math.prod(sizes) % n == 0 and first % n == 0
+                and torch.equal(position, torch.arange(first, first + n)))  # fmt: skip
+
+    def _sizes(self, cells: Sequence[int]) -> list[int]:
+        """The sizes of an axis's cells, 0 for a dynamic one."""
+        return [self.cells.size(cell) or 0 for cell in self.cells.leaves(cells)]
+
+    def _tie_operand(self, relation: Relation, operand: int, axes: CellAxes) -> None:
+        source = relation.operands[operand].value
+        if source.op == "get_attr":
+            theirs = self.weights.setdefault(source.target, axes)
+        else:
+            theirs = self.value.get(key_of(source), axes)
+        if len(axes) != len(theirs):
+            self._force([*axes, *theirs])
+            return
+        for mine, other in zip(axes, theirs, strict=True):
+            if mine:
+                self._unify(mine, other)
+
+    def _unify(self, a: Sequence[int], b: Sequence[int]) -> None:
+        """Tie two axes; both are whole where their sizes do not divide."""
+        if not self.cells.unify(a, b):
+            self._force([a, b])
+
+    def _force(self, axes: Sequence[Sequence[int]]) -> None:
+        for cells in axes:
+            self.cells.force(cells)
+
+    def _strided_letters(self, relation: Relation) -> dict[str, int]:
+        return {}
+
+    def _find_orders(self) -> dict[int, list[int]]:
+        return {}
+
+    def _settle(self) -> None:
+        """Add positions until every constraint holds: each of them only adds some."""
+        before: list[int | None] = []
+        while before != (before := self.cells.counts()):
+            self.cells.need_one()
+            for cells, more in self._missing():
+                self.cells.need(cells, more)
+
+    def _missing(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Positions that a constraint needs: equally many in every group, a carrier for dropped
+        constants, and those of joined parts where their union has them, and the other way round."""
+        for group in self.groups:
+            yield from self._even_groups(group)
+        for carried in self.carried:
+            kept, constant = self.cells.line(carried.cells), carried.constant
+            if kept is None or len(kept) != len(constant):
+                continue
+            if bool((constant & ~kept).any()) and not bool((constant & kept).any()):
+                largest = torch.where(constant, carried.fill.abs(), -1).argmax()
+                yield carried.cells, torch.arange(len(kept)) == largest
+        for joined in self.joined:
+            line = self.cells.line(joined.out)
+            parts = {j: self.cells.line(cells) for j, cells in joined.parts.items()}
+            if line is None or any(part is None for part in parts.values()):
+                self._force([joined.out, *joined.parts.values()])
+                continue
+            source, position, union = joined.move.source, joined.move.position, line.clone()
+            for j, part in parts.items():
+                assert part is not None
+                union[source == j] |= part[position[source == j]]
+            yield joined.out, union
+            for j, part in parts.items():
+                assert part is not None
+                back = torch.zeros_like(part)
+                back[position[(source == j) & union]] = True
+                yield joined.parts[j], back
+
+    def _even_groups(self, group: _Groups) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        lines = [self.cells.line(cells) for cells in group.axes]
+        if lines[0] is None or lines[1] is None:
+            return
+        parts = [line.reshape(group.count, -1) for line in lines if line is not None]
+        lives = parts[0].any(1) | parts[1].any(1)
+        for cells, part in zip(group.axes, parts, strict=True):
+            most, even = max(1, int(part.sum(1).max())), part.clone()
+            for g in lives.nonzero().squeeze(1).tolist():
+                spare = (~part[g]).nonzero().squeeze(1)
+                even[g, spare[: most - int(part[g].sum())]] = True
+            yield cells, even.reshape(-1)
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    """Whether a node is a call that the table says nothing of, and that may read values."""
+    return (node.op == "call_function" and node.target is not operator.getitem
+            and node.target is not torch.ops.aten.sym_size.int)  # fmt: skip
+
+
+def _has_sizes(node: fx.Node) -> bool:
+    """Whether a call has sizes among its arguments."""
+    return hasattr(node.target, "_schema") and bool(_SIZES & schema.arguments(node).keys())
+
+
+def _is_in_recurrent_layer(node: fx.Node) -> bool:
+    """Whether a call is in the code of torch's own RNN, LSTM or GRU."""
+    stack = node.meta.get("nn_module_stack")
+    kind = list(stack.values())[-1][1] if stack else ""
+    return "torch.nn.modules.rnn." in str(kind)

@@ -1,0 +1,116 @@
+"""Modules of a network of the caller's class as small graphs, inside of fixed borders.
+
+A network of the caller's class keeps zeros where several layers would have to be masked alike. Most
+of them lie inside of blocks: a graph in the place of such a block computes the same outputs from
+the same inputs, so nothing around it changes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from demask.errors import DemaskError
+from demask.graph.example_runs import Inputs, copy_in_eval
+from demask.graph.module_copy import structural_copy
+from demask.graph.result.resize import put_module
+
+LEAST_OF_MODULE, LEAST_OF_NETWORK = 0.2, 0.03  # parameters that a graph must save
+
+Demasked = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], nn.Module]
+
+
+@dataclass(slots=True)
+class _Calls:
+    """How a module is called: how often, and with what, the first time."""
+
+    count: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def are_of_tensors(self) -> bool:
+        """Whether it is called once, with tensors alone: other calls may leave some out."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return self.count == 1 and bool(leaves) and all(isinstance(x, Tensor) for x in leaves)
+
+
+def with_small_graphs(
+    own: nn.Module, inputs: Inputs, demasked: Demasked
+) -> tuple[nn.Module, dict[str, nn.Module]]:
+    """A copy of a network of the caller's class with graphs in the place of the smallest modules in
+    which they save enough, and these graphs by path.
+
+    demasked: the graph that computes a module, for the args and kwargs of its call.
+    """
+    zeros, sizes = _count_zeros(own), _count_parameters(own)
+    wanted = [path for path, count in zeros.items()
+              if path and count >= LEAST_OF_MODULE * sizes[path]]  # fmt: skip
+    calls = _record_calls(own, inputs, wanted) if wanted else {}
+    graphs: dict[str, nn.Module] = {}
+    for path in sorted(calls, key=lambda path: -path.count(".")):
+        call = calls[path]
+        if not call.are_of_tensors() or any(done.startswith(f"{path}.") for done in graphs):
+            continue
+        try:
+            graph = demasked(own.get_submodule(path), call.args, call.kwargs)
+        except DemaskError:
+            continue
+        saved = sizes[path] - _count_parameters(graph)[""]
+        if saved >= max(LEAST_OF_MODULE * sizes[path], LEAST_OF_NETWORK * sizes[""]):
+            graphs[path] = graph
+    copy = structural_copy(own, share=True) if graphs else own
+    for path, graph in graphs.items():
+        put_module(copy, path, graph)
+    return copy, graphs
+
+
+def has_methods(network: nn.Module) -> bool:
+    """Whether a network has methods of its own that call its modules in other ways."""
+    return any(hasattr(module, "generate") for module in network.modules())
+
+
+def _count_parameters(network: nn.Module) -> dict[str, int]:
+    """The parameters in every module."""
+    sizes: dict[str, int] = {}
+    for path, module in network.named_modules():
+        sizes[path] = sum(p.numel() for p in module.parameters())
+    return sizes
+
+
+def _count_zeros(network: nn.Module) -> dict[str, int]:
+    """The numbers in rows and columns of zeros in the weights below each module that has layers:
+    those of its own layers alone."""
+    counts: Counter[str] = Counter()
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if weight.ndim > 1:
+                live = (weight != 0).flatten(2).any(2) if weight.ndim > 2 else weight != 0
+                kept = int(live.any(1).sum()) * int(live.any(0).sum())
+                each = weight.numel() // max(live.numel(), 1)
+                layer = name.rpartition(".")[0]
+                counts[layer.rpartition(".")[0]] += weight.numel() - kept * each
+    return dict(counts)
+
+
+def _record_calls(network: nn.Module, inputs: Inputs, paths: list[str]) -> dict[str, _Calls]:
+    """The calls of modules in one run of a copy."""
+    calls: dict[str, _Calls] = {}
+    work = copy_in_eval(network)
+
+    def hook(path: str) -> Callable[..., None]:
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.setdefault(path, _Calls(0, args, dict(kwargs))).count += 1
+
+        return note
+
+    for path in paths:
+        work.get_submodule(path).register_forward_pre_hook(hook(path), with_kwargs=True)
+    with torch.no_grad():
+        work(*inputs[0], **inputs[1])
+    return calls

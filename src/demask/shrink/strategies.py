@@ -1,0 +1,309 @@
+"""What a network can come back as, in the order in which demask() tries it.
+
+The caller's class always exists, since zeros may be kept: it is as small as shapes alone make it.
+A graph may have additional ops, such as a scatter, and be smaller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.export import ExportedProgram
+
+from demask.errors import CaptureDiffers, DemaskError, Mismatch, NeedsGraph
+from demask.failures import Log, described, is_strict, warn_caller
+from demask.graph.capture.declared_masks import Masks
+from demask.graph.input_domains import Domains
+from demask.graph.program import Program
+from demask.graph.provenance import Cut, Provenance, Sizes, provenance_of
+from demask.graph.result.class_result import record_call
+from demask.graph.result.demasked_module import build
+from demask.graph.result.restore_modules import originals_of
+from demask.ops import Table
+from demask.shrink.check import check_result, describe_difference
+from demask.shrink.layout.class_layout import Kept
+from demask.shrink.own_class.build import (
+    advise,
+    changed_numbers,
+    explain,
+    find_branch,
+    find_class,
+    find_number,
+    find_preserved_shapes,
+    own_class,
+)
+from demask.shrink.own_class.numbers import is_below
+from demask.shrink.own_class.proof import ProgramMismatch, Proof
+from demask.shrink.own_class.small_graphs import has_methods, with_small_graphs
+from demask.shrink.pipeline import (
+    NORMAL_FORMS,
+    compose_cuts,
+    input_specs,
+    programs_of,
+    shrink_program,
+    smaller_sizes,
+)
+
+CLASS_OVERHEAD = 1.05  # parameters of a class relative to a graph from which the class is smaller
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of demask() for a network that is captured as one program.
+
+    stated: what the caller states of inputs. state: whether the network keeps state in Python.
+    smaller: demask() itself, for modules of a class result.
+    """
+
+    model: nn.Module | ExportedProgram
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] | None
+    shapes: Any
+    table: Table
+    masks: Masks
+    stated: Domains
+    check: bool
+    smaller: Callable[..., nn.Module]
+    state: bool = False
+    _captured: list[Program] = field(default_factory=list, init=False)
+    _more: Iterator[Program] | None = field(default=None, init=False)
+
+    def programs(self) -> Iterator[Program]:
+        """The programs of the model, for most sizes first; each is captured once."""
+        if self._more is None:
+            self._more = self.programs_of(self.model, self.masks)
+        for k in itertools.count():
+            if k == len(self._captured):
+                program = next(self._more, None)
+                if program is None:
+                    return
+                self._captured.append(program)
+            yield self._captured[k]
+
+    def programs_of(self, model: nn.Module | ExportedProgram, masks: Masks) -> Iterator[Program]:
+        """The programs of a network that is called like the model."""
+        return programs_of(model, self.args, self.kwargs, self.shapes, masks,
+                           writes=True, stated=self.stated, state=self.state)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A captured program, the smallest program that computes the same, and its record. has_side:
+    whether a side network was split off. reasons: why strategies before gave nothing."""
+
+    program: Program
+    target: Program
+    record: Provenance
+    has_side: bool
+    reasons: tuple[str, ...] = ()
+
+
+def first_result(call: Call, result: str) -> nn.Module:
+    """What the first strategy for `result` returns that has a result, for the first program that
+    can be demasked. Raises NeedsGraph where there is none, CaptureDiffers where no program computes
+    what the model does."""
+    differs: CaptureDiffers | None = None
+    for candidate in _candidates(call):
+        failure: ProgramMismatch | None = None
+        for strategy in STRATEGIES[result]:
+            try:
+                return strategy(call, candidate)
+            except CaptureDiffers as error:
+                differs, failure = differs or error, None
+            except ProgramMismatch as error:
+                failure = error
+                candidate = replace(candidate, reasons=(*candidate.reasons, str(error)))
+        if failure is not None:
+            text = f"this network can only be returned as a graph: {failure}"
+            raise NeedsGraph(text, candidate.reasons) from failure
+    assert differs is not None  # there is a candidate, or the first program raised
+    raise differs
+
+
+def as_class(call: Call, candidate: Candidate) -> nn.Module:
+    """The caller's class, as small as shapes alone make it: with the tensors of the smallest
+    program if they fit it, else with some zeros kept. Raises ProgramMismatch for what has no class,
+    and for inputs that are numbers."""
+    model, program = find_class(call.model), candidate.program
+    if name := find_number(program):
+        raise ProgramMismatch(f"input {name} is a number, which may decide what the code does")
+    notes, inputs = (), input_specs(program)
+    if branch := find_branch(program):
+        static = next((p for p in call.programs() if not find_branch(p)), None)
+        if static is None:
+            raise ProgramMismatch(f"its code depends on a size ({branch})")
+        program = static
+        notes = (f"its code depends on a size ({branch}): the example's sizes were compared",)
+    elif not candidate.record.effects:
+        target, record = candidate.target, candidate.record
+        if candidate.has_side:
+            target, record = shrink_program(program, call.table, sides=False)
+        with contextlib.suppress(ProgramMismatch):
+            return _proved_class(call, model, program, (target, record))
+    kept = Kept()
+    while True:
+        smaller = shrink_program(program, call.table, kept=kept)
+        try:
+            own = _proved_class(call, model, program, smaller)
+        except ProgramMismatch as error:
+            kept = kept.widened(error.place, model)
+            if kept is None:
+                raise
+            continue
+        if branch:
+            record = provenance_of(own)
+            record = replace(record, inputs=inputs, notes=(*record.notes, *notes))
+            record_call(own, record, call.args, call.kwargs)
+        return own
+
+
+def as_smaller_class(call: Call, candidate: Candidate) -> nn.Module:
+    """The caller's class. Where a graph would be smaller by more than 5 %, the blocks that keep
+    most zeros are graphs in it, but not in networks with methods that call modules in other ways;
+    a warning says what more could be removed."""
+    own = as_class(call, candidate)
+    record, least = provenance_of(own), candidate.record.after.parameters
+    if record.after.parameters <= CLASS_OVERHEAD * least:
+        return own
+    if not has_methods(own) and call.masks == "zeros":
+        own = _with_small_graphs(call, candidate, own)
+        record = provenance_of(own)
+    size = record.after.parameters
+    if record.graph_reasons or size > CLASS_OVERHEAD * least:
+        parts = (
+            f", with {len(record.graph_reasons)} of its modules as graphs"
+            if record.graph_reasons
+            else ""
+        )
+        advice = advise(find_preserved_shapes(candidate.target))
+        warn_caller(
+            f"demask() returns the network's own class{parts}: {size:,} parameters, where one graph "
+            f'has {least:,} (result="graph"){advice}'
+        )
+    return own
+
+
+def _with_small_graphs(call: Call, candidate: Candidate, own: nn.Module) -> nn.Module:
+    """A network of the caller's class with small graphs, if it has any and computes the same; else
+    as it is."""
+    inputs = call.args, dict(call.kwargs or {})
+    mixed, graphs = with_small_graphs(own, inputs, call.smaller)
+    if not graphs:
+        return own
+    record, shapes = provenance_of(own), find_preserved_shapes(candidate.target)
+    parts = {path: provenance_of(graph) for path, graph in graphs.items()}
+    effects: Counter[str] = Counter()
+    for part in parts.values():
+        effects.update(part.effects)
+    change = {name: sum(getattr(part.after, name) - getattr(part.before, name)
+                        for part in parts.values())
+              for name in ("parameters", "macs", "bytes")}  # fmt: skip
+    after = record.after
+    record = replace(
+        record,
+        after=Sizes(**{name: getattr(after, name) + more for name, more in change.items()}),
+        cuts=_cuts_of_parts(record, parts),
+        effects=dict(effects),
+        graph_reasons=tuple(f"{path} is a graph: {explain(path, shapes)}" for path in parts),
+        notes=(*record.notes, *(f"{path}: {note}" for path, part in parts.items()
+                                for note in part.notes if note not in record.notes)),
+    )  # fmt: skip
+    wrong = call.check and describe_difference(
+        mixed, call.model, call.args, call.kwargs, record=record, stated=call.stated
+    )
+    if wrong:
+        return own
+    record_call(mixed, record, call.args, call.kwargs)
+    return mixed
+
+
+def _cuts_of_parts(record: Provenance, parts: Mapping[str, Provenance]) -> dict[str, Cut]:
+    """The cuts of a network, those of modules that became graphs cut twice."""
+    cuts = {name: cut for name, cut in record.cuts.items() if not is_below(name, parts)}
+    for path, part in parts.items():
+        earlier = {name.removeprefix(f"{path}."): cut for name, cut in record.cuts.items()
+                   if is_below(name, [path])}  # fmt: skip
+        for name, cut in part.cuts.items():
+            if (composed := compose_cuts(cut, earlier)) is not None:
+                cuts[f"{path}.{name}"] = composed
+    return cuts
+
+
+def as_graph(call: Call, candidate: Candidate) -> nn.Module:
+    """One graph, of the smallest program."""
+    record = replace(candidate.record, graph_reasons=candidate.reasons)
+    originals = originals_of(call.model, candidate.program)
+    slim = build(candidate.target, record, originals=originals)
+    if not call.check:
+        return slim
+    return check_result(slim, candidate.program, call.model, call.args, call.kwargs, call.stated)
+
+
+STRATEGIES: Mapping[str, tuple[Callable[[Call, Candidate], nn.Module], ...]] = {
+    "class": (as_class,),
+    "auto": (as_smaller_class, as_graph),
+    "graph": (as_graph,),
+}
+
+
+def _proved_class(
+    call: Call, model: nn.Module, program: Program, smaller: tuple[Program, Provenance]
+) -> nn.Module:
+    """The network of the model's class that computes the smaller program; raises ProgramMismatch
+    where it is not proved to."""
+    target, record = smaller
+    masks: Masks = "zeros" if call.masks == "zeros" else "declared"
+    forms = [partial(form, table=call.table) for form in NORMAL_FORMS]
+    inputs = call.args, dict(call.kwargs or {})
+    capture = partial(call.programs_of, masks=masks)
+    proof = Proof(program, target, record.cuts, inputs, capture, forms)
+    try:
+        own = own_class(model, proof)
+        wrong = call.check and describe_difference(
+            own, model, call.args, call.kwargs, stated=call.stated
+        )
+        if wrong:
+            error = Mismatch if is_strict() else ProgramMismatch
+            raise error(f"the network computes something else: {wrong}")
+    except (MemoryError, ProgramMismatch):
+        raise
+    except Exception as error:
+        if is_strict():
+            raise
+        raise ProgramMismatch(described(error)) from error
+    record = replace(record, form="class", numbers=changed_numbers(model, own), effects={})
+    record_call(own, record, call.args, call.kwargs)
+    return own
+
+
+def _candidates(call: Call) -> Iterator[Candidate]:
+    """Programs that can be demasked, and what they become; where none can, the first program
+    unchanged."""
+    failed: list[Candidate] = []
+    programs, reason = call.programs(), ""
+    while True:
+        try:
+            program = next(programs, None)
+        except DemaskError:
+            if not reason:
+                raise
+            program = None
+        if program is None:
+            yield from failed[:1]
+            return
+        log, program = Log(), smaller_sizes(program, reason) if reason else program
+        target, record = shrink_program(program, call.table, log=log)
+        reason = reason or "".join(log.notes[:1])
+        candidate = Candidate(program, target, record, log.has_side_network)
+        if log.gave_up:
+            failed.append(candidate)
+            continue
+        yield candidate
+        reason = "the captured graph does not compute what the model does"
