@@ -40,7 +40,7 @@ def linear(i: int, o: int, rows=(), value: float = 0.0, bias: float | None = 0.0
 
 def slimmed(net: nn.Module, *args: Tensor) -> tuple[nn.Module, Tensor, Tensor]:
     net = net.double().eval()
-    slim = demask.demask(net, args)
+    slim = demask.demask(net, args, result="graph")
     with torch.no_grad():
         return slim, net(*args), slim(*args)
 
@@ -86,7 +86,7 @@ def test_rows_and_columns_that_cancel_are_alive():
 def test_tiny_weights_are_alive(tiny):
     net = nn.Sequential(linear(4, 5), nn.Linear(5, 3)).double()
     net[0].weight.data[2], net[0].bias.data[2] = tiny, 0.0
-    slim = demask.demask(net, (x(2, 4),))
+    slim = demask.demask(net, (x(2, 4),), result="graph")
     assert slim.get_parameter("0.weight").shape == (5, 4)
 
 
@@ -210,7 +210,7 @@ def test_a_mask_made_at_run_time_is_no_constant(name):
 def test_a_mask_given_as_an_input_is_no_constant():
     net = Fn(lambda m, v, mask: m.b(m.a(v) * mask), a=nn.Linear(4, 6), b=nn.Linear(6, 3)).double()
     mask = torch.tensor([1.0, 0, 0, 1, 0, 1], dtype=torch.float64)
-    slim = demask.demask(net, (x(2, 4), mask))
+    slim = demask.demask(net, (x(2, 4), mask), result="graph")
     assert weights(slim) == weights(net)
     with torch.no_grad():
         for other in (mask, 1 - mask):
@@ -222,7 +222,7 @@ def test_a_mask_given_as_an_input_is_no_constant():
 def test_a_zero_input_is_no_constant():
     """The example is all zeros; the network is not."""
     net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
-    slim = demask.demask(net, (torch.zeros(2, 4, dtype=torch.float64),))
+    slim = demask.demask(net, (torch.zeros(2, 4, dtype=torch.float64),), result="graph")
     assert weights(slim) == weights(net)
     torch.testing.assert_close(slim(x(2, 4)), net(x(2, 4)), rtol=0, atol=1e-12)
 

@@ -76,7 +76,7 @@ class Nets(nn.Module):
 @pytest.mark.parametrize("names", list(zip(*[iter(CREATED)] * 5, strict=True)), ids=", ".join)
 def test_created_tensors(names):
     nets = Nets(names).eval()
-    slim = demask.demask(nets, (torch.randn(3, 8),))
+    slim = demask.demask(nets, (torch.randn(3, 8),), result="graph")
     for batch in (3, 1, 5):
         x = torch.randn(batch, 8)
         for name, expected, found in zip(names, nets(x), slim(x), strict=True):

@@ -223,7 +223,7 @@ def test_sizes_by_hand(name):
     torch.manual_seed(0)
     make, inputs, parameters, own_class = NETWORKS[name]
     net = make().eval()
-    slim = demask.demask(net, inputs())
+    slim = demask.demask(net, inputs(), result="graph")
     assert sum(p.numel() for p in slim.parameters()) == parameters
     assert (type(slim) is type(net)) is own_class
     check(net, slim, inputs, ((), (4, 51), (17, 2), (17, 30)))
@@ -238,7 +238,7 @@ def test_constants_are_summed_over_any_number_of_neighbors(name):
         for parameter in net.parameters():
             if parameter.ndim == 1:
                 parameter[parameter == 0] = 0.25
-    slim = demask.demask(net, inputs())
+    slim = demask.demask(net, inputs(), result="graph")
     check(net, slim, inputs, ((), (17, 30)))
     if name in ("pooled", "segments"):  # rows of the layer are computed nowhere
         assert slim.get_parameter("a.weight").shape == (8, 6)
@@ -249,7 +249,7 @@ def test_features_that_nobody_reads():
     net = Two(Convolution(6, 16, "index_add"), Convolution(16, 3, "index_add")).eval()
     with torch.no_grad():
         net.second.lin.weight[:, HALF] = 0
-    slim = demask.demask(net, graph())
+    slim = demask.demask(net, graph(), result="graph")
     assert slim.get_parameter("first.lin.weight").shape == (8, 6)
     check(net, slim, graph, ((), (17, 30)))
 
@@ -275,6 +275,6 @@ def test_what_any_number_of_values_leaves_alike(how, initial, constant, is_known
     net = Net().eval()
     with torch.no_grad():
         net.a.weight[:2], net.a.bias[:2] = 0, constant
-    slim = demask.demask(net, members())
+    slim = demask.demask(net, members(), result="graph")
     assert slim.get_parameter("b.weight").shape == (3, 2 if is_known else 4)
     check(net, slim, members, ((), (3,), (17,)))

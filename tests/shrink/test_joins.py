@@ -33,7 +33,7 @@ class Net(nn.Module):
 def reduced(net: nn.Module) -> nn.Module:
     """What demask makes of it: smaller, and the same."""
     net, x = net.double().eval(), torch.randn(2, 3, 9, 9).double()
-    slim = demask.demask(net, (x,), check=False)
+    slim = demask.demask(net, (x,), check=False, result="graph")
     assert difference(net(x), slim(x)) <= 1e-12
     assert slim.demasked.after.parameters < slim.demasked.before.parameters
     return slim
@@ -79,6 +79,6 @@ class Heads(nn.Module):
 def test_constants_of_one_head_leave_the_product_behind_attention():
     """One call makes all heads alike: channel 0 is computed since channel 4 is, and not read."""
     net, x = Heads().double().eval(), torch.randn(2, 5, 8).double()
-    slim = demask.demask(net, (x,), check=False)
+    slim = demask.demask(net, (x,), check=False, result="graph")
     assert difference(net(x), slim(x)) <= 1e-12
     assert slim.get_parameter("last.weight").shape[1] == 5

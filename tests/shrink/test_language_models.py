@@ -81,7 +81,7 @@ def test_a_language_model_generates_and_is_saved(tmp_path: Path) -> None:
 
 def test_the_check_sees_a_layer_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a cache nothing tells the layers apart, so the network is called with it, too."""
-    module = importlib.import_module("demask.shrink.demask")
+    module = importlib.import_module("demask.shrink.strategies")
     real = module.own_class
 
     def planted(*args: Any) -> nn.Module:

@@ -67,7 +67,9 @@ def shrunk(model: nn.Module, d: int, **options: object) -> nn.Module:
     """The demasked network, checked in float64 on two batches (and sizes, where they are free)."""
     model = model.eval().double()
     torch.manual_seed(1)
-    slim = demask.demask(model, (torch.randn(2, 3, *SIZES[d], dtype=torch.float64),), **options)
+    slim = demask.demask(
+        model, (torch.randn(2, 3, *SIZES[d], dtype=torch.float64),), result="graph", **options
+    )
     more = 2 if options else 0
     for batch, grown in ((3, 0), (1, more)):
         x = torch.randn(batch, 3, *(n + grown for n in SIZES[d]), dtype=torch.float64)
@@ -111,7 +113,7 @@ def test_pads_on_both_sides_are_the_padding_of_the_convolution() -> None:
     first, second = (shrunk(model, 2) for model in (outside, inside))
     assert first.demasked.after == second.demasked.after
     assert not [n for n in first.graph.nodes if "pad_nd" in str(n.target)]
-    again = demask.demask(first, (torch.randn(2, 3, 8, 9, dtype=torch.float64),))
+    again = demask.demask(first, (torch.randn(2, 3, 8, 9, dtype=torch.float64),), result="graph")
     assert len(again.graph.nodes) == len(first.graph.nodes)
 
 
@@ -196,7 +198,7 @@ def test_constants_leave_a_file_whose_convolutions_pad_one_side(tmp_path) -> Non
     onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=9), path)
     model = demask.from_onnx(path)
     x = torch.randn(2, 3, 16, 16)
-    slim = demask.demask(model, (x,))
+    slim = demask.demask(model, (x,), result="graph")
     torch.testing.assert_close(slim(x), model(x), rtol=1e-5, atol=1e-5)
     assert [tuple(slim.get_parameter(name).shape[:2]) for name in "wvu"] == [(5, 3), (6, 5), (4, 6)]
 

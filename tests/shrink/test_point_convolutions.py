@@ -49,7 +49,7 @@ def share(slim: nn.Module) -> float:
 @pytest.mark.parametrize("how", ["gather", "mask", "reader"])
 def test_only_positions_that_are_read_are_computed(dims, how):
     net = Net(dims, how).double().eval()
-    slim = demask.demask(net, (torch.randn(2, 5, *net.size).double(),))
+    slim = demask.demask(net, (torch.randn(2, 5, *net.size).double(),), result="graph")
     for batch in (2, 1, 5):
         x = torch.randn(batch, 5, *net.size).double()
         assert (slim(x) - net(x)).abs().max() <= 1e-12
@@ -59,7 +59,7 @@ def test_only_positions_that_are_read_are_computed(dims, how):
 def test_neighborhoods_are_computed_whole():
     net = Net(2, "gather", neighbors=True).double().eval()
     x = torch.randn(2, 5, 8, 8).double()
-    slim = demask.demask(net, (x,))
+    slim = demask.demask(net, (x,), result="graph")
     assert (slim(x) - net(x)).abs().max() <= 1e-12
     first, second = 5 * 8 * 9 * 64, 8 * 8 * 64
     assert share(slim) == pytest.approx((first + second * 24 / 64) / (first + second), abs=0.001)
@@ -75,7 +75,7 @@ def test_a_progression_remains_a_stride():
             return self.b(torch.relu(self.a(x)))[:, :, ::2, ::2]
 
     net, x = Strided().double().eval(), torch.randn(2, 3, 8, 8).double()
-    slim = demask.demask(net, (x,))
+    slim = demask.demask(net, (x,), result="graph")
     assert (slim(x) - net(x)).abs().max() <= 1e-12
     program = canonicalize(capture_program(net, (x,), None, None), TABLE)
     assert carry_positions(LayoutAnalysis.of(program, TABLE)) is None

@@ -27,7 +27,7 @@ class Parts(nn.Module):
 def test_a_part_that_is_known_beside_one_that_varies_at_borders() -> None:
     torch.manual_seed(0)
     net = Parts().double().eval()
-    slim = demask.demask(net, (torch.randn(3, 3, 9, 9).double(),))
+    slim = demask.demask(net, (torch.randn(3, 3, 9, 9).double(),), result="graph")
     for batch in (3, 1):
         x = torch.randn(batch, 3, 9, 9).double()
         expected, found = net(x), slim(x)

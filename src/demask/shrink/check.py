@@ -95,16 +95,20 @@ def check_result(
 
 def describe_difference(
     slim: nn.Module, model: nn.Module | ExportedProgram, args: Any, kwargs: Any, *,
-    record: Provenance | None = None, stated: Domains = NOTHING,
+    record: Provenance | None = None, stated: Domains = NOTHING, branching: Program | None = None,
+    caches: bool = True,
 ) -> str:  # fmt: skip
     """How a network of the model's class differs from it on the example and two similar draws; ""
     if it does not. Draws that the model rejects are not compared.
 
     record: of a network with graphs for some modules. It returns no caches of keys and values,
     where another one does (with fewer heads), and is called at batches 1 and 3, too: the code
-    around a graph may call it differently there.
+    around a graph may call it differently there. branching: a program of more sizes than the
+    network was proved for, since its code may branch by them: it is called at some of these, too.
+    caches: whether caches of keys and values are compared.
     """
-    example, caches = draw_examples((model,), args, dict(kwargs or {})), record is None
+    example = draw_examples((model,), args, dict(kwargs or {}))
+    caches = caches and record is None
     try:
         reference = copy_in_eval(model, caches=caches)
         draws = [
@@ -120,9 +124,32 @@ def describe_difference(
         inputs = pytree.tree_unflatten(sized, spec)
         with contextlib.suppress(Exception):  # the model rejects this batch size
             draws.append((f"batch {batch}", inputs, run_seeded(copy_in_eval(model), inputs)))
+    if branching is not None:
+        for name, inputs in _other_sizes(branching, example):
+            with contextlib.suppress(Exception):  # the model rejects these sizes
+                expected = run_seeded(copy_in_eval(model, caches=caches), inputs)
+                draws.append((name, inputs, expected))
     wrong = _difference(slim, draws, caches=caches)
     exact = wrong and not isinstance(model, ExportedProgram)
     return "" if exact and _is_rounding(copy_in_eval(model, share=False), slim, draws) else wrong
+
+
+def _other_sizes(program: Program, example: Inputs) -> Iterator[tuple[str, Inputs]]:
+    """The example with each dynamic size changed: one more and less, half, twice, and 1 to 3."""
+    leaves, spec = pytree.tree_flatten(example)
+    values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
+    axes: dict[str, list[tuple[int, int]]] = {}
+    for k, value in enumerate(values if len(values) == len(leaves) else ()):
+        for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if not isinstance(size, int) and size.node.expr.is_Symbol:
+                axes.setdefault(str(size), []).append((k, axis))
+    for name, places in axes.items():
+        n = leaves[places[0][0]].shape[places[0][1]]
+        for size in sorted({1, 2, 3, n - 1, n + 1, n // 2, 2 * n} - {0, -1, n}):
+            sized = list(leaves)
+            for j, where in places:
+                sized[j] = resize_batch(sized[j], {where}, size)
+            yield f"{name} = {size}", pytree.tree_unflatten(sized, spec)
 
 
 _NOT_REPEATABLE = (

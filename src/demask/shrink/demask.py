@@ -19,7 +19,10 @@ from demask.graph.input_domains import state_domains
 from demask.graph.isolation import in_isolation
 from demask.graph.provenance import provenance_of
 from demask.ops import TABLE, Table
+from demask.shrink.check import describe_difference
 from demask.shrink.on_device import CPU, move_tensors, run_through_cpu
+from demask.shrink.own_class.depth import without_dead_layers
+from demask.shrink.own_class.pretrained import fit_config
 from demask.shrink.strategies import Call, first_result
 from demask.shrink.submodules import part_dynamic_shapes, replace_submodules
 from demask.shrink.training.pieces import remember_original
@@ -104,6 +107,15 @@ def demask(
         raise BadInput(f"expected result to be 'auto', 'class' or 'graph', got {result!r}")
     options = {"dynamic_shapes": dynamic_shapes, "table": table, "check": check, "result": result}
     stated = state_domains(model, args, kwargs, inputs)
+    smaller = partial(demask, dynamic_shapes=part_dynamic_shapes(None), table=table, check=check,
+                      result="graph")  # fmt: skip
+    has_depth = isinstance(model, nn.Module) and result != "graph" and masks == "zeros"
+    if has_depth and modules in (None, "auto"):
+        short = without_dead_layers(model, args, kwargs, smaller)
+        if short is not None:
+            slim = demask(short.network, args, kwargs, modules=modules, inputs=inputs, **options)
+            vars(slim)["demasked"] = short.original_record(provenance_of(slim))
+            return remember_original(slim, unmasked, model, masks)
     if modules is not None:
         if stated:
             raise BadInput("inputs= is of the network as one, not of modules=: leave one out")
@@ -113,8 +125,6 @@ def demask(
     slim = run_through_cpu(demask, model, args, kwargs, **moved, **options)
     if slim is not None:
         return remember_original(slim, unmasked, model, masks)
-    smaller = partial(demask, dynamic_shapes=part_dynamic_shapes(None), table=table, check=check,
-                      result="graph")  # fmt: skip
     call = Call(model, args, kwargs, dynamic_shapes, table, masks, stated, check, smaller)
     try:
         slim = first_result(call, result)
@@ -167,4 +177,6 @@ def _demask_modules(
             module, part_args, part_kwargs, masks=masks_of_submodule(masks, name), **options
         )
 
-    return replace_submodules(model, args, kwargs, names, part, optional=optional)
+    slim = replace_submodules(model, args, kwargs, names, part, optional=optional)
+    fit_config(slim, lambda: not describe_difference(slim, model, args, kwargs))
+    return slim

@@ -28,7 +28,7 @@ from demask.graph.result.demasked_module import build
 from demask.graph.result.restore_modules import originals_of
 from demask.ops import Table
 from demask.shrink.check import check_result, describe_difference
-from demask.shrink.layout.class_layout import Kept
+from demask.shrink.layout.class_layout import EVERYTHING, Kept
 from demask.shrink.own_class.build import (
     advise,
     changed_numbers,
@@ -38,6 +38,7 @@ from demask.shrink.own_class.build import (
     find_number,
     find_preserved_shapes,
     own_class,
+    resize,
 )
 from demask.shrink.own_class.numbers import is_below
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
@@ -135,13 +136,17 @@ def as_class(call: Call, candidate: Candidate) -> nn.Module:
     if name := find_number(program):
         raise ProgramMismatch(f"input {name} is a number, which may decide what the code does")
     notes, inputs = (), input_specs(program)
+    branching: Program | None = None
     if branch := find_branch(program):
-        static = next((p for p in call.programs() if not find_branch(p)), None)
-        if static is None:
+        static = replace(call, shapes={})
+        fewer = itertools.chain(((call, p) for p in call.programs()),
+                                ((static, p) for p in static.programs()))  # fmt: skip
+        proved = next(((c, p) for c, p in fewer if not find_branch(p)), None)
+        if proved is None:
             raise ProgramMismatch(f"its code depends on a size ({branch})")
-        program = static
+        branching, (call, program) = program, proved
         notes = (f"its code depends on a size ({branch}): the example's sizes were compared",)
-    elif not candidate.record.effects:
+    else:
         target, record = candidate.target, candidate.record
         if candidate.has_side:
             target, record = shrink_program(program, call.table, sides=False)
@@ -151,17 +156,29 @@ def as_class(call: Call, candidate: Candidate) -> nn.Module:
     while True:
         smaller = shrink_program(program, call.table, kept=kept)
         try:
-            own = _proved_class(call, model, program, smaller)
+            own = _proved_class(call, model, program, smaller, branching)
         except ProgramMismatch as error:
             kept = kept.widened(error.place, model)
             if kept is None:
                 raise
             continue
-        if branch:
+        if branching is not None:
             record = provenance_of(own)
             record = replace(record, inputs=inputs, notes=(*record.notes, *notes))
             record_call(own, record, call.args, call.kwargs)
         return own
+
+
+def as_given_class(call: Call, candidate: Candidate) -> nn.Module:
+    """A copy of the caller's network with its masks applied, of which nothing is removed."""
+    model, program = find_class(call.model), candidate.program
+    kept = Kept(modules=frozenset({EVERYTHING}))
+    target, record = shrink_program(program, call.table, kept=kept)
+    own = resize(model, Proof(program, target, record.cuts, (call.args, {}), iter, ()))
+    notes = (f"nothing is removed: {candidate.reasons[-1]}", *record.notes)
+    record = replace(record, form="class", notes=notes)
+    record_call(own, record, call.args, call.kwargs)
+    return own
 
 
 def as_smaller_class(call: Call, candidate: Candidate) -> nn.Module:
@@ -175,17 +192,13 @@ def as_smaller_class(call: Call, candidate: Candidate) -> nn.Module:
     if not has_methods(own) and call.masks == "zeros":
         own = _with_small_graphs(call, candidate, own)
         record = provenance_of(own)
-    size = record.after.parameters
-    if record.graph_reasons or size > CLASS_OVERHEAD * least:
-        parts = (
-            f", with {len(record.graph_reasons)} of its modules as graphs"
-            if record.graph_reasons
-            else ""
-        )
+    size, parts = record.after.parameters, len(record.graph_reasons)
+    if parts or size > CLASS_OVERHEAD * least:
+        form = f"own class, with {parts} of its modules as graphs" if parts else "own class"
         advice = advise(find_preserved_shapes(candidate.target))
         warn_caller(
-            f"demask() returns the network's own class{parts}: {size:,} parameters, where one graph "
-            f'has {least:,} (result="graph"){advice}'
+            f"demask() returns the network's {form}: {size:,} parameters, where one graph has "
+            f'{least:,} (result="graph"){advice}'
         )
     return own
 
@@ -215,9 +228,14 @@ def _with_small_graphs(call: Call, candidate: Candidate, own: nn.Module) -> nn.M
         notes=(*record.notes, *(f"{path}: {note}" for path, part in parts.items()
                                 for note in part.notes if note not in record.notes)),
     )  # fmt: skip
-    wrong = call.check and describe_difference(
-        mixed, call.model, call.args, call.kwargs, record=record, stated=call.stated
-    )
+    try:
+        wrong = call.check and describe_difference(
+            mixed, call.model, call.args, call.kwargs, record=record, stated=call.stated
+        )
+    except MemoryError:
+        raise
+    except Exception:  # code around a graph that calls it in another way for other sizes
+        return own
     if wrong:
         return own
     record_call(mixed, record, call.args, call.kwargs)
@@ -247,17 +265,21 @@ def as_graph(call: Call, candidate: Candidate) -> nn.Module:
 
 
 STRATEGIES: Mapping[str, tuple[Callable[[Call, Candidate], nn.Module], ...]] = {
-    "class": (as_class,),
+    "class": (as_class, as_given_class),
     "auto": (as_smaller_class, as_graph),
     "graph": (as_graph,),
 }
 
 
 def _proved_class(
-    call: Call, model: nn.Module, program: Program, smaller: tuple[Program, Provenance]
+    call: Call,
+    model: nn.Module,
+    program: Program,
+    smaller: tuple[Program, Provenance],
+    branching: Program | None = None,
 ) -> nn.Module:
     """The network of the model's class that computes the smaller program; raises ProgramMismatch
-    where it is not proved to."""
+    where it is not proved to. branching: as in `describe_difference`."""
     target, record = smaller
     masks: Masks = "zeros" if call.masks == "zeros" else "declared"
     forms = [partial(form, table=call.table) for form in NORMAL_FORMS]
@@ -267,15 +289,15 @@ def _proved_class(
     try:
         own = own_class(model, proof)
         wrong = call.check and describe_difference(
-            own, model, call.args, call.kwargs, stated=call.stated
+            own, model, call.args, call.kwargs, stated=call.stated, branching=branching
         )
         if wrong:
-            error = Mismatch if is_strict() else ProgramMismatch
+            error = Mismatch if is_strict() and branching is None else ProgramMismatch
             raise error(f"the network computes something else: {wrong}")
     except (MemoryError, ProgramMismatch):
         raise
     except Exception as error:
-        if is_strict():
+        if is_strict() and branching is None:
             raise
         raise ProgramMismatch(described(error)) from error
     record = replace(record, form="class", numbers=changed_numbers(model, own), effects={})

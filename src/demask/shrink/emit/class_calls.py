@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 from typing import Any
 
 import torch
@@ -66,7 +67,8 @@ class ClassRewriter(Rewriter):
         elif relation.entry.free:
             self._create(relation)
         elif relation.moved and not is_untouched(self, relation, live):
-            emit_move(self, relation, live)
+            if not self._take_parts(relation):
+                emit_move(self, relation, live)
         elif relation.entry.fill == "sum":
             explain(self, relation, 0)
             emit_one_contraction(self, relation)
@@ -94,6 +96,47 @@ class ClassRewriter(Rewriter):
         filled = [full[k] if layout is None else layout for k, layout in enumerate(layouts)]
         args, kwargs = self.arguments(relation, values, filled)
         self.finish(node, node.target, args, kwargs, layouts)
+
+    def _take_parts(self, relation: Relation) -> bool:
+        """Append a call that takes parts of an axis one after another (a slice, a split), with the
+        sizes that the parts have now. False where parts are none of these."""
+        node, arguments = relation.node, dict(schema.arguments(relation.node))
+        if len(relation.operands) > 1 or any(len(moves) != 1 for moves in relation.moves):
+            return False
+        slot = self.placement.slot[node, 0]
+        layouts = [self.placement.value.get((node, k)) for k in range(len(relation.outs))]
+        taken = []
+        for layout, outs, moves in zip(layouts, relation.outs, relation.moves, strict=True):
+            ((letter, move),) = moves.items()
+            moved = [next((d for d, axis in enumerate(axes)
+                           if any(re.split("[<>]", name)[0] == letter for name in axis)), None)
+                     for axes in (relation.ins[0], outs)]  # fmt: skip
+            if layout is None or moved[0] is None or moved[1] is None:
+                return False
+            have, want = slot[moved[0]], layout[moved[1]]
+            offsets = {p: k for k, p in enumerate(have)} if have is not None else None
+            rows = move.position.tolist()
+            rows = rows if want is None else [rows[p] for p in want]
+            taken.append(rows if offsets is None else [offsets.get(p, -1) for p in rows])
+        runs = [part and list(range(part[0], part[0] + len(part))) for part in taken]
+        if not all(taken) or taken != runs:
+            return False
+        sizes = [len(part) for part in taken]
+        if node.target is torch.ops.aten.slice.Tensor:
+            arguments |= {"start": taken[0][0], "end": taken[0][-1] + 1, "step": 1}
+        elif "split_size" in arguments:
+            arguments["split_size"] = (
+                sizes[0] if isinstance(arguments["split_size"], int) else sizes
+            )
+        elif "split_sizes" in arguments:
+            arguments["split_sizes"] = sizes
+        elif "chunks" not in arguments or len(set(sizes)) > 1:
+            return False
+        source = relation.operands[0]
+        arguments[source.name] = self.adapter.adapt(source.value, slot)
+        args, kwargs = schema.bind_arguments(node.target, arguments)
+        self.finish(node, node.target, args, kwargs, layouts)
+        return True
 
     def _create(self, relation: Relation) -> None:
         """Append a call that creates a tensor, whose operands give no more than a shape and a

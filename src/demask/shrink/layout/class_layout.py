@@ -32,13 +32,16 @@ _SIZES = {"size", "shape", "split_size", "split_sizes", "chunks", "sizes", "star
           "normalized_shape", "repeats"}  # fmt: skip
 
 
+EVERYTHING = ""  # the path of the network itself
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What keeps its size in a network of the caller's class, by what was found to need it.
 
     values, operands: of calls of one program, which could not be emitted with shapes alone.
-    modules: paths of modules whose code does not run at other sizes ("": nothing is cut). sized:
-    paths of modules in which calls with sizes among their arguments do not.
+    modules: paths of modules whose code does not run at other sizes (EVERYTHING: nothing is cut).
+    sized: paths of modules in which calls with sizes among their arguments do not.
     """
 
     values: frozenset[Key] = frozenset()
@@ -53,12 +56,12 @@ class Kept:
     def widened(self, path: str, model: nn.Module) -> Kept | None:
         """With more modules, after the code of one did not run at other sizes, or was not proved to
         compute the same: calls of it with sizes first, then all of it, then the modules around it.
-        The second of a type stands for all of the type. None where everything is kept already."""
+        The second of a type stands for all of the type. None where nothing is left to cut."""
         modules = dict(model.named_modules())
         while path in self.modules:
-            if not path:
-                return None
             path = path.rpartition(".")[0]
+        if not path and path in self.sized:
+            return None
         kind = type(modules.get(path))
         if path not in self.sized and kind is not nn.MultiheadAttention:
             return replace(self, sized=self.sized | {path})
@@ -69,9 +72,9 @@ class Kept:
     def has(self, node: fx.Node) -> bool:
         """Whether all values and operands of a call keep their sizes."""
         path = path_of(node)
-        return (
-            "" in self.modules or path in self.modules or (path in self.sized and _has_sizes(node))
-        )
+        if path in self.modules or EVERYTHING in self.modules:
+            return True
+        return path in self.sized and _has_sizes(node)
 
 
 @dataclass(frozen=True, slots=True)

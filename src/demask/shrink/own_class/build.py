@@ -46,7 +46,8 @@ def own_class(model: nn.Module, proof: Proof) -> nn.Module:
 def find_class(model: nn.Module | ExportedProgram) -> nn.Module:
     """The model, if it is of a class that its caller has; else raises ProgramMismatch."""
     if isinstance(model, ExportedProgram | Demasked) or recorded_interface(model) is not None:
-        raise ProgramMismatch(f"a {type(model).__name__} has no class of its own")
+        kind = "an ExportedProgram" if isinstance(model, ExportedProgram) else "a graph"
+        raise ProgramMismatch(f"{kind} has no class of its own")
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy as copies
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -48,6 +48,14 @@ def fitting_configs(model: nn.Module) -> Iterator[None]:
     vars(model)[REFUSE] = _refuse
 
 
+def fit_config(network: nn.Module, is_same: Callable[[], bool]) -> None:
+    """Fit the config of a network of which modules were replaced, if it has one. is_same: whether
+    the network computes what it did, with the numbers of a config."""
+    for _ in fitting_configs(network):
+        if is_same():
+            return
+
+
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise BadInput(
         "save_pretrained writes a config, and no config has the sizes of this network: its layers "
@@ -60,6 +68,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 def _find_config(model: nn.Module, config: Any) -> tuple[nn.Module, Any] | None:
     """A model and its config with tensors of the model's shapes, or None. The search changes one
     number after the other, each time the one that corrects most shapes."""
+    given, config = vars(config), _with_width_of_heads(config)
     fresh = _build_on_meta(type(model), config)
     options = _options(config, _changed_sizes(fresh, model))
     best = _count_misfits(model, fresh)
@@ -75,7 +84,34 @@ def _find_config(model: nn.Module, config: Any) -> tuple[nn.Module, Any] | None:
         if least >= best:
             return None
         best, config, fresh = least, other, candidate
+    if (
+        fresh is not None
+        and "head_dim" not in given
+        and _count_misfits(
+            model, plain := _build_on_meta(type(model), _without(config, "head_dim"))
+        )
+        == 0
+    ):
+        config, fresh = _without(config, "head_dim"), plain
     return None if fresh is None else (fresh, config)
+
+
+def _with_width_of_heads(config: Any) -> Any:
+    """A config that says how wide heads are: many derive it from the width and the number of heads,
+    which no longer holds where heads were removed."""
+    width, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+    if getattr(config, "head_dim", None) is not None or type(width) is not int:
+        return config
+    other = copies.deepcopy(config)
+    if type(heads) is int and heads and width % heads == 0:
+        other.head_dim = width // heads
+    return other
+
+
+def _without(config: Any, name: str) -> Any:
+    other = copies.deepcopy(config)
+    vars(other).pop(name, None)
+    return other
 
 
 def _count_misfits(model: nn.Module, other: nn.Module | None) -> int:
@@ -95,7 +131,7 @@ def _build_on_meta(kind: type[nn.Module], config: Any) -> nn.Module | None:
     """A model of a config, without memory for its tensors; None if there is none."""
     try:
         with torch.device("meta"):
-            return kind(copies.deepcopy(config))
+            return kind(type(config).from_dict(config.to_dict()))  # which checks it as a file's
     except Exception:  # sizes that do not fit each other, in the words of any library
         return None
 
