@@ -77,7 +77,7 @@ def test_moves_keep_the_bits(name: str, threads: int) -> None:
         assert y.shape == want.shape and torch.equal(bits(y), bits(want))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MOVES)
 def test_other_steps_read_moves(name: str) -> None:
     for k, isa in enumerate(WIDTHS):
@@ -158,6 +158,7 @@ def test_kernels_stay_within_their_memory() -> None:
 # ---------------------------------------------------------------------------- pointwise, softmax
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", POINTWISE)
 def test_pointwise_calls(name: str) -> None:
     special = torch.tensor(

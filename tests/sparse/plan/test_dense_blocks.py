@@ -219,7 +219,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_beside_its_memory_is_touched(name: str, emitted) -> None:
     program, weights = CASES[name]()
@@ -257,6 +257,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(name: str) -> None:
     program, weights = CASES[name]()

@@ -67,6 +67,7 @@ def test_the_same_bits_as_tiles(name: str, isa: Isa, always, monkeypatch) -> Non
         assert torch.equal(plan([x])[0], other)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 2, 7, 15])
 def test_tokens(count: int, always) -> None:
     """Few tokens: most lanes of a line would be empty."""
@@ -165,6 +166,7 @@ def test_weights_are_in_the_order_of_use() -> None:
 # ----------------------------------------------------------------------------------------- kernels
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["7x7", "one vector", "stride", "groups", "one position"])
 def test_nothing_beside_its_memory_is_touched(name: str, monkeypatch, always) -> None:
     monkeypatch.setattr(channels_layer, "FETCHED", 0)
@@ -193,6 +195,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str, always) -> None:
     program, weights, x = made("transposed")  # lines with gaps, for 8 and 16 lanes

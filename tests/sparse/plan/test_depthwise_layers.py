@@ -36,7 +36,7 @@ def emitted(monkeypatch) -> list[WindowPiece]:
     return record(monkeypatch, layer_plan, "emit_depthwise", lambda tape, isa, piece: [piece])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", [(7, 7), (14, 9), (3, 1), (40, 25)], ids=str)
 def test_threads(size, edges):
     program, weights = depthwise(7, act=("relu", ()))
@@ -53,7 +53,7 @@ def test_wide_rows_are_cut(edges):
     assert len(edges) >= 2
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_with_a_sum(name, emitted):
     act = (name, (-0.5, 2.0)[: ACTIVATIONS[name].count])

@@ -56,6 +56,7 @@ OTHERS = [  # other numbers, forms and types
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)
 def test_code_for_other_processors(isa: Isa) -> None:
     """Processors whose vectors are no wider than here run the kernels of the other tests."""

@@ -93,6 +93,7 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
         assert torch.equal(outputs(draft, y)[0], whole[:, first:end])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_networks(batch: int, batch_first: bool) -> None:

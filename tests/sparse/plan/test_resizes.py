@@ -46,6 +46,7 @@ def step_of(name: str, align: int, sizes: tuple) -> tuple[CallStep, str]:
     return CallStep((0,), name, kind, (align, *sizes[-WEIGHTED[name] :])), kind
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WEIGHTED)
 @pytest.mark.parametrize("align", [0, 1])
 def test_the_results_are_those_of_torch(name: str, align: int) -> None:
@@ -62,6 +63,7 @@ def test_the_results_are_those_of_torch(name: str, align: int) -> None:
         assert y.shape == want.shape and close(y, want, x), (shape, sizes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_long_axes_have_weights_of_torch(name: str, monkeypatch) -> None:
     """In float32, source positions of long axes are rounded as torch does."""

@@ -36,7 +36,7 @@ NUMBERS = {
 # ------------------------------------------------------------------------------------- selections
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_selections_of_images(name: str) -> None:
     for k, (batch, height, width) in enumerate(SIZES):
@@ -107,7 +107,7 @@ def test_every_channel_of_zeros_is_zero() -> None:
 # ----------------------------------------------------------------------------------------- scales
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("batch, together", [(1, False), (3, True), (3, False), (5, True)])
 def test_scales(batch: int, together: bool) -> None:
     for k, (height, width) in enumerate(((9, 7), (1, 6), (20, 33), (1, 1))[batch % 2 :: 2]):
@@ -123,6 +123,7 @@ def test_scales(batch: int, together: bool) -> None:
             draft.check(len(draft.steps) + 1, threads=1 + k % 3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_of_scales(name: str) -> None:
     draft = Draft((2, 3, 5, 6), (2, 3, 1, 1))
@@ -130,7 +131,7 @@ def test_activations_of_scales(name: str) -> None:
     draft.check()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @widths()
 @pytest.mark.parametrize("batch", [1, 3])
 def test_scales_on_every_width(batch: int, isa) -> None:

@@ -37,6 +37,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str) -> None:
     sees(*FAULTS[fault], lambda: test_random_programs("image", range(6)))

@@ -159,7 +159,7 @@ SHARED: dict[str, Callable[[Draft], int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_memory(name: str) -> None:
     """For one size by day, for all by night."""
@@ -224,7 +224,7 @@ def test_what_shares_no_memory() -> None:
 # ------------------------------------------------------------------------------ values not finite
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_does_not_spread(name: str, value: float) -> None:

@@ -90,56 +90,7 @@ CHANNELS = {"dense": [(3, 13), (17, 8), (40, 1), (1, 31)],
             "blocks": [(12, 24)] * 4, "sparse": [(12, 12)] * 4}  # fmt: skip
 
 
-@pytest.mark.sampled(12)
-@widths(MOST)
-@pytest.mark.parametrize(
-    "form, geometry", [(form, name) for form, (names, _) in FORMS.items() for name in names]
-)
-def test_convolutions(form: str, geometry: str, isa: Isa, monkeypatch) -> None:
-    """Each width of vectors has two of the sizes, so all of them together have each twice."""
-    kind, place = form.partition(" ")[0], list(GEOMETRY).index(geometry) + WIDTHS.index(isa)
-    fields = GEOMETRY[geometry]
-    found = computed_as(form if kind == "depthwise" else "dense", monkeypatch)
-    densities = {"sparse": (0.0, 0.1, 0.7), "blocks": (1.0,)}.get(kind)
-    for k in (place % 4, (place + 2) % 4):
-        (inputs, out), groups = CHANNELS[kind][k], FORMS[form][1]
-        for density in densities or (1.0 if k % 2 == 0 or inputs * out <= 100 else 0.97,):
-            weight = matrix(out, inputs // (groups or inputs) * math.prod(fields["kernel"]),
-                            density, dtype=torch.float32)  # fmt: skip
-            if kind == "sparse":
-                weight[3], weight[5] = 0.0, 1.5  # an empty row and a dense one
-            program, weights = layer("image", weight, draw(out), **fields, act=ACTS[kind],
-                                     groups=groups or inputs)  # fmt: skip
-            x, *rest = SIZES[k]
-            check(program, weights, [draw(x, inputs, *rest)], 1 + place % 3, isa, each=True)
-    assert kind == "sparse" or len(found) >= 2
-    if kind == "blocks":
-        assert {shape[:2] for shape in found} == {(24 // groups, 12 // groups)}
-    spans = zip(*(fields[n] for n in ("padding", "dilation", "kernel")), strict=True)
-    pads = all(before + after >= d * (k - 1) for (before, after), d, k in spans)
-    if form == "depthwise permuted" and pads:  # else tiles of an output do not cover its input
-        assert all(piece.x.layout.border == NO_BORDER for piece in found)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "form", ["dense", "channels", "filtered", "depthwise stored", "depthwise permuted"]
-)
-def test_sums_are_added_and_may_be_overwritten(form: str, monkeypatch) -> None:
-    found = computed_as(form, monkeypatch)
-    sizes = ((1, 7, 7), (1, 1, 1), (1, 3, 14)) if form == "channels" else ((2, 19, 11),)
-    for k, (batch, *size) in enumerate(sizes):
-        draft = Draft((batch, 20, *size))
-        fields = {"density": 1.0, "groups": 20 if form.startswith("depthwise") else 1}
-        first = draft.conv(0, 20, act=RELU, **fields)
-        second = draft.conv(first, 20, add=first, **fields)
-        draft.conv(second, 20, add=first, act=("silu", ()), **fields)
-        for outputs in ((3,), (1, 2, 3)):
-            draft.check(*outputs, threads=1 + k % 2, each=True)
-    assert len(found) >= 6 * len(sizes)
-
-
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @widths(MOST)
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 16, 17, 100])
 def test_tokens(count, isa):
@@ -149,6 +100,7 @@ def test_tokens(count, isa):
         check(program, weights, [draw(count, columns)], 2, isa, each=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_with_a_sum(name):
     act = (name, (-0.5, 2.0)[: ACTIVATIONS[name].count])
@@ -203,7 +155,7 @@ def network(batch: int, size: int):
     return program, weights, [draw(batch, 3, size, size)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @widths()
 @pytest.mark.parametrize("batch, size, threads", [(1, 57, 2), (1, 64, 3), (3, 30, 2), (4, 9, 1)])
 def test_networks(batch, size, threads, isa):
@@ -333,6 +285,7 @@ def one_layer(form: str, geometry: str, density: float, size: int) -> tuple:
     return *made, [draw(1, 12, size, size + 2)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [
     lambda: network(1, 23), lambda: network(3, 12),
     *(partial(one_layer, form, name, density, size) for form, name, density, size in (
@@ -365,3 +318,52 @@ def test_a_planted_fault_is_seen() -> None:
     for each in (False, True):
         with pytest.raises(AssertionError):
             compare(made, program, weights, [x], each)
+
+
+@pytest.mark.sampled(24)
+@widths(MOST)
+@pytest.mark.parametrize(
+    "form, geometry", [(form, name) for form, (names, _) in FORMS.items() for name in names]
+)
+def test_convolutions(form: str, geometry: str, isa: Isa, monkeypatch) -> None:
+    """Each width of vectors has two of the sizes, so all of them together have each twice."""
+    kind, place = form.partition(" ")[0], list(GEOMETRY).index(geometry) + WIDTHS.index(isa)
+    fields = GEOMETRY[geometry]
+    found = computed_as(form if kind == "depthwise" else "dense", monkeypatch)
+    densities = {"sparse": (0.0, 0.1, 0.7), "blocks": (1.0,)}.get(kind)
+    for k in (place % 4, (place + 2) % 4):
+        (inputs, out), groups = CHANNELS[kind][k], FORMS[form][1]
+        for density in densities or (1.0 if k % 2 == 0 or inputs * out <= 100 else 0.97,):
+            weight = matrix(out, inputs // (groups or inputs) * math.prod(fields["kernel"]),
+                            density, dtype=torch.float32)  # fmt: skip
+            if kind == "sparse":
+                weight[3], weight[5] = 0.0, 1.5  # an empty row and a dense one
+            program, weights = layer("image", weight, draw(out), **fields, act=ACTS[kind],
+                                     groups=groups or inputs)  # fmt: skip
+            x, *rest = SIZES[k]
+            check(program, weights, [draw(x, inputs, *rest)], 1 + place % 3, isa, each=True)
+    assert kind == "sparse" or len(found) >= 2
+    if kind == "blocks":
+        assert {shape[:2] for shape in found} == {(24 // groups, 12 // groups)}
+    spans = zip(*(fields[n] for n in ("padding", "dilation", "kernel")), strict=True)
+    pads = all(before + after >= d * (k - 1) for (before, after), d, k in spans)
+    if form == "depthwise permuted" and pads:  # else tiles of an output do not cover its input
+        assert all(piece.x.layout.border == NO_BORDER for piece in found)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "form", ["dense", "channels", "filtered", "depthwise stored", "depthwise permuted"]
+)
+def test_sums_are_added_and_may_be_overwritten(form: str, monkeypatch) -> None:
+    found = computed_as(form, monkeypatch)
+    sizes = ((1, 7, 7), (1, 1, 1), (1, 3, 14)) if form == "channels" else ((2, 19, 11),)
+    for k, (batch, *size) in enumerate(sizes):
+        draft = Draft((batch, 20, *size))
+        fields = {"density": 1.0, "groups": 20 if form.startswith("depthwise") else 1}
+        first = draft.conv(0, 20, act=RELU, **fields)
+        second = draft.conv(first, 20, add=first, **fields)
+        draft.conv(second, 20, add=first, act=("silu", ()), **fields)
+        for outputs in ((3,), (1, 2, 3)):
+            draft.check(*outputs, threads=1 + k % 2, each=True)
+    assert len(found) >= 6 * len(sizes)

@@ -36,7 +36,7 @@ UNITS = 64 * 2.0**-23
 # ------------------------------------------------------------------------------------------ norms
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @widths()
 @pytest.mark.parametrize("shape", [(3, 11, 40), (1, 1, 1), (2, 33, 7), (5, 3), (130, 6)], ids=str)
 def test_norms(shape: Sequence[int], isa: Isa) -> None:
@@ -74,6 +74,7 @@ def test_norms_of_numbers_that_are_not_finite() -> None:
         assert torch.allclose(y.double(), want, UNITS, 0.0, equal_nan=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_norms_of_pixels(batch: int) -> None:
     """An image whose channels come last needs no memory and no copy of its own."""
@@ -141,7 +142,7 @@ def test_products_of_numbers_that_are_not_finite() -> None:
 # ------------------------------------------------------------------------------------- attention
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @widths()
 @pytest.mark.parametrize(
     "batch, length, heads, width", [(1, 5, 2, 3), (1, 130, 3, 8), (3, 17, 2, 4)]
@@ -232,7 +233,8 @@ def test_invalid_sizes(name: str, shapes: list, numbers: tuple, count: int | Non
 
 
 @pytest.mark.parametrize("owner, name, wrong, test", [
-    (write_call._ValueProducts, "_factors", lambda real: lambda self, k, _: real(self, k, False),
+    (write_call._ValueProducts, "_factors",
+     lambda real: lambda self, k, transposed: real(self, k, False),
      lambda: test_attention(1, 5, 2, 3, WIDTHS[0])),
     (write_call, "prod", lambda _: lambda sizes: 1,
      lambda: test_products((2, 3), 37, 9, 20, WIDTHS[0])),

@@ -49,7 +49,7 @@ def drawn(out: int, channels: int) -> Tensor:
 # ------------------------------------------------------------------------------------------ values
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @widths(MOST)
 @pytest.mark.parametrize("size", [(9, 7), (14, 14), (33, 4), (4, 31), (20, 45)], ids=str)
 def test_layers_equal_float64(size, isa: Isa, filtered, anywhere) -> None:
@@ -117,6 +117,7 @@ def test_rounding_is_that_of_the_definition() -> None:
 # ------------------------------------------------------------------------------------------- bits
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_all_plans_give_the_same_bits(seed: int, filtered) -> None:
     draft = Draft((3, 16, *((14, 14), (31, 18), (9, 40))[seed]), seed=seed)
@@ -164,6 +165,7 @@ def spoiled(kind: str, x: Tensor, weight: Tensor) -> None:
         weight[2, 1, 0, 2] = torch.inf
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", ["nan", "inf", "overflow", "inner", "weight"])
 def test_what_is_not_finite_is_that_of_the_definition(kind: str, threads: int) -> None:
