@@ -32,6 +32,7 @@ from sparse_cases import csr, matrix
 # Of the largest value of a program: later steps carry the rounding of earlier ones.
 ULPS = 128.0
 RELU = ("relu", ())
+Threads = int | Sequence[int]
 
 
 class Draft:
@@ -98,11 +99,11 @@ class Draft:
     def mean(self, x: int, keep: bool = True) -> int:
         return self.append(MeanStep(x, keep))
 
-    def check(self, *outputs: int, static: tuple[int, ...] = (), threads: int = 2,
-              isa: Isa | None = None) -> SegmentPlan:  # fmt: skip
-        """Compare the plan of these outputs with float64."""
+    def check(self, *outputs: int, static: tuple[int, ...] = (), threads: Threads = 2,
+              isa: Isa | None = None, **laws: bool) -> SegmentPlan:  # fmt: skip
+        """Compare the plans of these outputs with float64."""
         program = self.program(*outputs, static=static)
-        return check(program, self.weights, self.inputs, threads, isa)
+        return check(program, self.weights, self.inputs, threads, isa, **laws)
 
 
 @contextmanager
@@ -121,26 +122,42 @@ def exact(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[T
 
 
 def compare(outputs: Sequence[Tensor], program: SegmentProgram, weights: Sequence[Tensor],
-            inputs: Sequence[Tensor]) -> None:  # fmt: skip
-    """Assert that outputs equal those in float64, and are finite where those are."""
+            inputs: Sequence[Tensor], each: bool = False) -> None:  # fmt: skip
+    """Assert that outputs equal those in float64, and are finite where those are.
+
+    each: by the largest element of each output, and half as far from it.
+    """
     expected = exact(program, weights, inputs)
     finite = [want[want.isfinite()].abs() for want in expected]
-    largest = max([float(want.max()) for want in finite if want.numel()], default=1.0)
-    unit = torch.finfo(torch.float32).eps * max(largest, 1e-30)
+    sizes = [float(want.max()) if want.numel() else 0.0 for want in finite]
+    eps = torch.finfo(torch.float32).eps
     for k, (y, want) in enumerate(zip(outputs, expected, strict=True)):
         assert y.shape == want.shape
-        inside = want.isfinite()
-        gap = (y.double() - want)[inside].abs()
-        assert not gap.numel() or bool((gap <= ULPS * unit).all()), (k, float(gap.max()) / unit)
+        unit, ulps = eps * max(sizes[k] if each else max(sizes), 1e-30), ULPS / (1 + each)
+        gap = (y.double() - want)[want.isfinite()].abs()
+        assert not gap.numel() or bool((gap <= ulps * unit).all()), (k, float(gap.max()) / unit)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.int32)
 
 
 def check(program: SegmentProgram, weights: Sequence[Tensor], inputs: Sequence[Tensor],
-          threads: int = 2, isa: Isa | None = None) -> SegmentPlan:  # fmt: skip
-    """Compare a plan with float64; twice, since memory is used again."""
-    plan = SegmentPlan.of(program, weights, inputs, threads, isa)
-    first, again = plan(inputs), plan(inputs)
-    compare(first, program, weights, inputs)
-    same = [torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
-            for a, b in zip(first, again, strict=True)]  # fmt: skip
-    assert all(same)
-    return plan
+          threads: Threads = 2, isa: Isa | None = None, *, each: bool = False,
+          at_once: bool = False) -> SegmentPlan:  # fmt: skip
+    """Compare plans with float64; the first of them is returned.
+
+    Outputs have the same bits for all these numbers of threads and, if at_once, with all images of
+    a batch at once; and when a plan is called again, since memory is used again.
+    """
+    counts = (threads,) if isinstance(threads, int) else threads
+    plans = [SegmentPlan.of(program, weights, inputs, count, isa) for count in counts]
+    if at_once:
+        with all_at_once():
+            plans.append(SegmentPlan.of(program, weights, inputs, 2, isa))
+    first, *others = [plan(inputs) for plan in plans for _ in range(2)]
+    compare(first, program, weights, inputs, each)
+    for k, other in enumerate(others, 1):
+        same = [torch.equal(bits(a), bits(b)) for a, b in zip(first, other, strict=True)]
+        assert all(same), f"plan {k // 2}, call {k % 2}: output {same.index(False)}"
+    return plans[0]

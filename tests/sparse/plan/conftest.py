@@ -1,27 +1,37 @@
-"""Fixtures of the tests of plans."""
+"""Fixtures of the tests of plans: what was computed in which form."""
 
 from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("llvmlite")  # optional
+
+from random_segments import computed_as, record
+
 
 @pytest.fixture
 def emitted(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes of the weights that were emitted as dense layers, by any kernel."""
-    layer_plan = pytest.importorskip("demask.sparse.plan.layers.layer_plan")
-    shapes: list[tuple[int, ...]] = []
-    emit = layer_plan.emit_dense
+    return computed_as("dense", monkeypatch)
 
-    def record(tape, isa, piece):
-        shapes.extend(block.weight.shape for block in piece.layer.blocks)
-        return emit(tape, isa, piece)
 
-    def filtered(tape, isa, piece, block):
-        shapes.append(block.weight.shape)
-        return emit_winograd(tape, isa, piece, block)
+@pytest.fixture
+def filtered(monkeypatch) -> list[tuple[int, ...]]:
+    """The shapes of the weights of layers by minimal filtering."""
+    from demask.sparse.plan import tape_builder
 
-    tape_builder = pytest.importorskip("demask.sparse.plan.tape_builder")
-    emit_winograd = tape_builder.emit_winograd
-    monkeypatch.setattr(tape_builder, "emit_winograd", filtered)
-    monkeypatch.setattr(layer_plan, "emit_dense", record)
-    return shapes
+    return record(monkeypatch, tape_builder, "emit_winograd",
+                  lambda tape, isa, piece, block: [block.weight.shape])  # fmt: skip
+
+
+@pytest.fixture
+def always(monkeypatch) -> list[int]:
+    """Channels are in lanes of all dense layers; the threads of their calls."""
+    return computed_as("channels", monkeypatch)
+
+
+@pytest.fixture(params=["stored", "permuted"])
+def edges(request, monkeypatch) -> list:
+    """The layers that were emitted as depthwise layers, whose lines over the edges of tiles are
+    stored, or permuted as they are read."""
+    return computed_as(f"depthwise {request.param}", monkeypatch)

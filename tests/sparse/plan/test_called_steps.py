@@ -8,8 +8,7 @@ from math import inf, nan
 
 import pytest
 import torch
-from test_segment_moves import ISAS
-from torch import Tensor
+from random_segments import WIDTHS, SegmentDraft, outputs, stays_within_memory
 
 from demask.errors import BadInput
 from demask.sparse import reference as dense
@@ -19,8 +18,7 @@ from demask.sparse.plan.segment_plan import SegmentPlan, _batches
 from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import CallStep
-from guarded import guarded
-from segment_drafts import RELU, Draft, all_at_once, compare
+from segment_drafts import RELU, all_at_once, bits
 
 SHAPE = (2, 6, 5, 7)
 MOVES = {  # name -> steps from an image of SHAPE: (call, kind, numbers, index)
@@ -56,51 +54,35 @@ MOVES = {  # name -> steps from an image of SHAPE: (call, kind, numbers, index)
 POINTWISE = {"times": (0.1,), "over": (3,), "plus": (-2.5,), "exp": ()}
 
 
-class CallDraft(Draft):
-    """A draft with calls of ops."""
-
-    def call(self, name: str, *xs: int, kind: str = "tokens", numbers: tuple = (),
-             index: list[int] | None = None) -> int:  # fmt: skip
-        span = None if index is None else self.stored(torch.tensor(index, dtype=torch.int32))
-        return self.append(CallStep(xs, name, kind, numbers, span))
-
-    def moved(self, name: str, x: int = 0) -> int:
-        for call, kind, numbers, index in MOVES[name]:
-            x = self.call(call, x, kind=kind, numbers=numbers, index=index)
-        return x
-
-
-def outputs(draft: Draft, *values: int, threads: int = 2, isa=None) -> list[Tensor]:
-    program = draft.program(*values)
-    return SegmentPlan.of(program, draft.weights, draft.inputs, threads, isa)(draft.inputs)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.int32)
+def moved(draft: SegmentDraft, name: str, x: int = 0) -> int:
+    for call, kind, numbers, index in MOVES[name]:
+        x = draft.call(call, x, kind=kind, numbers=numbers, index=index)
+    return x
 
 
 # ------------------------------------------------------------------------------------------ moves
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MOVES)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_moves_keep_the_bits(name: str, threads: int) -> None:
     """As outputs, and of values that are not finite."""
-    draft = CallDraft(SHAPE)
+    draft = SegmentDraft(SHAPE)
     draft.inputs[0].view(-1)[::9] = torch.tensor([nan, inf, -inf, -0.0]).repeat(12)[:47]
-    draft.moved(name)
+    moved(draft, name)
     program = draft.program()
     expected = dense.run(program, draft.inputs, draft.weights)
     for y, want in zip(outputs(draft, threads=threads), expected, strict=True):
         assert y.shape == want.shape and torch.equal(bits(y), bits(want))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MOVES)
 def test_other_steps_read_moves(name: str) -> None:
-    for k, isa in enumerate(ISAS):
-        draft = CallDraft(SHAPE, seed=k)
-        x = draft.moved(name, draft.conv(0, 6, act=RELU))
+    for k, isa in enumerate(WIDTHS):
+        draft = SegmentDraft(SHAPE, seed=k)
+        x = moved(draft, name, draft.conv(0, 6, act=RELU))
         kind = draft.program().kinds[x]
         channels = draft.shape(x)[-1 if kind == "tokens" else 1]
         if kind == "tokens":
@@ -118,46 +100,44 @@ def test_other_steps_read_moves(name: str) -> None:
 
 def test_joins_read_several_sources() -> None:
     """Lines of vectors with elements of several values, of zeros, and of one twice."""
-    for threads in (1, 2, 3):
-        draft = CallDraft((1, 5, 3), (1, 7, 3), (1, 1, 3), kind="tokens")
-        y = draft.linear(1, 3)
-        joined = draft.call("join", 0, y, 2, 0, numbers=(1,))
-        padded = draft.call("pad", joined, numbers=(1, 0, 2, 3))
-        draft.call("join", padded, padded, numbers=(-1,))
-        draft.linear(padded, 5)
-        draft.check(threads=threads)
-        draft.check(len(draft.steps) + 1, threads=threads)
+    draft = SegmentDraft((1, 5, 3), (1, 7, 3), (1, 1, 3), kind="tokens")
+    y = draft.linear(1, 3)
+    joined = draft.call("join", 0, y, 2, 0, numbers=(1,))
+    padded = draft.call("pad", joined, numbers=(1, 0, 2, 3))
+    draft.call("join", padded, padded, numbers=(-1,))
+    draft.linear(padded, 5)
+    for outputs_read in ((), (len(draft.steps) + 1,)):
+        draft.check(*outputs_read, threads=(1, 2, 3))
 
 
 def test_a_sum_is_not_written_over_a_value_that_is_moved_later() -> None:
-    draft = CallDraft((1, 6, 9, 9))
+    draft = SegmentDraft((1, 6, 9, 9))
     x = draft.conv(0, 6)
     turned = draft.call("permute", x, kind="image", numbers=(0, 1, 3, 2))
     y = draft.conv(draft.conv(0, 6), 6, add=x)
     again = draft.call("permute", turned, kind="image", numbers=(1, 0, 2, 3))
     late = draft.conv(draft.call("permute", again, kind="image", numbers=(1, 0, 2, 3)), 2)
     for outputs_read in ((y, late), (y, turned)):
-        for threads in (1, 2):
-            draft.check(*outputs_read, threads=threads)
+        draft.check(*outputs_read, threads=(1, 2))
 
 
 @pytest.mark.parametrize("together", [False, True])
 def test_batches_are_split_only_if_moves_keep_images(together: bool) -> None:
     for name, keeps in (("heads", True), ("zeros taken", True), ("images exchanged", False),
                         ("images mixed", False)):  # fmt: skip
-        draft = CallDraft(SHAPE)
-        draft.moved(name, draft.conv(0, 6))
+        draft = SegmentDraft(SHAPE)
+        moved(draft, name, draft.conv(0, 6))
         program = draft.program(len(draft.steps))
         shapes = program.shapes([SHAPE])
         assert MovedValues(program, draft.weights, shapes).keeps_images([1, 2]) is keeps
-        parts = _batches(program, draft.weights, draft.inputs, 1, ISAS[0], {})
+        parts = _batches(program, draft.weights, draft.inputs, 1, WIDTHS[0], {})
         assert keeps or parts == [(0, 0, 1)]
         with all_at_once() if together else nullcontext():
             draft.check(len(draft.steps))
 
 
 def test_sizes_of_the_batch_in_a_reshape_keep_it_whole() -> None:
-    draft = CallDraft((4, 2, 3, 3))
+    draft = SegmentDraft((4, 2, 3, 3))
     draft.call("reshape", 0, numbers=(4, -1))
     assert not MovedValues(draft.program(1), [], draft.program().shapes([(4, 2, 3, 3)])
                            ).keeps_images([1])  # fmt: skip
@@ -167,24 +147,18 @@ def test_sizes_of_the_batch_in_a_reshape_keep_it_whole() -> None:
 def test_kernels_stay_within_their_memory() -> None:
     """Reads of inputs and writes of outputs beside them would stop the process."""
     for width in (7, 16, 20, 48, 53):
-        draft = CallDraft((1, 3, 4, width))
+        draft = SegmentDraft((1, 3, 4, width))
         draft.conv(0, 4)
         draft.call("permute", 1, numbers=(0, 2, 3, 1))
         draft.call("permute", 0, numbers=(0, 2, 3, 1))
-        program = draft.program(0, 1, 2, 3)
-        for isa in ISAS:
-            for end in (False, True):
-                inputs = [guarded(draft.inputs[0], end)]
-                plan = SegmentPlan.of(program, draft.weights, inputs, 1, isa)
-                made = [guarded(torch.zeros(shape), end) for shape in plan.shapes]
-                for batch in plan.batches:
-                    batch.run(1, (*inputs, *made))
-                compare(made, program, draft.weights, inputs)
+        for isa in WIDTHS:
+            stays_within_memory(draft.program(0, 1, 2, 3), draft.weights, draft.inputs, 1, isa)
 
 
 # ---------------------------------------------------------------------------- pointwise, softmax
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", POINTWISE)
 def test_pointwise_calls(name: str) -> None:
     special = torch.tensor(
@@ -194,7 +168,7 @@ def test_pointwise_calls(name: str) -> None:
     program = SegmentProgram(("tokens",), (CallStep((0,), name, "tokens", POINTWISE[name]),), (1,))
     (want,) = dense.run(program, [x.double()], [])
     (own,) = dense.run(program, [x], [])
-    for isa in ISAS:
+    for isa in WIDTHS:
         (y,) = SegmentPlan.of(program, [], [x], 2, isa)([x])
         assert torch.equal(y.isnan(), own.isnan())
         rounded = want.float()
@@ -208,26 +182,25 @@ def test_pointwise_calls(name: str) -> None:
 @pytest.mark.parametrize("name", ["product", "difference"])
 def test_pointwise_calls_of_two(name: str) -> None:
     for kind, shape in (("tokens", (2, 9, 5)), ("image", (3, 4, 7, 6))):
-        draft = CallDraft(shape, shape, kind=kind)
+        draft = SegmentDraft(shape, shape, kind=kind)
         draft.call(name, 0, 1, kind=kind)
         draft.check(threads=3)
 
 
 def test_softmax() -> None:
     for channels in (1, 2, 5, 40):
-        draft = CallDraft((3, 11, channels), kind="tokens")
+        draft = SegmentDraft((3, 11, channels), kind="tokens")
         draft.inputs[0] *= 30
         draft.call("softmax", 0)
-        for isa in ISAS:
-            for threads in (1, 3):
-                found = draft.check(1, threads=threads, isa=isa)(draft.inputs)[0]
-                want = draft.inputs[0].double().softmax(-1)
-                assert bool(((found - want).abs() <= 64 * 1.2e-7 * want + 1e-37).all())
+        for isa in WIDTHS:
+            found = draft.check(1, threads=(1, 3), isa=isa)(draft.inputs)[0]
+            want = draft.inputs[0].double().softmax(-1)
+            assert bool(((found - want).abs() <= 64 * 1.2e-7 * want + 1e-37).all())
 
 
 def test_softmax_of_values_that_are_not_finite() -> None:
     rows = [[nan, 1, 2], [inf, 1, 2], [-inf, 1, 2], [-inf] * 3, [3.3e38, -3.3e38, 0]]
-    draft = CallDraft((len(rows), 3), kind="tokens")
+    draft = SegmentDraft((len(rows), 3), kind="tokens")
     draft.inputs[0] = torch.tensor(rows)
     draft.call("softmax", 0)
     (y,) = outputs(draft, 1)
@@ -235,13 +208,11 @@ def test_softmax_of_values_that_are_not_finite() -> None:
 
 
 def test_threads_do_not_change_bits() -> None:
-    draft = CallDraft((2, 6, 20, 9))
-    x = draft.moved("tokens", draft.conv(0, 6))
+    draft = SegmentDraft((2, 6, 20, 9))
+    x = moved(draft, "tokens", draft.conv(0, 6))
     y = draft.call("exp", draft.call("softmax", x))
     draft.linear(draft.call("reshape", y, numbers=(2, 90, 12)), 5)
-    one, two, three = (outputs(draft, y, y + 2, threads=n) for n in (1, 2, 3))
-    for a, b, c in zip(one, two, three, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
+    draft.check(y, y + 2, threads=(1, 2, 3))
 
 
 # ----------------------------------------------------------------------------------------- checks
@@ -274,8 +245,8 @@ def test_invalid_sizes(name: str, numbers: tuple, kind: str) -> None:
 
 def test_shapes_are_those_of_torch() -> None:
     for name in MOVES:
-        draft = CallDraft(SHAPE)
-        draft.moved(name)
+        draft = SegmentDraft(SHAPE)
+        moved(draft, name)
         program = draft.program()
         made = dense.run(program, draft.inputs, draft.weights)
         assert [tuple(y.shape) for y in made] == program.shapes([SHAPE])
@@ -284,7 +255,7 @@ def test_shapes_are_those_of_torch() -> None:
 
 
 def test_positions_beyond_the_value() -> None:
-    draft = CallDraft((4, 3), kind="tokens")
+    draft = SegmentDraft((4, 3), kind="tokens")
     draft.call("take", 0, numbers=(0,), index=[0, 4])
     with pytest.raises(BadInput):
         outputs(draft, 1)

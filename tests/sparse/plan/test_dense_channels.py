@@ -8,15 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_sparse_plan import MOST, Guarded, check, draw
+from random_segments import MOST, draw, sees, stays_within_memory, weigh, widths
 from torch import Tensor
 
-from demask.kernels.cpu.tiles.dense.dense_channels import DenseChannelsKernel
 from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa
-from demask.kernels.llvm.jit import assembly
-from demask.sparse.plan import segment_plan, tape
+from demask.sparse.plan import tape
 from demask.sparse.plan.layers import layer_kinds
-from demask.sparse.plan.layers.dense import channels_layer, dense_layer
+from demask.sparse.plan.layers.dense import channels_layer
 from demask.sparse.plan.layers.dense.channels_layer import PositionLines
 from demask.sparse.plan.layers.dense.dense_tiling import (
     ChannelProblem,
@@ -27,12 +25,10 @@ from demask.sparse.plan.layers.dense.dense_tiling import (
 )
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ConvStep
-from guarded import guarded
-from segment_drafts import Draft
+from segment_drafts import Draft, check
 from sparse_cases import layer, matrix
 
-ALWAYS, NEVER = (math.inf, math.inf), (0.0, 1.0)  # factors: channels are in all or in no lanes
+NEVER = (0.0, 1.0)  # factors: channels are in no lanes
 PLAIN = {"kernel": (1, 1), "act": ("relu", ())}
 PADDED = {"kernel": (3, 3), "padding": ((1, 1), (1, 1)), "act": ("silu", ())}
 LAYERS = {
@@ -58,46 +54,27 @@ def made(name: str) -> tuple[SegmentProgram, list[Tensor], Tensor]:
     return *layer("image", dense, draw(outputs), **fields), draw(batch, inputs, height, width)
 
 
-def weigh(monkeypatch, factors: tuple[float, float]) -> None:
-    for name, factor in zip(("TILES", "BOTH"), factors, strict=True):
-        monkeypatch.setattr(dense_layer, name, factor)
-
-
-@pytest.fixture
-def always(monkeypatch) -> list[int]:
-    """Channels are in lanes of all dense layers; the threads of their calls."""
-    calls: list[int] = []
-    emit = dense_layer.emit_channels
-
-    def record(tape_, isa, piece, shares):
-        calls.extend(share[0] for share in shares)
-        return emit(tape_, isa, piece, shares)
-
-    weigh(monkeypatch, ALWAYS)
-    monkeypatch.setattr(dense_layer, "emit_channels", record)
-    return calls
-
-
 @pytest.mark.sampled(12)
-@pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
+@widths(MOST)
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_same_bits_as_tiles(name: str, isa: Isa, always, monkeypatch) -> None:
     program, weights, x = made(name)
-    outputs = [check(program, weights, [x], threads, isa)([x])[0] for threads in (1, 2, 3)]
+    plan = check(program, weights, [x], (1, 2, 3), isa, each=True)
     assert always
-    for factors in (NEVER, (math.inf, 0.0)):  # tiles alone, and both
-        weigh(monkeypatch, factors)
-        outputs += [SegmentPlan.of(program, weights, [x], n, isa)([x])[0] for n in (1, 2)]
-    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+    for threads, factors in ((1, NEVER), (2, (math.inf, 0.0))):  # tiles alone, and both
+        weigh(monkeypatch, *factors)
+        (other,) = SegmentPlan.of(program, weights, [x], threads, isa)([x])
+        assert torch.equal(plan([x])[0], other)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 2, 7, 15])
 def test_tokens(count: int, always) -> None:
     """Few tokens: most lanes of a line would be empty."""
     program, weights = layer("tokens", matrix(50, 33, 1.0, dtype=torch.float32), draw(50),
                              act=("relu", ()))  # fmt: skip
     for threads in (1, 2):
-        check(program, weights, [draw(count, 33)], threads)
+        check(program, weights, [draw(count, 33)], threads, each=True)
     assert always == [0, 0, 1]
 
 
@@ -107,25 +84,11 @@ def test_numbers_that_are_not_finite(always, monkeypatch) -> None:
     x[0, 0, 2, 2], x[0, 1, 5, 5], x[0, 2], x[0, 3] = torch.nan, torch.inf, -0.0, 1e-41
     weights[0][:200] = -0.0
     (y,) = SegmentPlan.of(program, weights, [x], 1)([x])
-    weigh(monkeypatch, NEVER)
+    weigh(monkeypatch, *NEVER)
     (tiles,) = SegmentPlan.of(program, weights, [x], 1)([x])
     assert torch.equal(y.isnan(), tiles.isnan()) and bool(y.isnan().any())
     finite = torch.where(y.isnan(), 0.0, y), torch.where(tiles.isnan(), 0.0, tiles)
     assert torch.equal(*(z.view(torch.int32) for z in finite))
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_sum_is_added_and_may_be_overwritten(threads: int, always) -> None:
-    program, weights = layer("image", matrix(20, 20 * 9, 1.0, dtype=torch.float32), draw(20),
-                             **PADDED)  # fmt: skip
-    (first,) = program.steps
-    assert isinstance(first, ConvStep)
-    fields = {n: getattr(first, n) for n in first.__slots__}
-    second, third = (ConvStep(**fields | {"x": x, "add": 1}) for x in (1, 2))
-    for size in ((7, 7), (1, 1), (3, 14)):
-        three = SegmentProgram(("image",), (first, second, third), (3,))
-        check(three, weights, [draw(1, 20, *size)], threads)
-    assert len(always) == 9 * threads
 
 
 def test_values_in_shared_memory(always) -> None:
@@ -138,7 +101,7 @@ def test_values_in_shared_memory(always) -> None:
     weight = matrix(40, 8, 1.0, dtype=torch.float32)
     weight[[0, 17, 39]] = 0.0
     program, weights = layer("image", weight, draw(40), **PLAIN)
-    check(program, weights, [draw(1, 8, 7, 7)])
+    check(program, weights, [draw(1, 8, 7, 7)], each=True)
     assert always
 
 
@@ -203,83 +166,37 @@ def test_weights_are_in_the_order_of_use() -> None:
 # ----------------------------------------------------------------------------------------- kernels
 
 
-@pytest.mark.parametrize("end", [True, False])
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["7x7", "one vector", "stride", "groups", "one position"])
-def test_nothing_beside_its_memory_is_touched(name: str, end: bool, monkeypatch, always) -> None:
-    """Inputs, weights, tables and the arena end (or begin) at pages without access."""
-    fields, kept = tape.Tape._fields, []
-
-    def held(self, call, offsets):
-        for key, value in list(call.fields.items()):
-            if isinstance(value, np.ndarray) and value.size:
-                raw = np.ascontiguousarray(value).view(np.uint8).reshape(-1)
-                kept.append(guarded(torch.from_numpy(raw.copy()), end))
-                call.fields[key] = kept[-1].numpy()
-        return fields(self, call, offsets)
-
-    monkeypatch.setattr(tape.Tape, "_fields", held)
-    monkeypatch.setattr(segment_plan, "TapeArena", Guarded)
+def test_nothing_beside_its_memory_is_touched(name: str, monkeypatch, always) -> None:
     monkeypatch.setattr(channels_layer, "FETCHED", 0)
     program, weights, x = made(name)
-    plan = check(program, weights, [guarded(x, end)], 2)
-    (shape,) = plan.shapes
-    poisoned = torch.full((math.prod(shape) + 64,), 7.0)
-    for batch in plan.batches:
-        batch.run(2, (guarded(x, end), poisoned[32:-32].view(shape)))
-    assert bool((poisoned[:32] == 7).all() and (poisoned[-32:] == 7).all())
+    stays_within_memory(program, weights, [x])
     assert always
-
-
-@pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)
-def test_code_for_other_processors(isa: Isa) -> None:
-    kernels = [
-        DenseChannelsKernel(((0, 1, 3), (0, 1)), 4, (2, 1), (0, 1, 2), True, ("gelu", ()), 0, 1),
-        DenseChannelsKernel(((0,),), 1, (3,), (0,), False, None, 4),
-        DenseChannelsKernel((), 0, (1,), (0,), False, ("relu", ())),
-    ]
-    text = assembly(kernels, isa)
-    wanted = {"AVX-512": ("vfmadd", "zmm", "prefetch"), "AVX2": ("vfmadd", "ymm", "prefetch"),
-              "NEON": ("fmla", "v0.4s", "prfm")}  # fmt: skip
-    assert all(word in text for word in wanted[isa.name])
 
 
 # --------------------------------------------------------------------------------- planted faults
 
 
-def other_weights(monkeypatch) -> None:
-    pack = channels_layer.pack_channels
-    monkeypatch.setattr(
-        channels_layer,
-        "pack_channels",
-        lambda w, *rest: pack(np.ascontiguousarray(w[:, ::-1]), *rest),
-    )
-
-
-def lost_position(monkeypatch) -> None:
-    lines_of = channels_layer.lines_of
-
-    def without(piece, parts):
-        lines = lines_of(piece, parts)
+def without_a_position(real):
+    def lines_of(piece, parts):
+        lines = real(piece, parts)
         return PositionLines(lines.table, [lines.lanes[0][:-1], *lines.lanes[1:]])
 
-    monkeypatch.setattr(channels_layer, "lines_of", without)
+    return lines_of
 
 
-def other_lanes(monkeypatch) -> None:
-    """Positions of a group are taken for neighbors."""
-    shapes = channels_layer._shapes
+FAULTS = {
+    "other weights": ("pack_channels", lambda real: lambda w, *rest: real(
+        np.ascontiguousarray(w[:, ::-1]), *rest)),
+    "lost position": ("lines_of", without_a_position),
+    "positions of a group are taken for neighbors": ("_shapes", lambda real: lambda *args: {
+        tuple(range(len(lanes))): own for lanes, own in real(*args).items()}),
+}  # fmt: skip
 
-    def dense(*args):
-        return {tuple(range(len(lanes))): own for lanes, own in shapes(*args).items()}
 
-    monkeypatch.setattr(channels_layer, "_shapes", dense)
-
-
-@pytest.mark.parametrize(
-    "fault", [other_weights, lost_position, other_lanes], ids=lambda f: f.__name__
-)
-def test_a_planted_fault_is_seen(fault, monkeypatch, always) -> None:
-    fault(monkeypatch)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: str, always) -> None:
     program, weights, x = made("transposed")  # lines with gaps, for 8 and 16 lanes
-    with pytest.raises(AssertionError):
-        check(program, weights, [x], 1)
+    sees(channels_layer, *FAULTS[fault], lambda: check(program, weights, [x], 1))

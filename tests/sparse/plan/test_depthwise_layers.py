@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_sparse_plan import MOST, check, draw
+from random_segments import MOST, draw, record, sees, widths
 from torch.nn.functional import conv2d
 
 from demask.kernels.llvm.isa import AVX2, host
@@ -19,22 +19,8 @@ from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.plan.tile_layout import NO_BORDER, GridLayout, TileGrid
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import AddStep, ConvStep, PoolStep, SparseWeight
+from segment_drafts import check
 from sparse_cases import csr, layer, matrix
-
-GEOMETRY = [
-    # kernel, stride, padding, dilation
-    ((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)),
-    ((3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1)),
-    ((5, 5), (1, 1), ((2, 2), (2, 2)), (1, 1)),
-    ((5, 5), (2, 2), ((2, 2), (2, 2)), (1, 1)),
-    ((7, 7), (1, 1), ((3, 3), (3, 3)), (1, 1)),
-    ((3, 3), (1, 1), ((2, 2), (2, 2)), (2, 2)),
-    ((3, 3), (2, 2), ((2, 2), (2, 2)), (2, 2)),
-    ((3, 3), (1, 1), ((0, 0), (0, 0)), (1, 1)),
-    ((1, 1), (1, 1), ((0, 0), (0, 0)), (1, 1)),
-    ((3, 2), (2, 1), ((0, 1), (1, 0)), (1, 1)),
-    ((2, 3), (3, 3), ((1, 2), (6, 5)), (1, 3)),
-]
 
 
 def depthwise(channels: int, kernel: int = 3, outputs: int = 1, density: float = 1.0, **fields):
@@ -47,63 +33,27 @@ def depthwise(channels: int, kernel: int = 3, outputs: int = 1, density: float =
 @pytest.fixture
 def emitted(monkeypatch) -> list[WindowPiece]:
     """The layers that were emitted as depthwise layers."""
-    found: list[WindowPiece] = []
-    emit = layer_plan.emit_depthwise
-
-    def record(tape, isa, piece):
-        found.append(piece)
-        return emit(tape, isa, piece)
-
-    monkeypatch.setattr(layer_plan, "emit_depthwise", record)
-    return found
+    return record(monkeypatch, layer_plan, "emit_depthwise", lambda tape, isa, piece: [piece])
 
 
-@pytest.fixture(params=["stored", "permuted"])
-def edges(request, monkeypatch) -> str:
-    """Whether lines over the edges of tiles are stored, or permuted as they are read."""
-    is_permuted = request.param == "permuted"
-    monkeypatch.setattr(depthwise_layer, "EDGE_PRODUCTS", 10**6 if is_permuted else 0)
-    monkeypatch.setattr(depthwise_layer, "EDGE_SHARE", 0.0)
-    return request.param
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("size", [(7, 7), (14, 9), (3, 1), (40, 25)], ids=str)
+def test_threads(size, edges):
+    program, weights = depthwise(7, act=("relu", ()))
+    check(program, weights, [draw(1, 7, *size)], (1, 2, 3, 5), each=True)
+    assert len(edges) == 4
 
 
-@pytest.mark.sampled(16)
-@pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
-@pytest.mark.parametrize("place", range(len(GEOMETRY)))
-def test_convolutions(place, isa, edges, emitted):
-    kernel, stride, padding, dilation = GEOMETRY[place]
-    sizes = [(1, 9, 7, 5, 1), (3, 14, 14, 17, 1), (1, 33, 20, 6, 2), (5, 6, 5, 3, 3)]
-    for k, (batch, height, width, channels, outputs) in enumerate(sizes):
-        weight = matrix(channels * outputs, kernel[0] * kernel[1], (1.0, 0.8)[k % 2],
-                        dtype=torch.float32)  # fmt: skip
-        program, weights = layer("image", weight, draw(channels * outputs), kernel=kernel,
-                                 stride=stride, padding=padding, dilation=dilation, groups=channels,
-                                 act=("silu", ()))  # fmt: skip
-        check(program, weights, [draw(batch, channels, height, width)], 1 + (place + k) % 3, isa)
-    assert len(emitted) >= len(sizes)
-    pads = all(before + after >= d * (k - 1) for (before, after), d, k in
-               zip(padding, dilation, kernel, strict=True))  # fmt: skip
-    if edges == "permuted" and pads:  # otherwise tiles of an output do not cover its input
-        assert all(piece.x.layout.border == NO_BORDER for piece in emitted)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3, 5])
-def test_threads(threads, edges, emitted):
-    for size in ((7, 7), (14, 9), (3, 1), (40, 25)):
-        program, weights = depthwise(7, act=("relu", ()))
-        check(program, weights, [draw(1, 7, *size)], threads)
-    assert len(emitted) == 4
-
-
-def test_wide_rows_are_cut(edges, emitted):
+@pytest.mark.sampled(2)
+def test_wide_rows_are_cut(edges):
     """Sixteen images in the lanes of a vector: a row has as many lines as pixels."""
     program, weights = depthwise(2, 5)
     check(program, weights, [draw(host().lanes, 2, 3, 61)], 1)
     check(program, weights, [draw(host().lanes - 1, 2, 2, 37)], 2)
-    assert len(emitted) >= 2
+    assert len(edges) >= 2
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_with_a_sum(name, emitted):
     act = (name, (-0.5, 2.0)[: ACTIVATIONS[name].count])
@@ -114,16 +64,8 @@ def test_activations_with_a_sum(name, emitted):
     assert len(emitted) == 2
 
 
-def test_a_sum_may_be_overwritten(edges, emitted):
-    program, weights = depthwise(9, act=("relu", ()))
-    first = program.steps[0]
-    second = replace(first, x=1, add=1, act=None)
-    both = SegmentProgram(("image",), (first, second, replace(first, x=2, add=1)), (3,))
-    check(both, weights, [draw(1, 9, 19, 11)])
-    assert len(emitted) == 3
-
-
-def test_other_readers_of_the_input(edges, emitted):
+@pytest.mark.sampled(2)
+def test_other_readers_of_the_input(edges):
     """Layers that need the border, and ones that read a copy in another grid."""
     program, weights = depthwise(8)
     image, wide = program.steps[0], matrix(8, 8 * 25, 0.2, dtype=torch.float32)
@@ -142,7 +84,7 @@ def test_other_readers_of_the_input(edges, emitted):
     whole = SegmentProgram(("image",), steps, (2, 3, 4, 5, 6, 7))
     for threads, size in ((1, (15, 15)), (2, (13, 22)), (2, (7, 7))):
         check(whole, [*weights, values, crow, col], [draw(1, 8, *size)], threads)
-    assert len(emitted) == 12
+    assert len(edges) == 12
 
 
 def bottleneck(channels: int, inner: int):
@@ -164,21 +106,13 @@ def bottleneck(channels: int, inner: int):
     return SegmentProgram(("image",), steps, (3,)), weights
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
+@pytest.mark.sampled(4)
+@widths(MOST)
 @pytest.mark.parametrize("batch, size, threads", [(1, 7, 1), (1, 14, 2), (3, 14, 2), (1, 31, 3)])
 def test_bottlenecks(batch, size, threads, isa, emitted):
     program, weights = bottleneck(6, 35)
     check(program, weights, [draw(batch, 6, size, size)], threads, isa)
     assert emitted
-
-
-@pytest.mark.skipif(host().lanes < 8, reason="needs AVX2")
-def test_avx2(edges, emitted):
-    for kernel, stride, size in ((3, 1, 14), (3, 2, 15), (5, 1, 9), (7, 2, 20)):
-        program, weights = depthwise(5, kernel, stride=(stride, stride), act=("gelu", ()))
-        check(program, weights, [draw(2, 5, size, size)], 2, AVX2)
-    assert len(emitted) >= 4
 
 
 def test_small_tiles_need_no_stored_border(emitted):
@@ -188,7 +122,7 @@ def test_small_tiles_need_no_stored_border(emitted):
         assert (emitted[-1].x.layout.border != NO_BORDER) is is_stored
 
 
-def test_what_is_not_finite_stays_in_its_channel(edges, emitted):
+def test_what_is_not_finite_stays_in_its_channel(edges):
     """Taps of a zero weight times infinity are NaN, as in torch; other channels are as before."""
     weight = matrix(4, 9, 1.0, dtype=torch.float32)
     weight[0, 4], weight[1, 0] = 0.0, 0.0
@@ -204,7 +138,7 @@ def test_what_is_not_finite_stays_in_its_channel(edges, emitted):
     assert torch.equal(output.isnan(), expected.isnan()) and bool(output.isnan().any())
     assert torch.equal(output.isinf(), expected.isinf()) and bool(output.isinf().any())
     assert torch.equal(output[:, 2:], before[:, 2:])
-    assert len(emitted) == 2
+    assert len(edges) == 2
 
 
 @pytest.mark.parametrize("density, fields", [
@@ -244,30 +178,28 @@ def test_edges_are_permuted_where_they_are_many():
     assert not permutes(4, 1, pixels=1)
 
 
-@pytest.mark.parametrize("fault", ["weights", "edges", "blocks"])
-def test_a_planted_fault_is_seen(fault, monkeypatch):
-    emit, moves, kernel = (
-        layer_plan.emit_depthwise, depthwise_layer.permutations, depthwise_layer._depthwise_kernel
-    )  # fmt: skip
+def other_weights(real):
+    return lambda tape, isa, piece: real(
+        tape, isa, replace(piece, weight=replace(piece.weight, columns=8 - piece.weight.columns))
+    )
 
-    def other_weights(tape, isa, piece):
-        weight = replace(piece.weight, columns=8 - piece.weight.columns)
-        return emit(tape, isa, replace(piece, weight=weight))
 
-    def other_lanes(layout, stored):
-        found = moves(layout, stored)
-        return {lanes[1:] + lanes[:1]: positions for lanes, positions in found.items()}
+def other_lanes(real):
+    return lambda *args: {lanes[1:] + lanes[:1]: own for lanes, own in real(*args).items()}
 
-    def other_blocks(piece, size, block):
-        made = kernel(piece, size, block)
+
+def other_blocks(real):
+    def kernel(*args):
+        made = real(*args)
         return replace(made, blocks=made.blocks[:-1])
 
-    module, name, planted = {
-        "weights": (layer_plan, "emit_depthwise", other_weights),
-        "edges": (depthwise_layer, "permutations", other_lanes),
-        "blocks": (depthwise_layer, "_depthwise_kernel", other_blocks),
-    }[fault]
-    monkeypatch.setattr(module, name, planted)
+    return kernel
+
+
+@pytest.mark.parametrize("fault", [
+    (layer_plan, "emit_depthwise", other_weights), (depthwise_layer, "permutations", other_lanes),
+    (depthwise_layer, "_depthwise_kernel", other_blocks),
+], ids=["weights", "edges", "blocks"])  # fmt: skip
+def test_a_planted_fault_is_seen(fault):
     program, weights = depthwise(6)
-    with pytest.raises(AssertionError):
-        check(program, weights, [draw(1, 6, 14, 14)], 1)
+    sees(*fault, lambda: check(program, weights, [draw(1, 6, 14, 14)], 1))

@@ -8,8 +8,7 @@ from math import inf, nan
 
 import pytest
 import torch
-from test_called_steps import CallDraft, outputs
-from test_segment_moves import ISAS
+from random_segments import WIDTHS, SegmentDraft, stays_within_memory
 
 from demask.errors import BadInput
 from demask.sparse import reference as dense
@@ -20,8 +19,7 @@ from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_calls import CALLED
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import CallStep
-from guarded import guarded
-from segment_drafts import RELU, all_at_once, compare
+from segment_drafts import RELU, all_at_once
 
 WEIGHTED = {name: 1 if "signal" in name else 2 for name, entry in CALLED.items()
             if entry.lowering == RESIZED}  # name -> axes  # fmt: skip
@@ -38,11 +36,17 @@ def close(y: torch.Tensor, want: torch.Tensor, x: torch.Tensor) -> bool:
         ((y - want)[inside].abs() <= ULPS * unit).all())  # fmt: skip
 
 
+def all_close(made: list, program: SegmentProgram, weights: list, inputs: list) -> None:
+    expected = dense.run(program, inputs, weights)
+    assert all(close(y, want, inputs[0]) for y, want in zip(made, expected, strict=True))
+
+
 def step_of(name: str, align: int, sizes: tuple) -> tuple[CallStep, str]:
     kind = "signal" if WEIGHTED[name] == 1 else "image"
     return CallStep((0,), name, kind, (align, *sizes[-WEIGHTED[name] :])), kind
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WEIGHTED)
 @pytest.mark.parametrize("align", [0, 1])
 def test_the_results_are_those_of_torch(name: str, align: int) -> None:
@@ -55,10 +59,11 @@ def test_the_results_are_those_of_torch(name: str, align: int) -> None:
         program = SegmentProgram((kind,), (step,), (1,))
         (want,) = dense.run(program, [x], [])
         with all_at_once():
-            (y,) = SegmentPlan.of(program, [], [x], 1 + k % 3, ISAS[k % len(ISAS)])([x])
+            (y,) = SegmentPlan.of(program, [], [x], 1 + k % 3, WIDTHS[k % len(WIDTHS)])([x])
         assert y.shape == want.shape and close(y, want, x), (shape, sizes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_long_axes_have_weights_of_torch(name: str, monkeypatch) -> None:
     """In float32, source positions of long axes are rounded as torch does."""
@@ -71,8 +76,8 @@ def test_long_axes_have_weights_of_torch(name: str, monkeypatch) -> None:
 
 
 def test_layers_read_resizes() -> None:
-    for k, isa in enumerate(ISAS):
-        draft = CallDraft((2, 6, 8, 8), seed=k)
+    for k, isa in enumerate(WIDTHS):
+        draft = SegmentDraft((2, 6, 8, 8), seed=k)
         x = draft.conv(0, 6, act=RELU)
         up = draft.call("bilinear", x, kind="image", numbers=(0, 2.0, 2.0))
         again = draft.call("nearest", up, kind="image", numbers=(33, 20))
@@ -82,31 +87,23 @@ def test_layers_read_resizes() -> None:
 
 
 def test_threads_do_not_change_bits() -> None:
-    draft = CallDraft((1, 6, 12, 10))
+    draft = SegmentDraft((1, 6, 12, 10))
     x = draft.call("bilinear", draft.conv(0, 6), kind="image", numbers=(0, 30, 15))
     y = draft.call("bicubic", x, kind="image", numbers=(0, 12, 50))
-    one, *others = (outputs(draft, x, y, threads=n) for n in (1, 2, 3, 4))
-    assert all(torch.equal(a, b) for other in others for a, b in zip(one, other, strict=True))
+    draft.check(x, y, threads=(1, 2, 3, 4))
 
 
 def test_kernels_stay_within_their_memory() -> None:
     """Reads of inputs and writes of outputs beside them would stop the process."""
     for width in (7, 16, 20, 53):
-        draft = CallDraft((1, 3, 4, width))
+        draft = SegmentDraft((1, 3, 4, width))
         draft.call("bilinear", 0, kind="image", numbers=(0, 9, 2 * width))
         draft.call("bicubic", 0, kind="image", numbers=(1, 3, 11))
         draft.call("nearest", 0, kind="image", numbers=(2.0, 2.0))
         draft.call("reflect", 0, kind="image", numbers=(1, 2, 3, 0))
-        program = draft.program(1, 2, 3, 4)
-        for isa, end in product(ISAS, (False, True)):
-            inputs = [guarded(draft.inputs[0], end)]
-            plan = SegmentPlan.of(program, draft.weights, inputs, 1, isa)
-            made = [guarded(torch.zeros(shape), end) for shape in plan.shapes]
-            for batch in plan.batches:
-                batch.run(1, (*inputs, *made))
-            compare(made[2:], draft.program(3, 4), draft.weights, inputs)
-            expected = dense.run(program, inputs, [])
-            assert all(close(y, want, inputs[0]) for y, want in zip(made, expected, strict=True))
+        for isa in WIDTHS:
+            stays_within_memory(draft.program(3, 4), [], draft.inputs, 1, isa)
+            stays_within_memory(draft.program(1, 2, 3, 4), [], draft.inputs, 1, isa, all_close)
 
 
 @pytest.mark.parametrize("numbers", [

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_sparse_plan import WIDTHS
+from random_segments import STRIDES, sees, widths
 
 from demask.errors import BadInput
 from demask.kernels.cpu.tiles.mean import exponent
-from demask.kernels.llvm.isa import AVX2, host
 from demask.ops.activations import ACTIVATIONS
 from demask.sparse.plan import tape_builder, value_moves
 from demask.sparse.plan.segment_plan import SegmentPlan
@@ -21,7 +20,6 @@ from demask.sparse.segment_steps import SelectStep
 from segment_drafts import RELU, Draft, all_at_once, compare
 
 SIZES = [(1, 9, 7), (3, 5, 11), (1, 20, 33), (5, 1, 6)]
-STRIDES = [(1, 1), (2, 2), (1, 3), (4, 1)]
 NUMBERS = {
     "in order": [0, 1, 2, 3, 4],
     "the first": [0, 1],
@@ -34,16 +32,11 @@ NUMBERS = {
     "only zeros": [-1, -1],
     "zeros behind": [0, 1, 2, 3, 4, -1, -1],
 }
-ISAS = [*WIDTHS, *([AVX2] if host().lanes > AVX2.lanes else [])]
-
-
-def widths(*names: str):
-    return pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
-
 
 # ------------------------------------------------------------------------------------- selections
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_selections_of_images(name: str) -> None:
     for k, (batch, height, width) in enumerate(SIZES):
@@ -114,6 +107,7 @@ def test_every_channel_of_zeros_is_zero() -> None:
 # ----------------------------------------------------------------------------------------- scales
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("batch, together", [(1, False), (3, True), (3, False), (5, True)])
 def test_scales(batch: int, together: bool) -> None:
     for k, (height, width) in enumerate(((9, 7), (1, 6), (20, 33), (1, 1))[batch % 2 :: 2]):
@@ -129,6 +123,7 @@ def test_scales(batch: int, together: bool) -> None:
             draft.check(len(draft.steps) + 1, threads=1 + k % 3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_of_scales(name: str) -> None:
     draft = Draft((2, 3, 5, 6), (2, 3, 1, 1))
@@ -136,7 +131,7 @@ def test_activations_of_scales(name: str) -> None:
     draft.check()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @widths()
 @pytest.mark.parametrize("batch", [1, 3])
 def test_scales_on_every_width(batch: int, isa) -> None:
@@ -163,32 +158,12 @@ def test_factors_that_are_parts() -> None:
 # --------------------------------------------------------------------------------- planted faults
 
 
-def other_factors(monkeypatch) -> None:
-    """Every image is scaled by the factors of the first one."""
-    real = value_moves.move.ScaleKernel
-    monkeypatch.setattr(
-        value_moves.move, "ScaleKernel", lambda act, lanes: real(act, (lanes[0],) * len(lanes))
-    )
+def no_stride(real):
+    return lambda self, step, *rest: real(self, replace(step, stride=(1, 1)), *rest)
 
 
-def other_selection(monkeypatch) -> None:
-    """Channels of zeros are channel 0."""
-    real = tape_builder.selected
-    monkeypatch.setattr(tape_builder, "selected", lambda *args: real(*args).clip(0))
-
-
-def no_stride(monkeypatch) -> None:
-    real = value_moves.Moves.select
-
-    def select(self, step, *rest):
-        real(self, replace(step, stride=(1, 1)), *rest)
-
-    monkeypatch.setattr(value_moves.Moves, "select", select)
-
-
-def no_rows_of_others(monkeypatch) -> None:
+def no_rows_of_others(real):
     """Selections read no rows or columns of other threads."""
-    real = TapeBuilder._reads
 
     def reads(self, step, grid):
         needs = real(self, step, grid)
@@ -196,7 +171,7 @@ def no_rows_of_others(monkeypatch) -> None:
             return [replace(need, border=(0, 0, 0, 0)) for need in needs]
         return needs
 
-    monkeypatch.setattr(TapeBuilder, "_reads", reads)
+    return reads
 
 
 def strided() -> None:
@@ -216,19 +191,20 @@ def scales_and_selections() -> None:
 
 
 FAULTS = {
-    other_factors: scales_and_selections,
-    other_selection: scales_and_selections,
-    no_stride: scales_and_selections,
-    no_rows_of_others: strided,
-}
+    "every image is scaled by the factors of the first": (
+        value_moves.move, "ScaleKernel",
+        lambda real: lambda act, lanes: real(act, (lanes[0],) * len(lanes)), scales_and_selections),
+    "channels of zeros are channel 0": (
+        tape_builder, "selected", lambda real: lambda *args: real(*args).clip(0),
+        scales_and_selections),
+    "no stride": (value_moves.Moves, "select", no_stride, scales_and_selections),
+    "no rows of others": (TapeBuilder, "_reads", no_rows_of_others, strided),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
-def test_a_planted_fault_is_seen(fault, monkeypatch) -> None:
-    FAULTS[fault]()
-    fault(monkeypatch)
-    with pytest.raises(AssertionError):
-        FAULTS[fault]()
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: str) -> None:
+    sees(*FAULTS[fault])
 
 
 def test_the_comparison_sees_what_is_not_finite() -> None:

@@ -4,40 +4,25 @@ has, for odd sizes, any strides, and any number of threads; nothing beside their
 
 from __future__ import annotations
 
-import ctypes
-import mmap
+import math
 import os
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from random_segments import MOST, WIDTHS, computed_as, draw, stays_within_memory, widths
 
 from demask.errors import BadInput
 from demask.kernels import thread_team as team
-from demask.kernels.cpu.tiles.dense.dense_tile import DenseTileKernel
-from demask.kernels.cpu.tiles.depthwise_tile import DepthwiseTileKernel
-from demask.kernels.cpu.tiles.mean import MeanKernel
-from demask.kernels.cpu.tiles.relayout import (
-    BorderKernel,
-    Gather,
-    Pointwise,
-    PoolKernel,
-    Scatter,
-    TransposedKernel,
-)
-from demask.kernels.cpu.tiles.sparse_tile import SparseTileKernel
-from demask.kernels.cpu.tiles.sparse_vector import SparseVectorKernel
-from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
-from demask.kernels.llvm.jit import assembly
-from demask.kernels.thread_team import TeamWork
+from demask.kernels.llvm.isa import Isa
 from demask.ops.activations import ACTIVATIONS
 from demask.sparse import reference as dense
-from demask.sparse.plan import segment_plan as plan
-from demask.sparse.plan import tape
 from demask.sparse.plan.layers.pack_weights import dealt
 from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
+from demask.sparse.plan.tile_layout import NO_BORDER
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import (
     ActivationStep,
@@ -46,87 +31,76 @@ from demask.sparse.segment_steps import (
     ConvStep,
     FlattenStep,
     LinearStep,
+    MeanStep,
+    PoolStep,
     SparseWeight,
 )
-from demask.sparse.segment_steps import MeanStep as MeanStep
-from demask.sparse.segment_steps import PoolStep as PoolStep
-from guarded import guarded
+from segment_drafts import RELU, Draft, check, compare
 from sparse_cases import csr, layer, matrix
 
-ULPS = 64.0  # of the largest output: sums are taken in another order
+ACTS = {"sparse": RELU, "dense": ("silu", ()), "depthwise": ("silu", ()), "blocks": ("gelu", ())}
 
 
-def narrower(lanes: int, registers: int) -> Isa:
-    """This machine, with shorter vectors."""
-    return replace(host(), name=f"{lanes} lanes", lanes=lanes, registers=registers)
+def window(kernel: tuple, stride: tuple = (1, 1), padding: tuple | None = None,
+           dilation: tuple = (1, 1), **fields: bool) -> dict:  # fmt: skip
+    """Fields of a convolution that keeps the size of images, unless they say otherwise."""
+    if padding is None:
+        padding = tuple((d * (k // 2),) * 2 for d, k in zip(dilation, kernel, strict=True))
+    given = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+    return given | fields
 
 
-WIDTHS = [isa for isa in (narrower(4, 16), narrower(8, 16), host()) if isa.lanes <= host().lanes]
-# The narrowest at night: it differs from the middle one in numbers only.
-MOST = [pytest.param(isa, marks=pytest.mark.nightly) if isa.lanes == 4 else isa for isa in WIDTHS]
+NONE = ((0, 0), (0, 0))
+GEOMETRY = {
+    "1x1": window((1, 1)),
+    "1x1 stride": window((1, 1), (2, 2)),
+    "3x3": window((3, 3)),
+    "3x3 stride": window((3, 3), (2, 2)),
+    "5x5": window((5, 5)),
+    "5x5 stride": window((5, 5), (2, 2)),
+    "7x7": window((7, 7)),
+    "7x7 stride": window((7, 7), (2, 2)),
+    "dilation 2": window((3, 3), dilation=(2, 2)),
+    "dilation 2 stride": window((3, 3), (2, 2), dilation=(2, 2)),
+    "dilation 4": window((3, 3), dilation=(4, 4)),
+    "no padding": window((3, 3), padding=NONE),
+    "uneven": window((3, 2), (2, 1), ((0, 1), (1, 0))),
+    "far padding": window((2, 3), (3, 3), ((1, 2), (6, 5)), (1, 3)),
+    "columns": window((5, 3), (3, 3), ((2, 2), (0, 0)), (1, 2)),
+    "transposed 3x3": window((3, 3), (2, 2), transposed=True),
+    "transposed 2x2": window((2, 2), (2, 2), NONE, transposed=True),
+    "transposed uneven": window((2, 3), (3, 1), ((0, 0), (1, 0)), (1, 2), transposed=True),
+}
+BLOCKS = ("1x1", "3x3", "3x3 stride", "5x5")
+DEPTHWISE = ("3x3", "3x3 stride", "5x5", "5x5 stride", "7x7", "dilation 2", "dilation 2 stride",
+             "no padding", "1x1", "uneven", "far padding")  # fmt: skip
+FORMS = {  # name -> geometries, groups
+    "sparse": (
+        ("1x1", "3x3", "3x3 stride", "dilation 4", "transposed 3x3", "transposed uneven"), 1
+    ),
+    "sparse 2 groups": (("1x1 stride", "uneven", "transposed 2x2"), 2),
+    "sparse 6 groups": (("columns",), 6),
+    "dense": (("1x1", "1x1 stride", "3x3", "3x3 stride", "uneven", "dilation 4", "7x7 stride"), 1),
+    "blocks 2": (BLOCKS, 2), "blocks 4": (BLOCKS, 4), "blocks 6": (BLOCKS, 6),
+    "depthwise stored": (DEPTHWISE, 0), "depthwise permuted": (DEPTHWISE, 0),
+}  # fmt: skip
+SIZES = [(1, 9, 7), (3, 14, 14), (1, 33, 20), (5, 6, 5)]  # batch, height, width
+CHANNELS = {"dense": [(3, 13), (17, 8), (40, 1), (1, 31)],
+            "depthwise": [(5, 5), (17, 17), (6, 12), (3, 9)],
+            "blocks": [(12, 24)] * 4, "sparse": [(12, 12)] * 4}  # fmt: skip
 
 
-def check(
-    program: SegmentProgram, weights, inputs, threads: int = 2, isa: Isa | None = None
-) -> SegmentPlan:
-    """Compare a plan with the program in float64; twice, since memory is used again."""
-    made = SegmentPlan.of(program, weights, inputs, threads, isa)
-    wide = [w.double() if w.is_floating_point() else w for w in weights]
-    expected = dense.run(program, [x.double() for x in inputs], wide)
-    first, again = made(inputs), made(inputs)
-    for a, b, want in zip(first, again, expected, strict=True):
-        assert a.shape == want.shape and torch.equal(a, b)
-        unit = torch.finfo(torch.float32).eps * max(float(want.abs().max()), 1e-30)
-        assert float((a.double() - want).abs().max()) <= ULPS * unit
-    return made
-
-
-def draw(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-GEOMETRY = [
-    # kernel, stride, padding, dilation, groups, transposed
-    ((1, 1), (1, 1), ((0, 0), (0, 0)), (1, 1), 1, False),
-    ((1, 1), (2, 2), ((0, 0), (0, 0)), (1, 1), 2, False),
-    ((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 1, False),
-    ((3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1), 1, False),
-    ((3, 2), (2, 1), ((0, 1), (1, 0)), (1, 1), 2, False),
-    ((3, 3), (1, 1), ((4, 4), (4, 4)), (4, 4), 1, False),
-    ((5, 3), (3, 3), ((2, 2), (0, 0)), (1, 2), 6, False),
-    ((3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1), 1, True),
-    ((2, 2), (2, 2), ((0, 0), (0, 0)), (1, 1), 2, True),
-    ((2, 3), (3, 1), ((0, 0), (1, 0)), (1, 2), 1, True),
-]
-SIZES = [(1, 9, 7), (3, 14, 14), (1, 33, 20), (5, 6, 5)]
-
-
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
-@pytest.mark.parametrize("place", range(len(GEOMETRY)))
-def test_convolutions(place, isa):
-    kernel, stride, padding, dilation, groups, transposed = GEOMETRY[place]
-    for (batch, height, width), density in product(SIZES, (0.0, 0.1, 0.7)):
-        weight = matrix(12, 12 // groups * kernel[0] * kernel[1], density, dtype=torch.float32)
-        weight[3] = 0.0  # an empty row
-        weight[5] = 1.5  # a dense one
-        program, weights = layer(
-            "image", weight, draw(12), kernel=kernel, stride=stride, padding=padding,
-            dilation=dilation, groups=groups, transposed=transposed, act=("relu", ()),
-        )  # fmt: skip
-        check(program, weights, [draw(batch, 12, height, width)], 1 + place % 3, isa)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
+@pytest.mark.sampled(6)
+@widths(MOST)
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 16, 17, 100])
 def test_tokens(count, isa):
     for (rows, columns), density in product([(1, 5), (33, 64), (96, 7)], (0.0, 0.2, 1.0)):
         weight = matrix(rows, columns, density, dtype=torch.float32)
         program, weights = layer("tokens", weight, draw(rows))
-        check(program, weights, [draw(count, columns)], 2, isa)
+        check(program, weights, [draw(count, columns)], 2, isa, each=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_with_a_sum(name):
     act = (name, (-0.5, 2.0)[: ACTIVATIONS[name].count])
@@ -136,7 +110,7 @@ def test_activations_with_a_sum(name):
     both = SegmentProgram(
         ("tokens", "tokens"), (step, ActivationStep(2, act), AddStep(2, 1, act)), (2, 3, 4)
     )
-    check(both, weights, [draw(2, 9, 24), draw(2, 9, 20, seed=2)])
+    check(both, weights, [draw(2, 9, 24), draw(2, 9, 20, seed=2)], each=True)
 
 
 @pytest.mark.parametrize("mean", [False, True])
@@ -181,18 +155,18 @@ def network(batch: int, size: int):
     return program, weights, [draw(batch, 3, size, size)]
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("isa", WIDTHS, ids=lambda isa: isa.name)
+@pytest.mark.sampled(4)
+@widths()
 @pytest.mark.parametrize("batch, size, threads", [(1, 57, 2), (1, 64, 3), (3, 30, 2), (4, 9, 1)])
 def test_networks(batch, size, threads, isa):
     program, weights, inputs = network(batch, size)
     assert SegmentProgram.parse(program.text()) == program
-    check(program, weights, inputs, threads, isa)
+    check(program, weights, inputs, threads, isa, each=True)
 
 
 def test_batches_are_cut_into_runs():
     program, weights, inputs = network(7, 40)
-    made = check(program, weights, inputs, 2)
+    made = check(program, weights, inputs, 2, each=True)
     assert sum(batch.images * batch.runs for batch in made.batches) == 7
     assert made.batches[0].alone
 
@@ -205,10 +179,10 @@ def test_memory_in_any_order():
     shifted = torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
     for one in (x.contiguous(memory_format=torch.channels_last), x.transpose(2, 3), x[::2],
                 x[:, :, 1:, 2:], shifted, x[:1].expand(3, -1, -1, -1)):  # fmt: skip
-        check(program, weights, [one])
+        check(program, weights, [one], each=True)
     program, weights = layer("tokens", matrix(40, 50, 0.2, dtype=torch.float32))
     for one in (draw(50, 21).T, draw(21, 60)[:, 3:53], draw(3, 7, 50)):
-        check(program, weights, [one])
+        check(program, weights, [one], each=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
@@ -226,14 +200,14 @@ def test_stored_in_less(dtype, count):
     program = SegmentProgram(
         ("tokens", "tokens"), (LinearStep(0, spans, bias, 32, ("relu", ()), 1),), (2,)
     )
-    check(program, weights, [draw(count, 48), draw(count, 32)])
+    check(program, weights, [draw(count, 48), draw(count, 32)], each=True)
 
 
 def test_threads_of_python(monkeypatch):
     """Where torch's OpenMP is not GNU's."""
     monkeypatch.setattr(team, "openmp", lambda: None)
     program, weights, inputs = network(1, 33)
-    check(program, weights, inputs, 3)
+    check(program, weights, inputs, 3, each=True)
 
 
 def test_fewer_threads_than_the_plan_has():
@@ -282,7 +256,7 @@ def test_what_kernels_do_not_take():
 def test_numbers_beyond_32_bits(monkeypatch, where, most, words):
     """No plan, instead of tables whose numbers wrap: nonzeros of a stream, elements of a value."""
     program, weights = layer("tokens", matrix(6, 8, 0.5, dtype=torch.float32))
-    check(program, weights, [draw(3, 8)], 1)
+    check(program, weights, [draw(3, 8)], 1, each=True)
     monkeypatch.setattr(f"demask.{where}.MOST", most)
     with pytest.raises(NoPlan, match=words):
         SegmentPlan.of(program, weights, [draw(3, 8)], 1)
@@ -303,91 +277,27 @@ def test_a_forked_process_has_memory_of_its_own():
     assert arena.slots[5] == 7
 
 
-class Guarded(tape.TapeArena):
-    """An arena that ends where memory ends."""
-
-    def __init__(self, size: int):
-        room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.memory = mmap.mmap(-1, room + mmap.PAGESIZE)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        libc = ctypes.CDLL(None)
-        assert libc.mprotect(ctypes.c_void_p(address + room), mmap.PAGESIZE, 0) == 0
-        first = (room - size) // 64 * 64
-        self.slots = np.frombuffer(self.memory, np.int64, tape.MAX_SLOTS, first)
-        self.address = self.slots.ctypes.data
-        self.slots[0] = self.address
+def one_layer(form: str, geometry: str, density: float, size: int) -> tuple:
+    kind, fields = form.partition(" ")[0], GEOMETRY[geometry]
+    groups = FORMS[form][1] or 12
+    weight = matrix(12, 12 // groups * math.prod(fields["kernel"]), density, dtype=torch.float32)
+    made = layer("image", weight, draw(12), **fields, act=ACTS[kind], groups=groups)
+    return *made, [draw(1, 12, size, size + 2)]
 
 
-@pytest.mark.parametrize("end", [True, False])
-def test_nothing_beside_its_memory_is_touched(monkeypatch, end):
-    """Inputs, weights, tables and the arena each end (or begin) at a page that cannot be read; of
-    outputs the neighbours keep their values."""
-    kept = []
-
-    def held(self, call, offsets):
-        for key, value in list(call.fields.items()):
-            if isinstance(value, np.ndarray):
-                raw = np.ascontiguousarray(value).view(np.uint8).reshape(-1)
-                made = guarded(torch.from_numpy(raw.copy()), end)
-                kept.append(made)
-                call.fields[key] = made.numpy()
-        return fields(self, call, offsets)
-
-    fields = tape.Tape._fields
-    monkeypatch.setattr(tape.Tape, "_fields", held)
-    monkeypatch.setattr(plan, "TapeArena", Guarded)
-    cases = [network(1, 23), network(3, 12)]
-    for place, density in ((3, 0.3), (6, 0.3), (7, 0.3), (0, 1.0), (3, 1.0), (5, 1.0)):
-        kernel, stride, padding, dilation, groups, transposed = GEOMETRY[place]
-        weight = matrix(12, 12 // groups * kernel[0] * kernel[1], density, dtype=torch.float32)
-        cases.append((*layer("image", weight, draw(12), kernel=kernel, stride=stride,
-                             padding=padding, dilation=dilation, groups=groups,
-                             transposed=transposed), [draw(1, 12, 11, 13)]))  # fmt: skip
-    for kernel, size in ((3, 11), (5, 40)):  # edges permuted, and stored
-        weight = matrix(12, kernel**2, 1.0, dtype=torch.float32)
-        made = layer("image", weight, draw(12), kernel=(kernel, kernel), groups=12,
-                     padding=((kernel // 2,) * 2,) * 2)  # fmt: skip
-        cases.append((*made, [draw(1, 12, size, size)]))
-    for count in (1, 5, 40):
-        weight = matrix(37, 21, 0.3, dtype=torch.float32)
-        cases.append((*layer("tokens", weight, draw(37)), [draw(count, 21)]))
-    for program, weights, inputs in cases:
-        inputs = [guarded(x, end) for x in inputs]
-        made = SegmentPlan.of(program, weights, inputs, 2)
-        poisoned = [torch.full((torch.Size(s).numel() + 64,), 7.0) for s in made.shapes]
-        views = [p[32:-32].view(s) for p, s in zip(poisoned, made.shapes, strict=True)]
-        for batch in made.batches:
-            batch.run(2, (*inputs, *views))
-        assert all(bool((p[:32] == 7).all() and (p[-32:] == 7).all()) for p in poisoned)
-        whole = made(inputs)
-        assert all(map(torch.equal, whole, views))
-
-
-KERNELS = [
-    SparseTileKernel((0, 1, 2), (0, 1, 2), (0, 3, 6), 2, ("gelu", ())),
-    SparseTileKernel((0,), (0,), None, 4, ("silu", ()), "bfloat16", True),
-    DenseTileKernel((0, 1, 2), (0, 1, 2), (0, 3, 6), (0, 1, 8), 4, ("silu", ())),
-    DenseTileKernel((0, 1), (0, 1), None, (0,), 3, None, 4),
-    DepthwiseTileKernel(((0, 0, 1, 7),), ((0, 2, 4),) * 2, (2, 2), (20, 7), ("silu", ())),
-    SparseTileKernel((0, 9), (0, 1), None, 1, ("gelu_tanh", ()), "int8"),
-    SparseVectorKernel(True, ("hardswish", ()), "int8"),
-    SparseVectorKernel(False, None, "bfloat16"),
-    Gather(), Scatter(), TransposedKernel(True), TransposedKernel(False),
-    PoolKernel((0, 1, 5), True), PoolKernel((0, 7), False),
-    Pointwise(("tanh", ()), True), MeanKernel(((0, 1), (2, 3))), TeamWork(True), TeamWork(False),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)
-def test_code_for_other_processors(isa):
-    """What cannot be run here is compiled at least, to the vector instructions it should have."""
-    lanes = ((*range(1, isa.lanes), -1),)
-    ends = BorderKernel(lanes, ((0, 0, 9, 1), (0, 3, 40, 30)))
-    inside = DepthwiseTileKernel(((0, 0, 1, 3), (1, 0, 1, 3)), ((-1, 0, 1), (0, 1)), (1, 1),
-                                 (3, 3, 5), None, ((-1, 0, 4, 0), (2, 3, 1, 0)), lanes)  # fmt: skip
-    text = assembly([*KERNELS, ends, inside], isa)
-    wanted = {"AVX-512": ("vfmadd", "zmm"), "AVX2": ("vfmadd", "ymm"), "NEON": ("fmla", "v0.4s")}
-    assert all(word in text for word in wanted[isa.name])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("case", [
+    lambda: network(1, 23), lambda: network(3, 12),
+    *(partial(one_layer, form, name, density, size) for form, name, density, size in (
+        ("sparse", "3x3 stride", 0.3, 11), ("sparse 6 groups", "columns", 0.3, 11),
+        ("sparse", "transposed 3x3", 0.3, 11), ("dense", "1x1", 1.0, 11),
+        ("dense", "3x3 stride", 1.0, 11), ("dense", "dilation 4", 1.0, 11),
+        ("depthwise permuted", "3x3", 1.0, 11), ("depthwise stored", "5x5", 1.0, 40))),
+    *(lambda count=count: (*layer("tokens", matrix(37, 21, 0.3, dtype=torch.float32), draw(37)),
+                           [draw(count, 21)]) for count in (1, 5, 40)),
+])  # fmt: skip
+def test_nothing_beside_its_memory_is_touched(case) -> None:
+    stays_within_memory(*case())
 
 
 def test_rows_are_dealt_by_their_nonzeros():
@@ -398,13 +308,62 @@ def test_rows_are_dealt_by_their_nonzeros():
     assert [len(part) for part in dealt(np.array([5]), 3)] == [1, 0, 0]
 
 
-def test_a_planted_fault_is_seen():
+def test_a_planted_fault_is_seen() -> None:
     """The comparison itself: one nonzero that is off by a thousandth."""
     program, weights = layer("tokens", matrix(16, 16, 0.5, dtype=torch.float32))
+    x = draw(8, 16)
     spoiled = [weights[0].clone(), *weights[1:]]
     spoiled[0][3] *= 1.001
-    x = draw(8, 16)
-    made = SegmentPlan.of(program, spoiled, [x], 1)([x])[0]
-    want = dense.run(program, [x.double()], [weights[0].double(), *weights[1:]])[0]
-    unit = torch.finfo(torch.float32).eps * float(want.abs().max())
-    assert float((made.double() - want).abs().max()) > ULPS * unit
+    made = SegmentPlan.of(program, spoiled, [x], 1)([x])
+    for each in (False, True):
+        with pytest.raises(AssertionError):
+            compare(made, program, weights, [x], each)
+
+
+@pytest.mark.sampled(24)
+@widths(MOST)
+@pytest.mark.parametrize(
+    "form, geometry", [(form, name) for form, (names, _) in FORMS.items() for name in names]
+)
+def test_convolutions(form: str, geometry: str, isa: Isa, monkeypatch) -> None:
+    """Each width of vectors has two of the sizes, so all of them together have each twice."""
+    kind, place = form.partition(" ")[0], list(GEOMETRY).index(geometry) + WIDTHS.index(isa)
+    fields = GEOMETRY[geometry]
+    found = computed_as(form if kind == "depthwise" else "dense", monkeypatch)
+    densities = {"sparse": (0.0, 0.1, 0.7), "blocks": (1.0,)}.get(kind)
+    for k in (place % 4, (place + 2) % 4):
+        (inputs, out), groups = CHANNELS[kind][k], FORMS[form][1]
+        for density in densities or (1.0 if k % 2 == 0 or inputs * out <= 100 else 0.97,):
+            weight = matrix(out, inputs // (groups or inputs) * math.prod(fields["kernel"]),
+                            density, dtype=torch.float32)  # fmt: skip
+            if kind == "sparse":
+                weight[3], weight[5] = 0.0, 1.5  # an empty row and a dense one
+            program, weights = layer("image", weight, draw(out), **fields, act=ACTS[kind],
+                                     groups=groups or inputs)  # fmt: skip
+            x, *rest = SIZES[k]
+            check(program, weights, [draw(x, inputs, *rest)], 1 + place % 3, isa, each=True)
+    assert kind == "sparse" or len(found) >= 2
+    if kind == "blocks":
+        assert {shape[:2] for shape in found} == {(24 // groups, 12 // groups)}
+    spans = zip(*(fields[n] for n in ("padding", "dilation", "kernel")), strict=True)
+    pads = all(before + after >= d * (k - 1) for (before, after), d, k in spans)
+    if form == "depthwise permuted" and pads:  # else tiles of an output do not cover its input
+        assert all(piece.x.layout.border == NO_BORDER for piece in found)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "form", ["dense", "channels", "filtered", "depthwise stored", "depthwise permuted"]
+)
+def test_sums_are_added_and_may_be_overwritten(form: str, monkeypatch) -> None:
+    found = computed_as(form, monkeypatch)
+    sizes = ((1, 7, 7), (1, 1, 1), (1, 3, 14)) if form == "channels" else ((2, 19, 11),)
+    for k, (batch, *size) in enumerate(sizes):
+        draft = Draft((batch, 20, *size))
+        fields = {"density": 1.0, "groups": 20 if form.startswith("depthwise") else 1}
+        first = draft.conv(0, 20, act=RELU, **fields)
+        second = draft.conv(first, 20, add=first, **fields)
+        draft.conv(second, 20, add=first, act=("silu", ()), **fields)
+        for outputs in ((3,), (1, 2, 3)):
+            draft.check(*outputs, threads=1 + k % 2, each=True)
+    assert len(found) >= 6 * len(sizes)

@@ -64,7 +64,7 @@ def map_like(border: Tensor, seed: int = 5) -> Tensor:
     return torch.randn(border.shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("batch", [1, 3, 7])
 def test_a_static_map_of_any_batch(batch: int, threads: int) -> None:
@@ -115,6 +115,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_map_is_converted_again(name: str, calls, conversions) -> None:
     image, border = calls.draft.inputs

@@ -2,138 +2,26 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
-from test_segment_moves import ISAS, STRIDES
-from torch import Tensor
+from random_segments import WIDTHS, sees
 
-from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan import value_moves
 from demask.sparse.plan.layers import pack_weights
 from demask.sparse.plan.layers.dense import dense_layer
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
-from demask.sparse.segment_steps import ActivationStep, FlattenStep, LinearStep
-from night import at_night
-from segment_drafts import RELU, Draft, all_at_once
+from demask.sparse.segment_steps import LinearStep
+from segment_drafts import Draft, check
 from sparse_cases import csr, matrix, weight
 
-THREADS = (1, 2, 3, 4)
-ACTS = (None, RELU, ("silu", ()), ("gelu", ()))
+LAWS = {"threads": (1, 2, 3, 4), "at_once": True}
 
 
-class WholeDraft(Draft):
-    """A draft with the steps that lead from images to tokens."""
-
-    def convolved(self, draw: random.Random, x: int) -> int:
-        """A convolution of any kind."""
-        channels, act = self.shape(x)[1], draw.choice(ACTS)
-        kernel, density = draw.choice([1, 1, 3, 5, 7]), draw.choice([0.1, 0.4, 1.0])
-        stride = (draw.choice([1, 1, 2]),) * 2
-        out = draw.choice([1, 3, 8, 17])
-        match draw.choice(["dense", "dense", "depthwise", "groups", "transposed"]):
-            case "depthwise":
-                return self.conv(x, channels, kernel, 1.0, act=act, groups=channels, stride=stride)
-            case "groups" if channels % 2 == 0:
-                return self.conv(x, 2 * out, kernel, density, act=act, groups=2, stride=stride)
-            case "transposed":
-                pads = ((kernel // 2,) * 2,) * 2
-                return self.conv(x, out, kernel, density, act=act, stride=stride, padding=pads,
-                                 transposed=True)  # fmt: skip
-        return self.conv(x, out, kernel, density, act=act, stride=stride)
-
-    def classified(self, draw: random.Random, x: int) -> None:
-        """A mean and linear layers, which have one position for one image."""
-        tokens = self.mean(x, draw.random() < 0.5)
-        if len(self.shape(tokens)) == 4:
-            tokens = self.append(FlattenStep(tokens))
-        for _ in range(2):
-            y = self.linear(tokens, 37, draw.choice([0.2, 1.0]), act=draw.choice(ACTS))
-            tokens = self.linear(y, 37, draw.choice([0.2, 1.0]), add=y, act=draw.choice(ACTS))
-
-
-def drawn(seed: int, steps: int = 5) -> WholeDraft:
-    """A random program with all kinds of steps."""
-    draw = random.Random(seed)
-    batch, size = draw.choice([1, 1, 2, 3]), (draw.randint(1, 30), draw.randint(1, 30))
-    draft = WholeDraft((batch, draw.choice([3, 16]), *size), seed=seed)
-    for _ in range(steps):
-        x = draw.randrange(1 + len(draft.steps))
-        shape = draft.shape(x)
-        alike = [v for v in range(1 + len(draft.steps)) if draft.shape(v)[2:] == shape[2:]]
-        same = [v for v in alike if draft.shape(v) == shape]
-        match draw.choice(["conv"] * 4 + ["sum", "pool", "gate", "pick", "cat", "add", "map"]):
-            case "conv":
-                draft.convolved(draw, x)
-            case "sum":
-                draft.conv(x, shape[1], draw.choice([1, 3]), draw.choice([0.3, 1.0]),
-                           add=draw.choice(same), act=draw.choice(ACTS))  # fmt: skip
-            case "pool":
-                draft.pool(x, draw.random() < 0.7, draw.choice([1, 2]), ceil=draw.random() < 0.5)
-            case "gate":
-                gate = draft.conv(draft.mean(x), shape[1], 1, draw.choice([0.5, 1.0]))
-                draft.scale(x, gate, draw.choice(ACTS))
-            case "pick":
-                numbers = [draw.randrange(-1, shape[1]) for _ in range(draw.randint(1, 7))]
-                draft.select(x, numbers, draw.choice(STRIDES))
-            case "cat":
-                draft.cat(*draw.choices(alike, k=draw.randint(1, 4)))
-            case "add":
-                draft.add(x, draw.choice(same), draw.choice(ACTS))
-            case "map":
-                draft.append(ActivationStep(x, ("silu", ())))
-    draft.classified(draw, len(draft.steps))
-    return draft
-
-
-def bits(tensors: list[Tensor]) -> list[Tensor]:
-    return [t.view(torch.int32) for t in tensors]
-
-
-def check(program: SegmentProgram, weights: list[Tensor], inputs: list[Tensor], case: object,
-          isa: Isa | None = None) -> None:  # fmt: skip
-    """Assert that outputs have the same bits in all plans."""
-
-    def outputs(threads: int) -> list[Tensor]:
-        return bits(SegmentPlan.of(program, weights, inputs, threads, isa)(inputs))
-
-    want = outputs(THREADS[0])
-    for threads in THREADS[1:]:
-        same = [torch.equal(a, b) for a, b in zip(want, outputs(threads), strict=True)]
-        assert all(same), f"{case}, {threads} threads: output {same.index(False)}"
-    with all_at_once():
-        same = [torch.equal(a, b) for a, b in zip(want, outputs(2), strict=True)]
-        assert all(same), f"{case}, all images at once: output {same.index(False)}"
-
-
-def check_random(seed: int, isa: Isa | None = None) -> None:
-    """Every value of a random program, or the last one alone: its grids are chosen by others."""
-    draft = drawn(seed)
-    program = draft.program(*random.Random(~seed).choice([(), (len(draft.steps),)]))
-    check(program, draft.weights, draft.inputs, f"seed {seed}", isa)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "seeds", [range(2), *at_night(range(2, 4), range(4, 8), range(8, 12))], ids=str
-)
-def test_random_programs(seeds: range) -> None:
-    for seed in seeds:
-        check_random(seed)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seeds", [range(k, k + 25) for k in range(20, 520, 25)], ids=str)
-def test_many_random_programs(seeds: range) -> None:
-    for seed in seeds:
-        check_random(seed, ISAS[seed % len(ISAS)])
-
-
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (7, 7), (13, 14), (37, 40), (150, 131)], ids=str)
 def test_means_of_values_of_all_sizes(size: tuple[int, int]) -> None:
     """Terms from 1e-12 to 1e12, of both signs; ones that nearly cancel; and ones that are halfway
@@ -148,11 +36,11 @@ def test_means_of_values_of_all_sizes(size: tuple[int, int]) -> None:
     half = cancelled.shape[1] // 2
     cancelled[:, half : 2 * half] = -cancelled[:, :half].flip(1)
     draft.mean(0)
-    draft.check()
-    for isa in ISAS:
-        check(draft.program(), draft.weights, draft.inputs, size, isa)
+    for isa in WIDTHS:
+        draft.check(isa=isa, **LAWS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [(5, 9), (40, 31)], ids=str)
 def test_means_that_are_not_finite(size: tuple[int, int]) -> None:
     x = torch.randn(2, 6, *size)
@@ -168,10 +56,10 @@ def test_means_that_are_not_finite(size: tuple[int, int]) -> None:
     want = x.mean((2, 3), keepdim=True)
     assert torch.equal(y.isnan(), want.isnan())
     torch.testing.assert_close(y, want, equal_nan=True)
-    check(draft.program(1), [], [x], size)
+    draft.check(1, **LAWS)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("count", [1, 2, 40])
 def test_rows_with_columns_in_any_order(dtype: str, count: int) -> None:
@@ -189,36 +77,35 @@ def test_rows_with_columns_in_any_order(dtype: str, count: int) -> None:
     step = LinearStep(0, spans, (3, 0, 24), 24)
     steps = step, replace(step, add=1, act=("silu", ()))
     inputs = [torch.randn(count, 3000)]
-    check(SegmentProgram(("tokens",), steps, (1, 2)), weights, inputs, (dtype, count))
+    check(SegmentProgram(("tokens",), steps, (1, 2)), weights, inputs, **LAWS)
 
 
-def sums_in_order(monkeypatch) -> None:
-    """The first sums of means are so small that later ones are rounded by their order."""
-    monkeypatch.setattr(value_moves, "exponent", lambda pixels: -30)
+def shared_positions() -> None:
+    """Threads share the positions of dense layers."""
+    draft = Draft((1, 16, 30, 26))
+    draft.conv(0, 17, 1, density=1.0)
+    draft.check(**LAWS)
 
 
-def columns_as_they_are(monkeypatch) -> None:
-    monkeypatch.setattr(pack_weights, "_ascending", lambda rows, columns, values: (columns, values))
-
-
-def channels_in_reverse(monkeypatch) -> None:
+def channels_in_reverse(real):
     """Dense layers add channels in reverse where threads share positions."""
-    real = dense_layer._of_window
 
     def reverse(piece, block):
         block = real(piece, block)
         step = 1 if len(piece.shape.parts) == 1 else -1
         return replace(block, channels=block.channels[::step], weight=block.weight[:, ::step])
 
-    monkeypatch.setattr(dense_layer, "_of_window", reverse)
+    return reverse
 
 
-@pytest.mark.parametrize("fault, test", [
-    (sums_in_order, lambda: test_means_of_values_of_all_sizes((37, 40))),
-    (columns_as_they_are, lambda: test_rows_with_columns_in_any_order("float32", 1)),
-    (channels_in_reverse, lambda: test_random_programs(range(8))),
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("owner, name, wrong, test", [
+    # the first sums of means are so small that later ones are rounded by their order
+    (value_moves, "exponent", lambda _: lambda pixels: -30,
+     lambda: test_means_of_values_of_all_sizes((37, 40))),
+    (pack_weights, "_ascending", lambda _: lambda rows, columns, values: (columns, values),
+     lambda: test_rows_with_columns_in_any_order("float32", 1)),
+    (dense_layer, "_of_window", channels_in_reverse, shared_positions),
 ], ids=["means", "columns", "channels"])  # fmt: skip
-def test_a_planted_fault_is_seen(fault, test, monkeypatch) -> None:
-    fault(monkeypatch)
-    with pytest.raises(AssertionError):
-        test()
+def test_a_planted_fault_is_seen(owner, name: str, wrong, test) -> None:
+    sees(owner, name, wrong, test)

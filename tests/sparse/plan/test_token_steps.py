@@ -8,77 +8,39 @@ from math import inf, nan
 
 import pytest
 import torch
-from test_called_steps import CallDraft, outputs
-from test_segment_moves import ISAS, widths
-from torch import Tensor
+from random_segments import (
+    EPS,
+    WIDTHS,
+    SegmentDraft,
+    outputs,
+    same_bits,
+    sees,
+    stays_within_memory,
+    widths,
+)
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from demask.errors import BadInput
-from demask.kernels.cpu.tiles.called import NormKernel, SoftmaxKernel
-from demask.kernels.cpu.tiles.value_product import ValueProductKernel
-from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa
-from demask.kernels.llvm.jit import assembly
+from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan import write_call
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.plan.tape_builder import TapeBuilder
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import CallStep
-from guarded import guarded
-from segment_drafts import RELU, all_at_once, compare, exact
+from segment_drafts import RELU, all_at_once, exact
 
 UNITS = 64 * 2.0**-23
-EPS = 1e-5
-
-
-class TokenDraft(CallDraft):
-    """A draft with calls of transformers."""
-
-    def factors(self, *vectors: Tensor) -> tuple[int, int, int] | None:
-        return self.stored(torch.cat(vectors)) if vectors else None
-
-    def norm(self, x: int, count: int = 2, kind: str = "tokens", name: str = "norm") -> int:
-        channels = self.shape(x)[-1]
-        span = self.factors(*(self._drawn(channels) for _ in range(count)))
-        return self.append(CallStep((x,), name, kind, (channels, EPS), span))
-
-    def heads(self, x: int, count: int) -> int:
-        """Tokens [batch, length, channels] as matrices [batch, heads, length, width]."""
-        batch, length, channels = self.shape(x)
-        sizes = -1 if batch > 1 else 1, length, count, channels // count
-        x = self.call("reshape", x, numbers=sizes)
-        return self.call("permute", x, kind="matrices", numbers=(0, 2, 1, 3))
-
-    def whole(self, x: int) -> int:
-        """The inverse of `heads`."""
-        batch, heads, length, width = self.shape(x)
-        x = self.call("permute", x, numbers=(0, 2, 1, 3))
-        return self.call("reshape", x, numbers=(-1 if batch > 1 else 1, length, heads * width))
-
-    def attention(self, x: int, heads: int, *mask: int) -> int:
-        """Self-attention of tokens."""
-        parts = [self.heads(self.linear(x, self.shape(x)[-1], 1.0), heads) for _ in range(3)]
-        return self.whole(self.call("attention", *parts, *mask, kind="matrices"))
-
-
-def same_bits(draft: TokenDraft, *values: int, isa: Isa | None = None) -> list[Tensor]:
-    """The outputs, compared with float64 and for several numbers of threads."""
-    made = [outputs(draft, *values, threads=threads, isa=isa) for threads in (1, 2, 3, 4)]
-    for others in made[1:]:
-        assert all(map(torch.equal, made[0], others))
-    program = draft.program(*values)
-    for y, want in zip(made[0], exact(program, draft.weights, draft.inputs), strict=True):
-        assert float((y - want).abs().max()) <= UNITS * float(want.abs().max())
-    return made[0]
 
 
 # ------------------------------------------------------------------------------------------ norms
 
 
+@pytest.mark.sampled(5)
 @widths()
 @pytest.mark.parametrize("shape", [(3, 11, 40), (1, 1, 1), (2, 33, 7), (5, 3), (130, 6)], ids=str)
 def test_norms(shape: Sequence[int], isa: Isa) -> None:
-    draft = TokenDraft(tuple(shape), kind="tokens")
+    draft = SegmentDraft(tuple(shape), kind="tokens")
     made = [draft.norm(0, count) for count in (0, 1, 2)]
     made += [draft.norm(0, count, name="rms") for count in (0, 1)]
     draft.linear(draft.norm(draft.linear(0, 9)), 4)
@@ -87,7 +49,7 @@ def test_norms(shape: Sequence[int], isa: Isa) -> None:
 
 def test_norms_of_numbers_far_from_zero() -> None:
     """Means are subtracted before squares are added: nothing cancels."""
-    draft = TokenDraft((4, 300), kind="tokens")
+    draft = SegmentDraft((4, 300), kind="tokens")
     draft.inputs[0] += torch.tensor([[1e4], [-1e5], [0.0], [1e6]])
     draft.inputs[0][2] = 7.0
     (y,) = same_bits(draft, draft.norm(0, 0))
@@ -104,7 +66,7 @@ def test_norms_of_numbers_that_are_not_finite() -> None:
         [-0.0] * 3,
     ]
     for name in ("norm", "rms"):
-        draft = TokenDraft((len(rows), 3), kind="tokens")
+        draft = SegmentDraft((len(rows), 3), kind="tokens")
         draft.inputs[0] = torch.tensor(rows)
         value = draft.norm(0, 0, name=name)
         (want,) = exact(draft.program(value), [], draft.inputs)
@@ -112,11 +74,12 @@ def test_norms_of_numbers_that_are_not_finite() -> None:
         assert torch.allclose(y.double(), want, UNITS, 0.0, equal_nan=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_norms_of_pixels(batch: int) -> None:
     """An image whose channels come last needs no memory and no copy of its own."""
     for height, width in ((5, 7), (14, 14), (1, 3)):
-        draft = TokenDraft((batch, 6, height, width))
+        draft = SegmentDraft((batch, 6, height, width))
         x = draft.conv(0, 6)
         last = draft.call("permute", x, kind="pixels", numbers=(0, 2, 3, 1))
         y = draft.linear(draft.linear(draft.norm(last, kind="pixels"), 20, act=("gelu", ())), 6)
@@ -124,24 +87,24 @@ def test_norms_of_pixels(batch: int) -> None:
         y = draft.add(draft.conv(y, 6), x)
         normed = draft.norm(draft.call("permute", y, kind="pixels", numbers=(0, 2, 3, 1)),
                             kind="pixels")  # fmt: skip
-        for threads in (1, 2, 3):
-            draft.check(threads=threads)
-            with all_at_once():
-                draft.check(y, normed, threads=threads)
-        builder = TapeBuilder(draft.program(y), draft.weights, draft.inputs, ISAS[0], 1)
+        draft.check(threads=(1, 2, 3))
+        with all_at_once():
+            draft.check(y, normed, threads=(1, 2, 3))
+        builder = TapeBuilder(draft.program(y), draft.weights, draft.inputs, WIDTHS[0], 1)
         assert builder.parts[last] == (x, 0)
 
 
 # -------------------------------------------------------------------------------------- products
 
 
+@pytest.mark.sampled(3)
 @widths()
 @pytest.mark.parametrize(
     "batch, rows, terms, columns",
     [((), 5, 3, 4), ((2,), 1, 1, 1), ((2, 3), 37, 9, 20), ((1, 2), 130, 33, 8)],
 )
 def test_products(batch: tuple, rows: int, terms: int, columns: int, isa: Isa) -> None:  # fmt: skip
-    draft = TokenDraft((*batch, rows, terms), (*batch, columns, terms), (*batch, columns, rows),
+    draft = SegmentDraft((*batch, rows, terms), (*batch, columns, terms), (*batch, columns, rows),
                        kind="tokens")  # fmt: skip
     left, right, last = (
         draft.call("reshape", k, kind="matrices", numbers=draft.shape(k)) for k in range(3)
@@ -157,7 +120,7 @@ def test_products(batch: tuple, rows: int, terms: int, columns: int, isa: Isa) -
 
 def test_factors_that_are_read_from_no_single_place() -> None:
     """Joined, padded and computed factors are written first."""
-    draft = TokenDraft((2, 4, 6), (2, 2, 6), kind="tokens")
+    draft = SegmentDraft((2, 4, 6), (2, 2, 6), kind="tokens")
     x = draft.call("reshape", 0, kind="matrices", numbers=(-1, 4, 6))
     joined = draft.call("join", 0, 1, kind="matrices", numbers=(1,))
     padded = draft.call("pad", 1, kind="matrices", numbers=(0, 0, 1, 3))
@@ -168,7 +131,7 @@ def test_factors_that_are_read_from_no_single_place() -> None:
 
 
 def test_products_of_numbers_that_are_not_finite() -> None:
-    draft = TokenDraft((1, 20, 3), (1, 3, 5), kind="tokens")
+    draft = SegmentDraft((1, 20, 3), (1, 3, 5), kind="tokens")
     draft.inputs[0][0, :4, 0] = torch.tensor([nan, inf, -inf, 1e-41])
     draft.inputs[1][0, 0, :3] = torch.tensor([0.0, inf, -0.0])
     parts = [draft.call("reshape", k, kind="matrices", numbers=draft.shape(k)) for k in (0, 1)]
@@ -179,22 +142,22 @@ def test_products_of_numbers_that_are_not_finite() -> None:
 # ------------------------------------------------------------------------------------- attention
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @widths()
 @pytest.mark.parametrize(
     "batch, length, heads, width", [(1, 5, 2, 3), (1, 130, 3, 8), (3, 17, 2, 4)]
 )
 def test_attention(batch: int, length: int, heads: int, width: int, isa: Isa) -> None:
-    draft = TokenDraft((batch, length, heads * width), kind="tokens")
+    draft = SegmentDraft((batch, length, heads * width), kind="tokens")
     y = draft.attention(0, heads)
     same_bits(draft, draft.norm(draft.linear(y, heads * width, 1.0, add=0)), isa=isa)
 
 
 def test_heads_of_one_image_need_no_memory() -> None:
-    draft = TokenDraft((1, 40, 12), kind="tokens")
+    draft = SegmentDraft((1, 40, 12), kind="tokens")
     y = draft.attention(0, 3)
     draft.linear(y, 5)
-    builder = TapeBuilder(draft.program(y + 1), draft.weights, draft.inputs, ISAS[0], 2)
+    builder = TapeBuilder(draft.program(y + 1), draft.weights, draft.inputs, WIDTHS[0], 2)
     query = next(
         k for k, step in enumerate(draft.steps, 1) if getattr(step, "call", "") == "permute"
     )
@@ -208,7 +171,7 @@ def test_masks(static: bool) -> None:
     length, heads = 21, 2
     mask = torch.zeros(2, heads, length, length)
     mask[..., 3:, :5], mask[:, 1, 4], mask[..., 7, 7] = -inf, -inf, 2.5
-    draft = TokenDraft((2, length, 8), mask.shape, kind="tokens")
+    draft = SegmentDraft((2, length, 8), mask.shape, kind="tokens")
     draft.inputs[1] = mask
     added = draft.call("reshape", 1, kind="matrices", numbers=tuple(mask.shape))
     y = draft.attention(0, heads, added)
@@ -226,7 +189,7 @@ def test_scores_that_are_not_finite() -> None:
     key[0, 0, 2] = nan
     for row, number in ((0, inf), (1, -inf), (3, 1e20)):
         query[0, 0, row] = number
-    draft = TokenDraft(*[(1, 1, 6, 4)] * 3, kind="tokens")
+    draft = SegmentDraft(*[(1, 1, 6, 4)] * 3, kind="tokens")
     for keys in (key, torch.ones_like(key)):
         draft.inputs = [query, keys, value]
         draft.steps = []
@@ -240,31 +203,15 @@ def test_scores_that_are_not_finite() -> None:
 def test_programs_with_tokens_stay_within_their_memory() -> None:
     """Reads of inputs and writes of outputs beside them would stop the process."""
     for length in (3, 16, 33, 130):
-        draft = TokenDraft((1, length, 6), kind="tokens")
+        draft = SegmentDraft((1, length, 6), kind="tokens")
         y = draft.norm(draft.attention(0, 2))
         heads = draft.heads(y, 3)
         program = draft.program(y, draft.add(y, 0, RELU), heads)
-        for isa in ISAS:
-            for end in (False, True):
-                inputs = [guarded(draft.inputs[0], end)]
-                plan = SegmentPlan.of(program, draft.weights, inputs, 1, isa)
-                made = [guarded(torch.zeros(shape), end) for shape in plan.shapes]
-                for batch in plan.batches:
-                    batch.run(1, (*inputs, *made))
-                compare(made, program, draft.weights, inputs)
+        for isa in WIDTHS:
+            stays_within_memory(program, draft.weights, draft.inputs, 1, isa)
 
 
 # ------------------------------------------------------------------------------ kernels and checks
-
-
-@pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)
-def test_code_for_other_processors(isa: Isa) -> None:
-    kernels = [ValueProductKernel(4, 2, True), ValueProductKernel(1, 8, False), SoftmaxKernel(True),
-               NormKernel(True, EPS, 2), NormKernel(False, EPS, 0)]  # fmt: skip
-    text = assembly(kernels, isa)
-    wanted = {"AVX-512": ("vfmadd231ps", "vsqrtpd", "zmm"), "AVX2": ("vfmadd", "vsqrtpd", "ymm"),
-              "NEON": ("fmla", "fsqrt", "v0.4s")}  # fmt: skip
-    assert all(word in text for word in wanted[isa.name])
 
 
 @pytest.mark.parametrize("name, shapes, numbers, count", [
@@ -285,26 +232,13 @@ def test_invalid_sizes(name: str, shapes: list, numbers: tuple, count: int | Non
         program.shapes(shapes)
 
 
-def wrong_factor(monkeypatch) -> None:
-    inner = write_call._ValueProducts._factors
-    monkeypatch.setattr(write_call._ValueProducts, "_factors",
-                        lambda self, k, transposed: inner(self, k, False))  # fmt: skip
-
-
-def one_group(monkeypatch) -> None:
-    monkeypatch.setattr(write_call, "prod", lambda sizes: 1)
-
-
-def unsafe(monkeypatch) -> None:
-    monkeypatch.setattr(write_call, "SoftmaxKernel", lambda *_: SoftmaxKernel())
-
-
-@pytest.mark.parametrize("plant, test", [
-    (wrong_factor, lambda: test_attention(1, 5, 2, 3, ISAS[0])),
-    (one_group, lambda: test_products((2, 3), 37, 9, 20, ISAS[0])),
-    (unsafe, lambda: test_masks(False)),
+@pytest.mark.parametrize("owner, name, wrong, test", [
+    (write_call._ValueProducts, "_factors",
+     lambda real: lambda self, k, transposed: real(self, k, False),
+     lambda: test_attention(1, 5, 2, 3, WIDTHS[0])),
+    (write_call, "prod", lambda _: lambda sizes: 1,
+     lambda: test_products((2, 3), 37, 9, 20, WIDTHS[0])),
+    (write_call, "SoftmaxKernel", lambda real: lambda *_: real(), lambda: test_masks(False)),
 ], ids=["factors not transposed", "one matrix", "rows of -inf"])  # fmt: skip
-def test_the_tests_see_faults(plant, test, monkeypatch) -> None:
-    plant(monkeypatch)
-    with pytest.raises((AssertionError, IndexError, RuntimeError)):
-        test()
+def test_a_planted_fault_is_seen(owner, name: str, wrong, test) -> None:
+    sees(owner, name, wrong, test, (AssertionError, IndexError, RuntimeError))

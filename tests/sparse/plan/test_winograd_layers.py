@@ -5,20 +5,15 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 
 import numpy as np
 import pytest
 import torch
-from test_sparse_plan import MOST, Guarded, draw
-from test_thread_counts import check as check_bits
+from random_segments import MOST, computed_as, draw, sees, stays_within_memory, widths
 from torch import Tensor
 from torch.nn.functional import conv2d
 
-from demask.kernels.cpu.tiles.dense import winograd_tile
-from demask.kernels.cpu.tiles.dense.winograd_tile import WinogradTileKernel
-from demask.kernels.llvm.isa import AVX2, AVX512, NEON, Isa, host
-from demask.kernels.llvm.jit import assembly
+from demask.kernels.llvm.isa import Isa
 from demask.sparse.plan import segment_plan, tape, tape_builder
 from demask.sparse.plan.layers import layer_kinds
 from demask.sparse.plan.layers.dense import winograd_layer
@@ -27,31 +22,15 @@ from demask.sparse.plan.layers.window_piece import read_weight
 from demask.sparse.plan.segment_plan import NoPlan, SegmentPlan
 from demask.sparse.segment_program import SegmentProgram
 from demask.sparse.segment_steps import ConvStep, SparseWeight
-from guarded import guarded
 from segment_drafts import RELU, Draft, check
 
 ACTS = (None, RELU, ("silu", ()), ("gelu", ()))
 
 
 @pytest.fixture
-def filtered(monkeypatch) -> list[tuple[int, ...]]:
-    """The shapes of the weights of layers by minimal filtering."""
-    shapes: list[tuple[int, ...]] = []
-    emit = tape_builder.emit_winograd
-
-    def record(tape, isa, piece, block):
-        shapes.append(block.weight.shape)
-        return emit(tape, isa, piece, block)
-
-    monkeypatch.setattr(tape_builder, "emit_winograd", record)
-    return shapes
-
-
-@pytest.fixture
 def anywhere(monkeypatch) -> None:
     """Minimal filtering also where it does not pay."""
-    monkeypatch.setattr(winograd_layer, "PAYS", math.inf)
-    monkeypatch.setattr(winograd_layer, "LEAST", 1)
+    computed_as("filtered", monkeypatch)
 
 
 def layer(weight: Tensor, **fields) -> tuple[SegmentProgram, list[Tensor]]:
@@ -70,7 +49,8 @@ def drawn(out: int, channels: int) -> Tensor:
 # ------------------------------------------------------------------------------------------ values
 
 
-@pytest.mark.parametrize("isa", MOST, ids=lambda isa: isa.name)
+@pytest.mark.sampled(5)
+@widths(MOST)
 @pytest.mark.parametrize("size", [(9, 7), (14, 14), (33, 4), (4, 31), (20, 45)], ids=str)
 def test_layers_equal_float64(size, isa: Isa, filtered, anywhere) -> None:
     channels = itertools.cycle([(1, 1), (3, 19), (17, 5), (40, 24)])
@@ -95,16 +75,6 @@ def test_weights_of_a_batch_are_read_once(monkeypatch) -> None:
     program, weights = layer(drawn(16, 16))
     SegmentPlan.of(program, weights, [draw(5, 16, 14, 14)], 2)
     assert len(read) == 1
-
-
-def test_sums_are_added_and_may_be_overwritten(filtered, anywhere) -> None:
-    draft = Draft((2, 16, 19, 13))
-    first = draft.conv(0, 16, density=1.0)
-    second = draft.conv(first, 16, density=1.0, add=first, act=RELU)
-    draft.conv(second, 16, density=1.0, add=0)
-    for outputs in ((3,), (1, 2, 3)):
-        draft.check(*outputs)
-    assert len(filtered) == 6
 
 
 def test_rows_and_columns_of_zeros(filtered) -> None:
@@ -147,12 +117,13 @@ def test_rounding_is_that_of_the_definition() -> None:
 # ------------------------------------------------------------------------------------------- bits
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_all_plans_give_the_same_bits(seed: int, filtered) -> None:
     draft = Draft((3, 16, *((14, 14), (31, 18), (9, 40))[seed]), seed=seed)
     x = draft.conv(0, 24, density=1.0, act=ACTS[seed])
     draft.conv(draft.conv(x, 24, density=1.0, add=x), 17, density=1.0)
-    check_bits(draft.program(), draft.weights, draft.inputs, seed)
+    draft.check(threads=(1, 2, 3, 4), at_once=True)
     assert len(filtered) >= 4 * 3
 
 
@@ -194,6 +165,7 @@ def spoiled(kind: str, x: Tensor, weight: Tensor) -> None:
         weight[2, 1, 0, 2] = torch.inf
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", ["nan", "inf", "overflow", "inner", "weight"])
 def test_what_is_not_finite_is_that_of_the_definition(kind: str, threads: int) -> None:
@@ -272,62 +244,29 @@ def test_weights_are_not_held() -> None:
 # ----------------------------------------------------------------------------------------- kernels
 
 
-@pytest.mark.parametrize("end", [True, False])
-def test_nothing_beside_its_memory_is_touched(end: bool, monkeypatch, filtered, anywhere) -> None:
-    """Inputs, weights, tables and the arena end (or begin) at pages without access."""
-    fields, alive = tape.Tape._fields, []
-
-    def moved(self, call, offsets):
-        for key, value in list(call.fields.items()):
-            if isinstance(value, np.ndarray):
-                raw = np.ascontiguousarray(value).view(np.uint8).reshape(-1)
-                alive.append(guarded(torch.from_numpy(raw.copy()), end))
-                call.fields[key] = alive[-1].numpy()
-        return fields(self, call, offsets)
-
-    monkeypatch.setattr(tape.Tape, "_fields", moved)
-    monkeypatch.setattr(segment_plan, "TapeArena", Guarded)
+def test_nothing_beside_its_memory_is_touched(filtered, anywhere) -> None:
     program, weights = layer(drawn(13, 11), act=RELU)
     for threads, size in ((1, (11, 13)), (2, (3, 5)), (2, (14, 14))):
-        check(program, weights, [guarded(draw(1, 11, *size), end)], threads)
+        stays_within_memory(program, weights, [draw(1, 11, *size)], threads)
     assert len(filtered) >= 3
-
-
-@pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)
-def test_code_for_other_processors(isa: Isa) -> None:
-    rows = 6 if isa.registers == 16 else 12
-    text = assembly([WinogradTileKernel(rows, 2, 4, isa.lanes - 1, True, RELU)], isa)
-    wanted = {"AVX-512": ("vfmadd", "zmm"), "AVX2": ("vfmadd", "ymm"), "NEON": ("fmla", "v0.4s")}
-    assert all(word in text for word in wanted[isa.name])
-
-
-@pytest.mark.skipif(host().lanes < 8, reason="needs AVX2")
-def test_avx2(filtered) -> None:
-    program, weights = layer(drawn(24, 32), act=RELU)
-    check(program, weights, [draw(2, 32, 20, 16)], 2, AVX2)
-    assert filtered
 
 
 # --------------------------------------------------------------------------------- planted faults
 
 
-def other_filter(monkeypatch) -> None:
-    wrong = winograd_tile.FILTER.copy()
+def other_filter(real):
+    wrong = real.copy()
     wrong[1, 1] = 0.25
-    monkeypatch.setattr(winograd_layer, "FILTER", wrong)
+    return wrong
 
 
-def other_order(monkeypatch) -> None:
-    packed = winograd_layer.pack_winograd
-    monkeypatch.setattr(winograd_layer, "pack_winograd", lambda w, rows: packed(w[::-1], rows))
-
-
-@pytest.mark.parametrize("plant", [other_filter, other_order])
-def test_planted_faults_of_values(plant, monkeypatch) -> None:
-    plant(monkeypatch)
+@pytest.mark.parametrize("name, wrong", [
+    ("FILTER", other_filter),
+    ("pack_winograd", lambda real: lambda w, rows: real(w[::-1], rows)),
+])  # fmt: skip
+def test_planted_faults_of_values(name: str, wrong) -> None:
     program, weights = layer(drawn(16, 16))
-    with pytest.raises(AssertionError):
-        check(program, weights, [draw(1, 16, 14, 14)], 1)
+    sees(winograd_layer, name, wrong, lambda: check(program, weights, [draw(1, 16, 14, 14)], 1))
 
 
 def test_squares_at_odd_places_are_seen(monkeypatch) -> None:
@@ -338,7 +277,7 @@ def test_squares_at_odd_places_are_seen(monkeypatch) -> None:
     draft = Draft((1, 16, 14, 14))
     draft.conv(0, 24, density=1.0)
     with pytest.raises(AssertionError):
-        check_bits(draft.program(), draft.weights, draft.inputs, "odd")
+        draft.check(threads=(1, 2, 3, 4), at_once=True)
 
 
 def test_a_failure_that_nobody_notices_is_seen(monkeypatch) -> None:
