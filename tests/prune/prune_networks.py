@@ -299,10 +299,10 @@ def broken_law(
     with torch.no_grad():
         for name, mask in masks.items():
             parameters[name].mul_(mask)
-    record = demask.demask(masked, args, kwargs).demasked
+    record = demask.demask(masked, args, kwargs, result="graph").demasked
     if not wasteful:
         return _differences(stays, record) + _other_sizes(coupling, masks, record)
-    for cut in demask.demask(model, args, kwargs).demasked.cuts.values():
+    for cut in demask.demask(model, args, kwargs, result="graph").demasked.cuts.values():
         for axis, positions in enumerate(cut.kept if cut.source in parameters else ()):
             left = torch.ones(cut.shape[axis], dtype=torch.bool)
             if positions is not None:

@@ -162,10 +162,12 @@ def as_class(call: Call, candidate: Candidate) -> nn.Module:
             if kept is None:
                 raise
             continue
+        record = provenance_of(own)
+        reasons = dict.fromkeys((*record.reasons, *candidate.record.reasons))
+        record = replace(record, reasons=tuple(reasons))
         if branching is not None:
-            record = provenance_of(own)
             record = replace(record, inputs=inputs, notes=(*record.notes, *notes))
-            record_call(own, record, call.args, call.kwargs)
+        record_call(own, record, call.args, call.kwargs)
         return own
 
 

@@ -80,12 +80,12 @@ def equal(slim: nn.Module, net: nn.Module, args: tuple[Tensor, ...]) -> None:
 def test_an_adapter_of_zeros_stays_where_masks_are_declared(norm: type[nn.Module]) -> None:
     net = Adapted(norm).eval()
     prune.ln_structured(net.a, "weight", amount=0.5, n=2, dim=0)
-    slim = demask.demask(net, inputs(), masks="declared")
+    slim = demask.demask(net, inputs(), masks="declared", result="graph")
     assert {"n.weight", "up.weight", "down.weight"} <= names(slim)
     assert slim.get_parameter("up.weight").shape == (WIDE, 2)
     assert slim.get_parameter("a.weight").shape == (WIDE // 2, IN)
     equal(slim, net, inputs())
-    assert "up.weight" not in names(demask.demask(net, inputs()))
+    assert "up.weight" not in names(demask.demask(net, inputs(), result="graph"))
 
 
 def test_prune_hooks_declare_their_masks() -> None:
@@ -160,7 +160,7 @@ def test_given_masks_are_multiplied_onto_their_parameters(
     net = Adapted().eval()
     before = {name: p.clone() for name, p in net.named_parameters()}
     mask = HALF[:, None].expand(shape).to(dtype)
-    slim = demask.demask(net, inputs(), masks={"a.weight": mask, "a.bias": HALF})
+    slim = demask.demask(net, inputs(), masks={"a.weight": mask, "a.bias": HALF}, result="graph")
     assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
     assert slim.get_parameter("a.weight").shape == (WIDE // 2, IN)
     assert {"n.weight", "up.weight", "down.weight"} <= names(slim)
@@ -211,7 +211,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("name", ["a.weight", "b.weight"])
 def test_a_mask_of_a_tied_parameter_holds_wherever_it_is_read(name: str) -> None:
     net, args = Tied().eval(), (torch.randn(2, WIDE),)
-    slim = demask.demask(net, args, masks={name: HALF[:, None]})
+    slim = demask.demask(net, args, masks={name: HALF[:, None]}, result="graph")
     net.a.weight.data *= HALF[:, None]
     equal(slim, net, args)
     assert sum(p.numel() for p in slim.parameters()) < WIDE * WIDE
@@ -340,7 +340,7 @@ class Neutral(nn.Module):
 def test_a_scale_of_ones_that_is_a_buffer_is_folded_with_what_was_pruned() -> None:
     net = Neutral().eval()
     net.a.weight.data[:, :2] = 0
-    slim = demask.demask(net, inputs())
+    slim = demask.demask(net, inputs(), result="graph")
     assert not any(name.startswith("one") for name, _ in slim.named_buffers())
     assert "mul" not in slim.code
     equal(slim, net, inputs())

@@ -83,7 +83,8 @@ def as_graph(module: Any) -> Any:
     except NotExportable:
         program = capture(module, inputs[0], inputs[1], {})
     program = fold_constants(functionalize(program, writes=True))
-    graph = build(program, _of_graph(vars(module)["demasked"])).train(module.training)
+    record = replace(_of_graph(vars(module)["demasked"]), guards=program.guards)
+    graph = build(program, record).train(module.training)
     names = {name for name, _ in tensors_of(graph)}
     for name, tensor in tensors_of(module):  # tensors that this call does not read
         if name not in names:
