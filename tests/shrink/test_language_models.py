@@ -36,8 +36,8 @@ def llama(more: int, **options: Any) -> tuple[Any, Tensor]:
     pytest.importorskip("transformers")
     transformers = architectures.transformers()
     config = transformers.LlamaConfig(
-        vocab_size=60, hidden_size=32, intermediate_size=64, max_position_embeddings=64,
-        **({"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2} | options),
+        vocab_size=60, intermediate_size=64, max_position_embeddings=64,
+        **({"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2} | options),
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
@@ -150,3 +150,55 @@ def test_an_adapter_is_trained_on_a_slim_language_model() -> None:
     assert losses[-1] < losses[0]
     merged = demask.demask(tuned.merge_and_unload().eval(), (), {"input_ids": ids})
     assert sum(p.numel() for p in merged.parameters()) <= sum(p.numel() for p in slim.parameters())
+
+
+def saved_and_read(slim: Any, folder: Path) -> Any:
+    """What transformers reads from what the network writes: no tensor is missing or new."""
+    slim.save_pretrained(folder)
+    again, found = type(slim).from_pretrained(folder, output_loading_info=True)
+    assert not any(found.values()), found
+    return again.eval()
+
+
+def test_a_dead_layer_and_units_by_modules_are_saved(tmp_path: Path) -> None:
+    model, ids = llama(0, num_hidden_layers=3)
+    dead = model.model.layers[1]
+    with torch.no_grad():
+        dead.self_attn.o_proj.weight.zero_()
+        dead.mlp.down_proj.weight.zero_()
+    for modules in (None, "auto"):
+        slim: Any = demask.demask(model, (), {"input_ids": ids}, modules=modules)
+        assert (len(slim.model.layers), slim.config.num_hidden_layers) == (2, 2)
+        assert torch.equal(slim.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
+        again = saved_and_read(slim, tmp_path / str(modules))
+        assert again.config.intermediate_size == 48
+        torch.testing.assert_close(again(ids).logits, model(ids).logits)
+
+
+def test_a_config_that_derives_the_width_of_heads_says_it(tmp_path: Path) -> None:
+    transformers = architectures.transformers()
+    sizes: Any = {"vocab_size": 60, "hidden_size": 64, "intermediate_size": 64,
+                  "num_hidden_layers": 2, "num_key_value_heads": 4,
+                  "max_position_embeddings": 64}  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(**sizes, num_attention_heads=8)
+    model: Any = transformers.Qwen2ForCausalLM(config).eval()
+    ids = torch.randint(3, 50, (2, 6))
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data[:, :32] = 0
+    slim: Any = demask.demask(model, (), {"input_ids": ids})
+    again = saved_and_read(slim, tmp_path / "half")
+    assert (again.config.num_attention_heads, again.config.head_dim) == (4, 8)
+    torch.testing.assert_close(again(ids).logits, model(ids).logits)
+
+
+def test_a_config_that_its_own_class_refuses_is_not_written(tmp_path: Path) -> None:
+    model, ids = llama(0, hidden_size=64, num_attention_heads=8, num_key_value_heads=4)
+    with torch.no_grad():  # six heads are left, which do not divide 64
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[:, :16] = 0
+    slim: Any = demask.demask(model, (), {"input_ids": ids})
+    torch.testing.assert_close(slim(ids).logits, model(ids).logits)
+    with pytest.raises(demask.BadInput, match=r"demask\.save"):
+        slim.save_pretrained(tmp_path / "six")
+    assert not (tmp_path / "six").exists() or not list((tmp_path / "six").iterdir())

@@ -109,8 +109,8 @@ def demask(
     stated = state_domains(model, args, kwargs, inputs)
     smaller = partial(demask, dynamic_shapes=part_dynamic_shapes(None), table=table, check=check,
                       result="graph")  # fmt: skip
-    has_depth = isinstance(model, nn.Module) and result != "graph" and masks == "zeros"
-    if has_depth and modules in (None, "auto"):
+    has_depth = result != "graph" and masks == "zeros" and modules in (None, "auto")
+    if has_depth and isinstance(model, nn.Module):
         short = without_dead_layers(model, args, kwargs, smaller)
         if short is not None:
             slim = demask(short.network, args, kwargs, modules=modules, inputs=inputs, **options)

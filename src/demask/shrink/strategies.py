@@ -176,7 +176,7 @@ def as_given_class(call: Call, candidate: Candidate) -> nn.Module:
     model, program = find_class(call.model), candidate.program
     kept = Kept(modules=frozenset({EVERYTHING}))
     target, record = shrink_program(program, call.table, kept=kept)
-    own = resize(model, Proof(program, target, record.cuts, (call.args, {}), iter, ()))
+    own = resize(model, Proof(program, target, record.cuts, (call.args, {}), lambda _: iter(()), ()))
     notes = (f"nothing is removed: {candidate.reasons[-1]}", *record.notes)
     record = replace(record, form="class", notes=notes)
     record_call(own, record, call.args, call.kwargs)

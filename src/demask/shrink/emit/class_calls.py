@@ -101,7 +101,7 @@ class ClassRewriter(Rewriter):
         """Append a call that takes parts of an axis one after another (a slice, a split), with the
         sizes that the parts have now. False where parts are none of these."""
         node, arguments = relation.node, dict(schema.arguments(relation.node))
-        if len(relation.operands) > 1 or any(len(moves) != 1 for moves in relation.moves):
+        if len(relation.operands) != 1 or any(len(moves) != 1 for moves in relation.moves):
             return False
         slot = self.placement.slot[node, 0]
         layouts = [self.placement.value.get((node, k)) for k in range(len(relation.outs))]
