@@ -37,7 +37,8 @@ def llama(more: int, **options: Any) -> tuple[Any, Tensor]:
     transformers = architectures.transformers()
     config = transformers.LlamaConfig(
         vocab_size=60, intermediate_size=64, max_position_embeddings=64,
-        **({"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2} | options),
+        **({"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2} | options),
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
