@@ -43,7 +43,7 @@ def _network() -> tuple[Any, Any]:
 
 def _sides() -> tuple[Side, Side]:
     model, images = _network()
-    slim = demask.demask(model, (images,))
+    slim = demask.demask(model, (images,), result="graph")
     report = demask.report(slim)
     cuts = slim.demasked.cuts
     rows = {name: list(cuts[f"{name}.weight"].kept[0] or ()) for name in "ab"}

@@ -112,24 +112,21 @@ class CaptureDiffers(NotExportable):
 
 
 class NeedsGraph(DemaskError):
-    """The error of `demask(result="class")` where smaller layers cannot preserve the outputs.
+    """The error of `demask(result="class")` for what has no class: an `ExportedProgram`, or a graph.
 
-    The network then needs additional ops, such as a pad, which only a graph module can contain. It
-    can be returned with `result="auto"` or `result="graph"`.
+    It can be returned with `result="auto"` or `result="graph"`.
 
     Attributes:
-        places: a tuple of texts: the reason, then the modules whose outputs keep their shapes, or
-            that have to be masked alike. Default: ().
+        places: a tuple of texts, the reasons. Default: ().
 
     Example:
         >>> import demask, torch
-        >>> net = torch.nn.Linear(4, 3).eval()
-        >>> net.weight.data[:2], net.bias.data[:2] = 0, 0  # outputs 0 and 1 are 0, but not removed
+        >>> program = torch.export.export(torch.nn.Linear(4, 3), (torch.ones(2, 4),))
         >>> try:
-        ...     demask.demask(net, (torch.ones(2, 4),), result="class")
+        ...     demask.demask(program, result="class")
         ... except demask.NeedsGraph as error:
         ...     print(error.places[-1])
-        pad at the network
+        an ExportedProgram has no class of its own
     """
 
     def __init__(self, text: str, places: tuple[str, ...] = ()) -> None:

@@ -51,7 +51,9 @@ def test_exact_at_any_size(name: str, bias: float) -> None:
     torch.manual_seed(0)
     net = Net(FORMULAS[name], bias).double().eval()
     shapes = (dict.fromkeys((0, 2, 3), Dim.AUTO),)
-    slim = demask.demask(net, (torch.randn(2, 3, 8, 10).double(),), dynamic_shapes=shapes)
+    slim = demask.demask(
+        net, (torch.randn(2, 3, 8, 10).double(),), dynamic_shapes=shapes, result="graph"
+    )
     assert slim.get_parameter("a.weight").shape[0] == 5
     for batch, height, width in ((1, 9, 7), (3, 5, 11)):
         x = torch.randn(batch, 3, height, width).double()
@@ -75,7 +77,7 @@ def test_sizes_that_values_decide():
     model, x = Found().eval(), torch.randn(5, 4)
     with torch.no_grad():
         model.a.weight[:4] = 0
-    slim = demask.demask(model, (x,))
+    slim = demask.demask(model, (x,), result="graph")
     assert slim.get_parameter("a.weight").shape == (4, 4)
     for draw in (x, torch.randn(3, 4)):
         assert torch.equal(slim(draw)[1], model(draw)[1])
@@ -92,7 +94,7 @@ def test_reductions_of_constants_over_a_batch_of_any_size(reduce: Callable[[Tens
 
     torch.manual_seed(1)
     net = Reduced(FORMULAS["sum"], 0.5).double().eval()
-    slim = demask.demask(net, (torch.randn(3, 3, 6, 5).double(),), check=False)
+    slim = demask.demask(net, (torch.randn(3, 3, 6, 5).double(),), check=False, result="graph")
     for batch in (3, 2, 7):
         x = torch.randn(batch, 3, 6, 5).double()
         assert difference(net(x), slim(x)) <= 1e-12
@@ -119,6 +121,6 @@ def test_a_query_whose_keys_are_all_masked_reads_nothing(kind: str):
     with torch.no_grad():
         net.v.weight[:4], net.v.bias[:2] = 0, 0
     args = torch.randn(2, 5, 4).double(), torch.ones(5, 5).tril(-1).bool()
-    slim = demask.demask(net, args, check=False)
+    slim = demask.demask(net, args, check=False, result="graph")
     assert difference(net(*args), slim(*args)) <= 1e-12
     assert slim.get_parameter("v.weight").shape == (6, 4)  # two zeros are removed, no constant

@@ -269,7 +269,7 @@ def test_public_functions_have_one_default() -> None:
 
 def test_without_its_entry_an_op_is_a_barrier() -> None:
     model, x = images(Squash), torch.randn(1, 3, 400, 320)
-    slim = demask(model, (IMAGES,))
+    slim = demask(model, (IMAGES,), result="graph")
     assert shapes(slim)[:3] == WHOLE and "no rule for everywhere.squash" in str(report(slim))
     with pytest.raises(stride.NoSoundForm, match=r"no rule for everywhere\.squash"):
         stride.lower(nn.Sequential(*images(Squash, step=2), nn.AdaptiveAvgPool2d(1)).eval(),

@@ -16,7 +16,7 @@ import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.graph.isolation import in_isolation
 from demask.ops import TABLE
-from demask.shrink.layout.class_layout import Kept
+from demask.shrink.layout.class_layout import FixedSizes
 from demask.shrink.pipeline import canonicalize, programs_of, shrink_program
 from micro import MICROS, Micro
 from test_micro import difference
@@ -175,10 +175,10 @@ def test_every_call_stays_one_call(case: Micro) -> None:
     torch.manual_seed(3)
     model, args = case.make()
     program = next(programs_of(model.eval(), args, None, None))
-    _, record = shrink_program(program, TABLE, kept=Kept(modules=frozenset({""})))
+    _, record = shrink_program(program, TABLE, fixed=FixedSizes(modules=frozenset({""})))
     assert record.after.parameters == record.before.parameters
     before = canonicalize(program, TABLE, views=False)
-    after, record = shrink_program(program, TABLE, kept=Kept())
+    after, record = shrink_program(program, TABLE, fixed=FixedSizes())
     assert not record.effects and record.after.parameters <= record.before.parameters
 
     def families(graph: fx.Graph) -> list[str]:

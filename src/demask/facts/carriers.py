@@ -1,4 +1,4 @@
-"""Carriers: channels whose constant stands for the constants of dropped channels.
+"""Carriers: channels whose constant represents those of dropped channels.
 
 A constant channel that enters a zero-padded convolution is not constant after it, as windows at the
 border read zeros. A border map adds what dropped channels contributed. A carrier needs no added

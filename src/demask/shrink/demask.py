@@ -23,7 +23,7 @@ from demask.shrink.check import describe_difference
 from demask.shrink.on_device import CPU, move_tensors, run_through_cpu
 from demask.shrink.own_class.depth import without_dead_layers
 from demask.shrink.own_class.pretrained import fit_config
-from demask.shrink.strategies import Call, first_result
+from demask.shrink.strategies import DemaskCall, first_result
 from demask.shrink.submodules import part_dynamic_shapes, replace_submodules
 from demask.shrink.training.pieces import remember_original
 
@@ -125,7 +125,7 @@ def demask(
     slim = run_through_cpu(demask, model, args, kwargs, **moved, **options)
     if slim is not None:
         return remember_original(slim, unmasked, model, masks)
-    call = Call(model, args, kwargs, dynamic_shapes, table, masks, stated, check, smaller)
+    call = DemaskCall(model, args, kwargs, dynamic_shapes, table, masks, stated, check, smaller)
     try:
         slim = first_result(call, result)
     except KeepsState as error:
@@ -147,7 +147,7 @@ def demask(
     return remember_original(slim, unmasked, model, masks)
 
 
-def _demask_with_state(call: Call, model: nn.Module, error: KeepsState) -> nn.Module | None:
+def _demask_with_state(call: DemaskCall, model: nn.Module, error: KeepsState) -> nn.Module | None:
     """A result of the class of a network that keeps state, if what it removes has a state that no
     call changes; else None."""
     try:

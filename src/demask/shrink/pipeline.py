@@ -37,7 +37,7 @@ from demask.ops import Table, schema
 from demask.ops.entries.padded import add_padded_entries
 from demask.shrink.emit.class_calls import rewrite_for_class
 from demask.shrink.emit.rewrite import Rewritten, rewrite
-from demask.shrink.layout.class_layout import Kept
+from demask.shrink.layout.class_layout import FixedSizes
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.layout.placement import Placement, place
 from demask.shrink.program_size import (
@@ -204,7 +204,7 @@ def shrink_program(
     *,
     borders: bool = True,
     sides: bool = True,
-    kept: Kept | None = None,
+    fixed: FixedSizes | None = None,
     log: Log | None = None,
 ) -> tuple[Program, Provenance]:
     """The smallest program that computes the same as a functional, folded one, and its record.
@@ -212,7 +212,7 @@ def shrink_program(
     Args:
         borders: False: constants that enter padded windows are computed, instead of border maps.
         sides: False: values that depend on parameters alone stay among the calls that read inputs.
-        kept: not None: the smallest program that has the same calls, on tensors of other sizes, as
+        fixed: not None: the smallest program that has the same calls, on tensors of other sizes, as
             a network of the caller's class; what keeps its size in it.
         log: collects failed steps. Where all failed, the program is unchanged.
 
@@ -224,13 +224,13 @@ def shrink_program(
     first = _measure(whole, table)
     plain = replace(first, program=copy_tensors(whole), cuts=_whole_cuts(whole))
     step = log.attempt(
-        "demasking", lambda: _shrink_repeatedly(first, table, (borders, sides, kept), log), plain
+        "demasking", lambda: _shrink_repeatedly(first, table, (borders, sides, fixed), log), plain
     )
     if step.program is whole:
         step = replace(plain, reasons=step.reasons)
     program = (
         None
-        if kept is not None
+        if fixed is not None
         else log.attempt(
             "one call for several border maps", lambda: stack_border_maps(step.program), None
         )
@@ -256,7 +256,7 @@ class _MeasuredProgram:
     reasons: tuple[Reason, ...] = ()
 
 
-_Options = tuple[bool, bool, Kept | None]  # borders, sides, kept, as in `shrink_program`
+_Options = tuple[bool, bool, FixedSizes | None]  # borders, sides, fixed, as in `shrink_program`
 _Pass = tuple[_MeasuredProgram | None, tuple[Reason, ...]]
 
 
@@ -286,11 +286,11 @@ def _shrink_once(step: _MeasuredProgram, table: Table, options: _Options, log: L
     """The program after one more pass, if something is smaller and it has no more parameters; else
     None, and the reasons of the first attempt."""
     refused: list[tuple[Reason, ...]] = []
-    borders, sides, kept = options
-    program = canonicalize(step.program, table, log, views=kept is None)
-    analysis = LayoutAnalysis.of(program, table, borders=borders, kept=kept)
+    borders, sides, fixed = options
+    program = canonicalize(step.program, table, log, views=fixed is None)
+    analysis = LayoutAnalysis.of(program, table, borders=borders, fixed=fixed)
     attempts = (
-        _attempts(analysis, log, sides=sides) if kept is None else _one_call_each(analysis, log)
+        _attempts(analysis, log, sides=sides) if fixed is None else _one_call_each(analysis, log)
     )
     for attempt in attempts:
         folds = partial(fold_constants, attempt.program)
@@ -368,18 +368,20 @@ def _one_call_each(analysis: LayoutAnalysis, log: Log) -> Iterator[Rewritten]:
     def emit() -> Rewritten:
         nonlocal analysis
         while True:
-            program, relations, kept = analysis.program, analysis.relations, analysis.kept
-            assert kept is not None
+            program, relations, fixed = analysis.program, analysis.relations, analysis.fixed
+            assert fixed is not None
             layouts = analysis.needs, analysis.placer.placement()
             try:
-                result, more = rewrite_for_class(program, relations, analysis.known, *layouts, kept)
+                result, more = rewrite_for_class(
+                    program, relations, analysis.known, *layouts, fixed
+                )
             except CallFailed as failure:
                 analysis = analysis.without(failure)
                 log.add(analysis.failed)
                 continue
-            if more == kept:
+            if more == fixed:
                 return result
-            analysis = analysis.keeping(more)
+            analysis = analysis.fixing(more)
 
     rewritten = log.attempt("a rewritten network", emit, None, essential=True)
     if rewritten is not None:

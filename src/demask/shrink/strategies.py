@@ -1,6 +1,6 @@
 """What a network can come back as, in the order in which demask() tries it.
 
-The caller's class always exists, since zeros may be kept: it is as small as shapes alone make it.
+The caller's class always exists, since zeros may stay: it is as small as shapes alone make it.
 A graph may have additional ops, such as a scatter, and be smaller.
 """
 
@@ -28,7 +28,7 @@ from demask.graph.result.demasked_module import build
 from demask.graph.result.restore_modules import originals_of
 from demask.ops import Table
 from demask.shrink.check import check_result, describe_difference
-from demask.shrink.layout.class_layout import EVERYTHING, Kept
+from demask.shrink.layout.class_layout import EVERYTHING, FixedSizes
 from demask.shrink.own_class.build import (
     advise,
     changed_numbers,
@@ -51,12 +51,13 @@ from demask.shrink.pipeline import (
     shrink_program,
     smaller_sizes,
 )
+from demask.shrink.program_size import measure_module
 
 CLASS_OVERHEAD = 1.05  # parameters of a class relative to a graph from which the class is smaller
 
 
 @dataclass(eq=False)
-class Call:
+class DemaskCall:
     """A call of demask() for a network that is captured as one program.
 
     stated: what the caller states of inputs. state: whether the network keeps state in Python.
@@ -95,7 +96,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class SmallerProgram:
     """A captured program, the smallest program that computes the same, and its record. has_side:
     whether a side network was split off. reasons: why strategies before gave nothing."""
 
@@ -106,7 +107,7 @@ class Candidate:
     reasons: tuple[str, ...] = ()
 
 
-def first_result(call: Call, result: str) -> nn.Module:
+def first_result(call: DemaskCall, result: str) -> nn.Module:
     """What the first strategy for `result` returns that has a result, for the first program that
     can be demasked. Raises NeedsGraph where there is none, CaptureDiffers where no program computes
     what the model does."""
@@ -128,9 +129,9 @@ def first_result(call: Call, result: str) -> nn.Module:
     raise differs
 
 
-def as_class(call: Call, candidate: Candidate) -> nn.Module:
+def as_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     """The caller's class, as small as shapes alone make it: with the tensors of the smallest
-    program if they fit it, else with some zeros kept. Raises ProgramMismatch for what has no class,
+    program if they fit it, else with zeros that stay. Raises ProgramMismatch for what has no class,
     and for inputs that are numbers."""
     model, program = find_class(call.model), candidate.program
     if name := find_number(program):
@@ -152,14 +153,14 @@ def as_class(call: Call, candidate: Candidate) -> nn.Module:
             target, record = shrink_program(program, call.table, sides=False)
         with contextlib.suppress(ProgramMismatch):
             return _proved_class(call, model, program, (target, record))
-    kept = Kept()
+    fixed = FixedSizes()
     while True:
-        smaller = shrink_program(program, call.table, kept=kept)
+        smaller = shrink_program(program, call.table, fixed=fixed)
         try:
             own = _proved_class(call, model, program, smaller, branching)
         except ProgramMismatch as error:
-            kept = kept.widened(error.place, model)
-            if kept is None:
+            fixed = fixed.widened(error.place, model)
+            if fixed is None:
                 raise
             continue
         record = provenance_of(own)
@@ -171,19 +172,21 @@ def as_class(call: Call, candidate: Candidate) -> nn.Module:
         return own
 
 
-def as_given_class(call: Call, candidate: Candidate) -> nn.Module:
+def as_unchanged_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     """A copy of the caller's network with its masks applied, of which nothing is removed."""
     model, program = find_class(call.model), candidate.program
-    kept = Kept(modules=frozenset({EVERYTHING}))
-    target, record = shrink_program(program, call.table, kept=kept)
-    own = resize(model, Proof(program, target, record.cuts, (call.args, {}), lambda _: iter(()), ()))
+    fixed = FixedSizes(modules=frozenset({EVERYTHING}))
+    target, record = shrink_program(program, call.table, fixed=fixed)
+    own = resize(
+        model, Proof(program, target, record.cuts, (call.args, {}), lambda _: iter(()), ())
+    )
     notes = (f"nothing is removed: {candidate.reasons[-1]}", *record.notes)
     record = replace(record, form="class", notes=notes)
     record_call(own, record, call.args, call.kwargs)
     return own
 
 
-def as_smaller_class(call: Call, candidate: Candidate) -> nn.Module:
+def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     """The caller's class. Where a graph would be smaller by more than 5 %, the blocks that keep
     most zeros are graphs in it, but not in networks with methods that call modules in other ways;
     a warning says what more could be removed."""
@@ -205,7 +208,7 @@ def as_smaller_class(call: Call, candidate: Candidate) -> nn.Module:
     return own
 
 
-def _with_small_graphs(call: Call, candidate: Candidate, own: nn.Module) -> nn.Module:
+def _with_small_graphs(call: DemaskCall, candidate: SmallerProgram, own: nn.Module) -> nn.Module:
     """A network of the caller's class with small graphs, if it has any and computes the same; else
     as it is."""
     inputs = call.args, dict(call.kwargs or {})
@@ -217,13 +220,15 @@ def _with_small_graphs(call: Call, candidate: Candidate, own: nn.Module) -> nn.M
     effects: Counter[str] = Counter()
     for part in parts.values():
         effects.update(part.effects)
-    change = {name: sum(getattr(part.after, name) - getattr(part.before, name)
-                        for part in parts.values())
-              for name in ("parameters", "macs", "bytes")}  # fmt: skip
-    after = record.after
+    sizes, less = measure_module(own), measure_module(mixed)
+    after = Sizes(
+        parameters=record.after.parameters - sizes.parameters + less.parameters,
+        macs=record.after.macs + sum(p.after.macs - p.before.macs for p in parts.values()),
+        bytes=record.after.bytes - sizes.bytes + less.bytes,
+    )
     record = replace(
         record,
-        after=Sizes(**{name: getattr(after, name) + more for name, more in change.items()}),
+        after=after,
         cuts=_cuts_of_parts(record, parts),
         effects=dict(effects),
         graph_reasons=tuple(f"{path} is a graph: {explain(path, shapes)}" for path in parts),
@@ -256,7 +261,7 @@ def _cuts_of_parts(record: Provenance, parts: Mapping[str, Provenance]) -> dict[
     return cuts
 
 
-def as_graph(call: Call, candidate: Candidate) -> nn.Module:
+def as_graph(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     """One graph, of the smallest program."""
     record = replace(candidate.record, graph_reasons=candidate.reasons)
     originals = originals_of(call.model, candidate.program)
@@ -266,15 +271,15 @@ def as_graph(call: Call, candidate: Candidate) -> nn.Module:
     return check_result(slim, candidate.program, call.model, call.args, call.kwargs, call.stated)
 
 
-STRATEGIES: Mapping[str, tuple[Callable[[Call, Candidate], nn.Module], ...]] = {
-    "class": (as_class, as_given_class),
+STRATEGIES: Mapping[str, tuple[Callable[[DemaskCall, SmallerProgram], nn.Module], ...]] = {
+    "class": (as_class, as_unchanged_class),
     "auto": (as_smaller_class, as_graph),
     "graph": (as_graph,),
 }
 
 
 def _proved_class(
-    call: Call,
+    call: DemaskCall,
     model: nn.Module,
     program: Program,
     smaller: tuple[Program, Provenance],
@@ -307,10 +312,10 @@ def _proved_class(
     return own
 
 
-def _candidates(call: Call) -> Iterator[Candidate]:
+def _candidates(call: DemaskCall) -> Iterator[SmallerProgram]:
     """Programs that can be demasked, and what they become; where none can, the first program
     unchanged."""
-    failed: list[Candidate] = []
+    failed: list[SmallerProgram] = []
     programs, reason = call.programs(), ""
     while True:
         try:
@@ -325,7 +330,7 @@ def _candidates(call: Call) -> Iterator[Candidate]:
         log, program = Log(), smaller_sizes(program, reason) if reason else program
         target, record = shrink_program(program, call.table, log=log)
         reason = reason or "".join(log.notes[:1])
-        candidate = Candidate(program, target, record, log.has_side_network)
+        candidate = SmallerProgram(program, target, record, log.has_side_network)
         if log.gave_up:
             failed.append(candidate)
             continue

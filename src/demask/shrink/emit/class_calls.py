@@ -23,7 +23,7 @@ from demask.shrink.emit.contraction import emit_one_contraction
 from demask.shrink.emit.plain import emit_move, is_untouched
 from demask.shrink.emit.recurrent import emit_recurrent
 from demask.shrink.emit.rewrite import Rewriter, Rewritten, explain
-from demask.shrink.layout.class_layout import Kept
+from demask.shrink.layout.class_layout import FixedSizes
 from demask.shrink.layout.placement import Placement
 
 # Ops that compute the same where both apply.
@@ -36,16 +36,16 @@ def rewrite_for_class(
     facts: Facts,
     needs: Needs,
     placement: Placement,
-    kept: Kept,
-) -> tuple[Rewritten, Kept]:
+    fixed: FixedSizes,
+) -> tuple[Rewritten, FixedSizes]:
     """The program that computes the same outputs in the layouts of `placement`, and what has to
-    keep its size for every call to stay one call: `kept` if this is so. Raises CallFailed."""
+    keep its size for every call to stay one call: `fixed` if this is so. Raises CallFailed."""
     context = ClassRewriter(program, relations, facts, needs, placement)
     for node in program.graph.nodes:
         with attributed(node):
             context.visit(node)
     values = context.values | context.adapter.converted
-    return context.rewritten(), kept.including(values, context.operands)
+    return context.rewritten(), fixed.including(values, context.operands)
 
 
 class ClassRewriter(Rewriter):

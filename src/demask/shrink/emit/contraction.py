@@ -83,13 +83,13 @@ def emit_one_contraction(context: EmitContext, relation: Relation) -> None:
 
 
 def _carrying_weight(context: EmitContext, relation: Relation, kernel: Tensor) -> fx.Node:
-    """The weight of a padded convolution in which a kept constant channel carries the products of
-    the dropped ones, cut to its layout. kernel: their sum, as in `Absorbed`."""
+    """The weight of a padded convolution in which one remaining constant channel carries the
+    products of the dropped ones, cut to its layout. kernel: their sum, as in `Absorbed`."""
     first, second = relation.factors
     axis, constant, fill = constant_channels(relation, context.facts)
     slot = context.placement.slot[relation.node, first][axis]
-    kept = [p for p in (range(len(constant)) if slot is None else slot) if bool(constant[p])]
-    carrier = max(kept, key=lambda p: abs(float(fill[p])))
+    remaining = [p for p in (range(len(constant)) if slot is None else slot) if bool(constant[p])]
+    carrier = max(remaining, key=lambda p: abs(float(fill[p])))
     old = context.store.source[str(_weight(relation).target)]
     summed = old.tensor.to(torch.float64, copy=True)
     extra = kernel.double() / float(fill[carrier])
@@ -200,12 +200,12 @@ def _emit_dense(
     relation: Relation,
     layout: Layout,
     constants: Absorbed,
-    given: Mapping[int, fx.Node] = types.MappingProxyType({}),
+    existing: Mapping[int, fx.Node] = types.MappingProxyType({}),
 ) -> fx.Node:
-    """The contraction, its own bias with constants added. given: operands that exist already."""
+    """The contraction, its own bias with constants added. existing: operands that exist already."""
     bias_name = _bias_of(relation) if _fits_bias(relation, constants) else None
     values = [None if operand.name == bias_name
-              else given.get(k) or _operand(context, relation, k, layout)
+              else existing.get(k) or _operand(context, relation, k, layout)
               for k, operand in enumerate(relation.operands)]  # fmt: skip
     more = (
         {} if bias_name is None else {bias_name: _bias(context, relation, layout, constants.bias)}

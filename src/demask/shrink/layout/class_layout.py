@@ -4,7 +4,7 @@ Every tie is rigid. The operands of a join, what a contraction sums and a table 
 read have one cell each, whose support is the union of what each of them needs. Axes that cannot be
 cut by shapes alone are whole: those that a call moves (but for equal parts, and for joined parts),
 outputs, and operands of calls without a rule. Every call stays, so every cell keeps at least one
-position. A position that is computed although its value is known is computed from kept zeros.
+position. A position that is computed although its value is known is computed from zeros that stay.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx, nn
 
+from demask.compat.dispatch import OpOverload
 from demask.facts.analysis import Analysis
 from demask.facts.carriers import carries_constants, constant_channels
 from demask.facts.known import Key, key_of
@@ -36,8 +37,8 @@ EVERYTHING = ""  # the path of the network itself
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What keeps its size in a network of the caller's class, by what was found to need it.
+class FixedSizes:
+    """What keeps its size in a network of the caller's class, by what needs it.
 
     values, operands: of calls of one program, which could not be emitted with shapes alone.
     modules: paths of modules whose code does not run at other sizes (EVERYTHING: nothing is cut).
@@ -49,14 +50,14 @@ class Kept:
     modules: frozenset[str] = frozenset()
     sized: frozenset[str] = frozenset()
 
-    def including(self, values: set[Key], operands: set[Operand]) -> Kept:
+    def including(self, values: set[Key], operands: set[Operand]) -> FixedSizes:
         """With more values and operands."""
         return replace(self, values=self.values | values, operands=self.operands | operands)
 
-    def widened(self, path: str, model: nn.Module) -> Kept | None:
+    def widened(self, path: str, model: nn.Module) -> FixedSizes | None:
         """With more modules, after the code of one did not run at other sizes, or was not proved to
         compute the same: calls of it with sizes first, then all of it, then the modules around it.
-        The second of a type stands for all of the type. None where nothing is left to cut."""
+        The second of a type means all of the type. None where nothing is left to cut."""
         modules = dict(model.named_modules())
         while path in self.modules:
             path = path.rpartition(".")[0]
@@ -87,7 +88,7 @@ class _Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class _Groups:
+class _GroupedAxes:
     """The axes of a grouped convolution: cells of its input's and its output's channels."""
 
     count: int
@@ -95,7 +96,7 @@ class _Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class _Carried:
+class _CarriedConstants:
     """Cells of the channels that a padded window reads, which are one constant, and which one."""
 
     cells: tuple[int, ...]
@@ -108,12 +109,12 @@ class ClassPlacer(Placer):
 
     _cuts_norms = False
 
-    def __init__(self, analysis: Analysis, needs: Needs, kept: Kept):
+    def __init__(self, analysis: Analysis, needs: Needs, fixed: FixedSizes):
         super().__init__(analysis, needs, tied=True)
-        self.kept = kept
+        self.fixed = fixed
         self.joined: list[_Joined] = []
-        self.groups: list[_Groups] = []
-        self.carried: list[_Carried] = []
+        self.groups: list[_GroupedAxes] = []
+        self.carried: list[_CarriedConstants] = []
 
     def live(self, key: Key) -> bool:
         return key in self.needs.live
@@ -128,10 +129,10 @@ class ClassPlacer(Placer):
                 for source in node.all_input_nodes:
                     self._force(self.value.get(key_of(source), ()))
         for key, axes in self.value.items():
-            if key in self.kept.values or self.kept.has(key[0]):
+            if key in self.fixed.values or self.fixed.has(key[0]):
                 self._force(axes)
         for operand, axes in self.slot.items():
-            if operand in self.kept.operands or self.kept.has(operand[0]):
+            if operand in self.fixed.operands or self.fixed.has(operand[0]):
                 self._force(axes)
         self._settle()
 
@@ -141,12 +142,12 @@ class ClassPlacer(Placer):
             axis, constant, fill = constant_channels(relation, self.facts)
             if bool(constant.any()):
                 cells = self.slot[node, relation.factors[0]][axis]
-                self.carried.append(_Carried(cells, constant, fill))
+                self.carried.append(_CarriedConstants(cells, constant, fill))
         if relation.is_grouped and (node, 0) in self.value and (node, 0) in self.slot:
             pairs = ((relation.ins[0], self.slot[node, 0]), (relation.outs[0], self.value[node, 0]))
             ins, outs = (next(c for a, c in zip(axes, cells, strict=True) if len(a) > 1)
                          for axes, cells in pairs)  # fmt: skip
-            self.groups.append(_Groups(schema.arguments(node)["groups"], (ins, outs)))
+            self.groups.append(_GroupedAxes(schema.arguments(node)["groups"], (ins, outs)))
         for k in range(len(relation.outs)):
             if (node, k) in self.value and relation.moved and k < len(relation.moves):
                 for letter, move in relation.moves[k].items():
@@ -249,12 +250,12 @@ class ClassPlacer(Placer):
         for group in self.groups:
             yield from self._even_groups(group)
         for carried in self.carried:
-            kept, constant = self.cells.line(carried.cells), carried.constant
-            if kept is None or len(kept) != len(constant):
+            line, constant = self.cells.line(carried.cells), carried.constant
+            if line is None or len(line) != len(constant):
                 continue
-            if bool((constant & ~kept).any()) and not bool((constant & kept).any()):
+            if bool((constant & ~line).any()) and not bool((constant & line).any()):
                 largest = torch.where(constant, carried.fill.abs(), -1).argmax()
-                yield carried.cells, torch.arange(len(kept)) == largest
+                yield carried.cells, torch.arange(len(line)) == largest
         for joined in self.joined:
             line = self.cells.line(joined.out)
             parts = {j: self.cells.line(cells) for j, cells in joined.parts.items()}
@@ -272,7 +273,7 @@ class ClassPlacer(Placer):
                 back[position[(source == j) & union]] = True
                 yield joined.parts[j], back
 
-    def _even_groups(self, group: _Groups) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    def _even_groups(self, group: _GroupedAxes) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         lines = [self.cells.line(cells) for cells in group.axes]
         if lines[0] is None or lines[1] is None:
             return
@@ -294,7 +295,7 @@ def _is_opaque(node: fx.Node) -> bool:
 
 def _has_sizes(node: fx.Node) -> bool:
     """Whether a call has sizes among its arguments."""
-    return hasattr(node.target, "_schema") and bool(_SIZES & schema.arguments(node).keys())
+    return isinstance(node.target, OpOverload) and bool(_SIZES & schema.arguments(node).keys())
 
 
 def _is_in_recurrent_layer(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from demask.facts.needed import Needs
 from demask.failures import CallFailed
 from demask.graph.program import Program
 from demask.ops import Table
-from demask.shrink.layout.class_layout import ClassPlacer, Kept
+from demask.shrink.layout.class_layout import ClassPlacer, FixedSizes
 from demask.shrink.layout.heads import HeadGroups
 from demask.shrink.layout.placement import Placer, settle_needs
 from demask.shrink.layout.points import with_carried_points
@@ -24,24 +24,29 @@ class LayoutAnalysis(Analysis):
     one in which no rule fails before emission.
 
     carries_points: whether convolutions without a neighborhood carry positions of images, instead
-    of sliding a window of one. kept: for a network of the caller's class: what keeps its size.
+    of sliding a window of one. fixed: for a network of the caller's class: what keeps its size.
     """
 
     carries_points: bool = False
-    kept: Kept | None = None
+    fixed: FixedSizes | None = None
 
     @classmethod
     def of(
-        cls, program: Program, table: Table, *, borders: bool = True, kept: Kept | None = None
+        cls,
+        program: Program,
+        table: Table,
+        *,
+        borders: bool = True,
+        fixed: FixedSizes | None = None,
     ) -> LayoutAnalysis:
         """The analysis of a program. borders: as in `Analysis`."""
-        is_class = kept is not None
-        new = cls(program, table, borders=borders and not is_class, carriers=is_class, kept=kept)
+        is_class = fixed is not None
+        new = cls(program, table, borders=borders and not is_class, carriers=is_class, fixed=fixed)
         return new._checked()
 
-    def keeping(self, kept: Kept) -> Self:
+    def fixing(self, fixed: FixedSizes) -> Self:
         """The analysis in which more keeps its size."""
-        return replace(self, kept=kept, bound=self._bound)._checked()
+        return replace(self, fixed=fixed, bound=self._bound)._checked()
 
     def again(self, program: Program, *, frugal: bool = False) -> Self:
         return super().again(program, frugal=frugal)._checked()
@@ -68,7 +73,7 @@ class LayoutAnalysis(Analysis):
         return settle_needs(self, self._new_placer)
 
     def _new_placer(self, needs: Needs) -> Placer:
-        return Placer(self, needs) if self.kept is None else ClassPlacer(self, needs, self.kept)
+        return Placer(self, needs) if self.fixed is None else ClassPlacer(self, needs, self.fixed)
 
     @property
     def needs(self) -> Needs:

@@ -26,15 +26,15 @@ Smaller = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class ShorterNetwork:
-    """A network without the layers that added nothing. names: the path of each layer in the network
-    that was given, by its path now. removed: parameters by path of the layers that went."""
+    """A network without the layers that added nothing. names: the path of each layer in the
+    original network, by its path now. removed: parameters by path of the layers that went."""
 
     network: nn.Module
     names: Mapping[str, str]
     removed: Mapping[str, int]
 
     def original_record(self, record: Provenance) -> Provenance:
-        """The record of what the shorter network became, for the network that was given."""
+        """The record of what the shorter network became, for the original network."""
         lost = sum(self.removed.values())
         size = next((p.element_size() for p in self.network.parameters()), 4)
         before = replace(record.before, parameters=record.before.parameters + lost,
@@ -119,7 +119,9 @@ def _find_unchanging(
         run_seeded(work, inputs)
     except Exception:  # the caller's code: what runs it next says why
         return []
-    return [(path, found[0][0]) for path, found in calls.items() if all(same for _, same in found)]
+    return [
+        (path, several[0][0]) for path, several in calls.items() if all(same for _, same in several)
+    ]
 
 
 def _is_identity(
@@ -156,10 +158,10 @@ def _shorten(network: nn.Module, path: str, gone: set[int]) -> dict[str, str]:
     """Remove layers of a list, in place; the old path of each that has another number now."""
     holder: Any = network.get_submodule(path)
     count, names = len(holder), {}
-    kept = [k for k in range(count) if k not in gone]
-    layers = [holder[k] for k in kept]
+    remaining = [k for k in range(count) if k not in gone]
+    layers = [holder[k] for k in remaining]
     holder._modules = {str(n): layer for n, layer in enumerate(layers)}
-    for new, (old, layer) in enumerate(zip(kept, layers, strict=True)):
+    for new, (old, layer) in enumerate(zip(remaining, layers, strict=True)):
         if new == old:
             continue
         names[f"{path}.{new}".lstrip(".")] = f"{path}.{old}".lstrip(".")
@@ -173,9 +175,9 @@ def _shorten(network: nn.Module, path: str, gone: set[int]) -> dict[str, str]:
                   if _COUNT.fullmatch(name) and type(value) is int and value == count]  # fmt: skip
         part = next((word for word in ("encoder", "decoder") if word in path), "")
         for name in [name for name in counts if part and part in name] or counts:
-            setattr(config, name, len(kept))
+            setattr(config, name, len(remaining))
         for name, value in list(vars(config).items()):
             is_list = isinstance(value, (list, tuple)) and len(value) == count
             if is_list and re.search("layer|block", name):
-                setattr(config, name, type(value)(value[k] for k in kept))
+                setattr(config, name, type(value)(value[k] for k in remaining))
     return names

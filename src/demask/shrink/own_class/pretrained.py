@@ -68,7 +68,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 def _find_config(model: nn.Module, config: Any) -> tuple[nn.Module, Any] | None:
     """A model and its config with tensors of the model's shapes, or None. The search changes one
     number after the other, each time the one that corrects most shapes."""
-    given, config = vars(config), _with_width_of_heads(config)
+    original_names, config = vars(config), _with_width_of_heads(config)
     fresh = _build_on_meta(type(model), config)
     options = _options(config, _changed_sizes(fresh, model))
     best = _count_misfits(model, fresh)
@@ -86,7 +86,7 @@ def _find_config(model: nn.Module, config: Any) -> tuple[nn.Module, Any] | None:
         best, config, fresh = least, other, candidate
     if (
         fresh is not None
-        and "head_dim" not in given
+        and "head_dim" not in original_names
         and _count_misfits(
             model, plain := _build_on_meta(type(model), _without(config, "head_dim"))
         )

@@ -91,10 +91,10 @@ def _count_zeros(network: nn.Module) -> dict[str, int]:
         for name, weight in network.named_parameters():
             if weight.ndim > 1:
                 live = (weight != 0).flatten(2).any(2) if weight.ndim > 2 else weight != 0
-                kept = int(live.any(1).sum()) * int(live.any(0).sum())
+                live_size = int(live.any(1).sum()) * int(live.any(0).sum())
                 each = weight.numel() // max(live.numel(), 1)
                 layer = name.rpartition(".")[0]
-                counts[layer.rpartition(".")[0]] += weight.numel() - kept * each
+                counts[layer.rpartition(".")[0]] += weight.numel() - live_size * each
     return dict(counts)
 
 
