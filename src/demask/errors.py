@@ -112,7 +112,7 @@ class CaptureDiffers(NotExportable):
 
 
 class NeedsGraph(DemaskError):
-    """The error of `demask(result="class")` for what has no class: an `ExportedProgram`, or a graph.
+    """The error of `demask(result="class")` for what has no class: an exported program, a graph.
 
     It can be returned with `result="auto"` or `result="graph"`.
 
