@@ -107,7 +107,8 @@ def demask(
         raise BadInput(f"expected result to be 'auto', 'class' or 'graph', got {result!r}")
     options = {"dynamic_shapes": dynamic_shapes, "table": table, "check": check, "result": result}
     stated = state_domains(model, args, kwargs, inputs)
-    smaller = partial(demask, dynamic_shapes=part_dynamic_shapes(None), table=table, check=check,
+    # What becomes of modules is checked in the network.
+    smaller = partial(demask, dynamic_shapes=part_dynamic_shapes(None), table=table, check=False,
                       result="graph")  # fmt: skip
     has_depth = result != "graph" and masks == "zeros" and modules in (None, "auto")
     if has_depth and isinstance(model, nn.Module):

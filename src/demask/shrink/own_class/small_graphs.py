@@ -49,8 +49,9 @@ def with_small_graphs(
     demasked: the graph that computes a module, for the args and kwargs of its call.
     """
     zeros, sizes = _count_zeros(own), _count_parameters(own)
-    wanted = [path for path, count in zeros.items()
-              if path and count >= LEAST_OF_MODULE * sizes[path]]  # fmt: skip
+    least = {path: max(LEAST_OF_MODULE * size, LEAST_OF_NETWORK * sizes[""])
+             for path, size in sizes.items()}  # fmt: skip
+    wanted = [path for path, count in zeros.items() if path and count >= least[path]]
     calls = _record_calls(own, inputs, wanted) if wanted else {}
     graphs: dict[str, nn.Module] = {}
     for path in sorted(calls, key=lambda path: -path.count(".")):
@@ -62,7 +63,7 @@ def with_small_graphs(
         except DemaskError:
             continue
         saved = sizes[path] - _count_parameters(graph)[""]
-        if saved >= max(LEAST_OF_MODULE * sizes[path], LEAST_OF_NETWORK * sizes[""]):
+        if saved >= least[path]:
             graphs[path] = graph
     copy = structural_copy(own, share=True) if graphs else own
     for path, graph in graphs.items():
