@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from demask.facts.analysis import Analysis
 from demask.graph.guards import literal_inputs
+from demask.graph.input_specs import input_specs
 from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import Cut, Provenance
 from demask.graph.result.demasked_module import Demasked, build
-from demask.shrink.pipeline import input_specs
 from demask.shrink.program_size import measure_program
 
 

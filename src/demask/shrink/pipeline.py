@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -24,16 +24,17 @@ from demask.graph.capture.functionalize import functionalize
 from demask.graph.capture.shared_captures import shared_captures
 from demask.graph.guards import literal_inputs
 from demask.graph.input_domains import NOTHING, Domain, Domains, domains_of
+from demask.graph.input_specs import input_specs
 from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.normalize.select_before_view import select_before_view
 from demask.graph.normalize.select_token_early import select_token_early
 from demask.graph.normalize.separate_heads import separate_heads
 from demask.graph.normalize.split_recurrent import split_recurrent
 from demask.graph.program import Program, copy_tensors
-from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, Sizes
+from demask.graph.provenance import Cut, Provenance, Reason, Sizes
 from demask.graph.queries import ExampleSizes
 from demask.graph.result.demasked_module import Demasked, build
-from demask.ops import Table, schema
+from demask.ops import Table
 from demask.ops.entries.padded import add_padded_entries
 from demask.shrink.emit.class_calls import rewrite_for_class
 from demask.shrink.emit.rewrite import Rewritten, rewrite
@@ -499,17 +500,3 @@ def _provenance(first: _MeasuredProgram, last: _MeasuredProgram, log: Log) -> Pr
         values=literal_inputs(first.program.graph),
         interface=first.program.interface,
     )
-
-
-def input_specs(program: Program) -> tuple[InputSpec, ...]:
-    """The names, sizes (dynamic ones as expressions), dtypes and example sizes of tensor inputs."""
-    specs = []
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, Tensor):
-            sizes = tuple(s if isinstance(s, int) else str(s.node.expr) for s in value.shape)
-            example = tuple(schema.example_size(s) for s in value.shape)
-            dtype = str(value.dtype).removeprefix("torch.")
-            domain = program.domains.get(str(node.target))
-            specs.append(InputSpec(node.name, sizes, dtype, example, domain))
-    return tuple(specs)

@@ -21,6 +21,7 @@ from demask.errors import CaptureDiffers, DemaskError, Mismatch, NeedsGraph
 from demask.failures import Log, described, is_strict, warn_caller
 from demask.graph.capture.declared_masks import Masks
 from demask.graph.input_domains import Domains
+from demask.graph.input_specs import input_specs
 from demask.graph.program import Program
 from demask.graph.provenance import Cut, Provenance, Sizes, provenance_of
 from demask.graph.result.class_result import record_call
@@ -46,7 +47,6 @@ from demask.shrink.own_class.small_graphs import has_methods, with_small_graphs
 from demask.shrink.pipeline import (
     NORMAL_FORMS,
     compose_cuts,
-    input_specs,
     programs_of,
     shrink_program,
     smaller_sizes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from operator import attrgetter
 from typing import Any, BinaryIO
@@ -19,12 +19,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
-from demask.compat.fx_internals import PyTreeInfo
+from demask.compat.fx_internals import PyTreeInfo, signature_of
 from demask.compat.onednn import available
 from demask.errors import BadInput, RefusedFile
-from demask.failures import public
+from demask.failures import public, warn_caller
 from demask.files.allowed_names import check_fqn, check_name
+from demask.files.archive.class_record import build_class
 from demask.files.archive.encode_network import (
     VERSION,
     encode_network,
@@ -45,6 +47,7 @@ from demask.files.pytree_specs import check_call_spec, load_spec
 from demask.files.weight_file import StoredTensor, WeightFile
 from demask.graph.isolation import in_isolation
 from demask.graph.provenance import Provenance
+from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import Demasked, apply_pass
 from demask.graph.result.module_calls import KINDS as MODULES
 from demask.graph.result.module_calls import create_without_memory
@@ -111,8 +114,9 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
     Args:
         path: name of the file.
         into: an instance of the network's class with the sizes before it was demasked; it is not
-            changed. The result is a copy of it with the file's tensors. Default: None, for which
-            the result is a graph module.
+            changed. The result is a copy of it with the file's tensors. Default: None, for the
+            class that was saved where the file has what it is built from (layers of torch in
+            `nn.Sequential`, models of transformers), else for a graph module, with a warning.
 
     Raises:
         BadInput: the file is missing, damaged or not of `save`, or does not fit `into`.
@@ -130,12 +134,28 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
         document = _read_document(archive)
         stored = _read_tensors(archive, document)
         slim = _build(document, stored)
-    if into is None:
+    own = document.get("own")
+    if into is None and own is None:
         return slim
+    rows = [row for row in document["tensors"] if row["persistent"]]
     state = {row["name"]: _make_tensor(stored[row["stored"]], False, False, row["order"])
-             for row in document["tensors"] if row["persistent"]}  # fmt: skip
-    result = resize(into, state, slim.demasked.numbers)
-    vars(result)["demasked"] = slim.demasked
+             for row in rows}  # fmt: skip
+    result = build_class(own, state) if into is None else resize(into, state, slim.demasked.numbers)
+    if result is None:
+        name = str(own.get("class") if isinstance(own, dict) else own).rpartition(".")[2]
+        warn_caller(f"demask.load() returns a graph: for the network's own class, pass "
+                    f"into={name}(...), an instance of the sizes before")  # fmt: skip
+        return slim
+    if into is None:
+        grads = {row["name"]: row["requires_grad"] for row in rows if row["parameter"]}
+        for name, parameter in result.named_parameters():
+            parameter.requires_grad_(grads.get(name, True))
+        result.train(slim.training)
+    record = replace(slim.demasked, form="class", guards=())
+    vars(result)["demasked"] = record
+    spec = signature_of(slim.graph).in_spec
+    if spec.num_leaves == len(record.inputs):  # the call, so that it can be saved again
+        record_call(result, record, *pytree.tree_unflatten(record.inputs, spec))
     return result
 
 

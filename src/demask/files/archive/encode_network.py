@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.fx_internals import PyTreeCodeGen, codegen_of
 from demask.errors import BadInput, RefusedFile
+from demask.files.archive.class_record import describe_class
 from demask.files.archive.node_codec import encode, encode_target, encode_value
 from demask.graph.provenance import provenance_of
 from demask.graph.result.class_result import as_graph
@@ -30,7 +31,7 @@ def encode_network(slim: nn.Module) -> tuple[str, bytes]:
     """The entries of a network's file: JSON text, and tensors in safetensors' format. Raises
     BadInput for a module, an op or a type of argument that cannot be stored."""
     provenance_of(slim)
-    graph: fx.GraphModule = as_graph(slim)
+    graph: fx.GraphModule = as_graph(slim, every_size=True)
     table, stored = _tensor_table(graph)
     document = {
         "format": "demask",
@@ -43,6 +44,7 @@ def encode_network(slim: nn.Module) -> tuple[str, bytes]:
         "training": [name for name, module in graph.named_modules() if module.training],
         "demasked": provenance_of(graph).to_dict(),
         **_extra(graph),
+        **describe_class(slim),
     }
     return json.dumps(document, allow_nan=False), safetensors.torch.save(stored)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,8 @@ from demask.errors import NotExportable
 from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
+from demask.graph.input_specs import input_specs
+from demask.graph.program import Program
 from demask.graph.provenance import InputSpec, Provenance
 from demask.graph.result.demasked_module import attach, build
 from demask.graph.result.resize import tensors_of
@@ -54,9 +57,13 @@ def is_class_result(module: Any) -> bool:
     return isinstance(module, nn.Module) and _CALL in vars(module)
 
 
-def as_graph(module: Any) -> Any:
+def as_graph(module: Any, *, every_size: bool = False) -> Any:
     """A demasked network of the caller's own class as a graph module that shares its tensors, for
-    writing files; other values unchanged. Raises NotExportable."""
+    writing files; other values unchanged. Raises NotExportable.
+
+    every_size: whether it takes all sizes that the code of the class does, as far as torch.export
+    proves them; else those that the network was demasked for.
+    """
     if not is_class_result(module):
         return module
     call: CallSpec = vars(module)[_CALL]
@@ -74,16 +81,24 @@ def as_graph(module: Any) -> Any:
     inputs: Any = pytree.tree_map(drawn, (call.args, call.kwargs),
                              is_leaf=lambda leaf: isinstance(leaf, InputSpec))  # fmt: skip
 
+    def every(leaf: Tensor) -> dict[int, Any]:
+        return dict.fromkeys(range(leaf.ndim), Dim.AUTO)
+
     def dynamic(leaf: Tensor) -> dict[int, Any]:
         sizes = marks[id(leaf)].sizes
         return {axis: Dim.AUTO for axis, size in enumerate(sizes) if isinstance(size, str)}
 
-    try:
-        program = capture(module, inputs[0], inputs[1], dynamic)
-    except NotExportable:
-        program = capture(module, inputs[0], inputs[1], {})
+    program: Program | None = None
+    for shapes in (every, dynamic) if every_size else (dynamic,):
+        with contextlib.suppress(NotExportable):
+            program = program or capture(module, inputs[0], inputs[1], shapes)
+    program = program or capture(module, inputs[0], inputs[1], {})
     program = fold_constants(functionalize(program, writes=True))
-    record = replace(_of_graph(vars(module)["demasked"]), guards=program.guards)
+    record = _of_graph(vars(module)["demasked"])
+    specs = {spec.name: spec for spec in input_specs(program)}
+    sizes = [replace(spec, sizes=specs[spec.name].sizes) if spec.name in specs else spec
+             for spec in record.inputs]  # fmt: skip
+    record = replace(record, guards=program.guards, inputs=tuple(sizes))
     graph = build(program, record).train(module.training)
     names = {name for name, _ in tensors_of(graph)}
     for name, tensor in tensors_of(module):  # tensors that this call does not read

@@ -30,13 +30,13 @@ from demask.graph.capture.capture import capture
 from demask.graph.capture.fold_constants import fold_constants
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.guards import literal_inputs
+from demask.graph.input_specs import input_specs
 from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result.demasked_module import attach, build
 from demask.machine.byte_sizes import BUDGET, format_bytes, parse_memory
 from demask.ops import TABLE, Table
-from demask.shrink.pipeline import input_specs
 from demask.traverse.batching.batch_axis import BatchAxis
 from demask.traverse.batching.batch_plan import (
     BatchCall,

@@ -16,13 +16,13 @@ from torch.utils import _pytree as pytree
 
 from demask.compat.fake_tensors import FakeTensorMode
 from demask.compat.fx_internals import signature_of
+from demask.graph.input_specs import input_specs
 from demask.graph.program import Constant, Program
 from demask.graph.provenance import Provenance, Sizes
 from demask.graph.result.codegen import TRACED, Codegen
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import TABLE, Table
 from demask.registry import RESULT_KINDS
-from demask.shrink.pipeline import input_specs
 from demask.traverse.analysis.flow import Flow, flow_of
 from demask.traverse.execution.run import ImageRun, OnStep, execute, rehearse
 from demask.traverse.execution.segment_executor import Counter

@@ -38,6 +38,7 @@ from demask.files.retrace import accepts, example, export_graph
 from demask.graph.capture.capture import capture
 from demask.graph.capture.functionalize import functionalize
 from demask.graph.input_domains import Domains, domains_of, state_domains
+from demask.graph.input_specs import input_specs
 from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy
 from demask.graph.program import Program
@@ -46,7 +47,6 @@ from demask.graph.result.class_result import as_graph
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import TABLE, Table, schema
 from demask.ops.quantization import DTYPES
-from demask.shrink.pipeline import input_specs
 
 ALIGNED = 4096  # bytes; alignment of weights in a separate file, so that they can be mapped
 MIN_EXTERNAL = 256  # bytes; smaller constants stay in the graph, as runtimes read sizes and axes
