@@ -452,3 +452,14 @@ def test_types_that_a_network_computes_in_decide_what_rounding_is(
     with strict(False):
         assert type(demask.demask(plain, (x,))) is not Net
     assert type(demask.demask(casting, (x,))) is Casting
+
+
+def test_parametrizations_that_become_plain_are_named() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6), nn.Linear(6, 4)).eval()
+    nn.utils.parametrizations.weight_norm(net[0])
+    nn.utils.parametrizations.spectral_norm(net[3])
+    prune.ln_structured(net[2], "weight", amount=0.5, n=2, dim=0)  # a mask is no news
+    slim: Any = demask.demask(net, (torch.randn(3, 8),))
+    (note,) = (note for note in slim.demasked.notes if "parametrizations" in note)
+    assert "0.weight (WeightNorm), 3.weight (SpectralNorm)" in note and "2.weight" not in note

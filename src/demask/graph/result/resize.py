@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize, prune
 
@@ -61,6 +62,26 @@ def remove_parametrizations(root: nn.Module) -> None:
                     module.register_buffer(name, tensor)
                 else:
                     module.register_parameter(name, nn.Parameter(tensor, grad))
+
+
+def computed_tensors(root: nn.Module) -> list[str]:
+    """The tensors that parametrizations compute otherwise than by a mask, such as
+    "0.weight (WeightNorm)": what a result has in their place is a plain parameter."""
+    texts = []
+    for path, module in root.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if type(hook).__name__ == "WeightNorm":
+                texts.append(f"{path}.{hook.name} (WeightNorm)".lstrip("."))  # type: ignore[attr-defined]
+        stored: Any = module._modules.get("parametrizations")
+        for name in stored if parametrize.is_parametrized(module) else ():
+            originals = [p for p in stored[name]._parameters.values() if p is not None]
+            value = stored[name]()
+            one = originals[0] if len(originals) == 1 else None
+            if one is not None and torch.equal(value, one * (value != 0)):
+                continue  # a mask
+            kinds = ", ".join(type(part).__name__.lstrip("_") for part in stored[name])
+            texts.append(f"{path}.{name} ({kinds})".lstrip("."))
+    return texts
 
 
 def _computed(parametrization: Any) -> tuple[Tensor, bool | None]:
