@@ -164,8 +164,9 @@ def as_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
                 raise
             continue
         record = provenance_of(own)
-        reasons = dict.fromkeys((*record.reasons, *candidate.record.reasons))
-        record = replace(record, reasons=tuple(reasons))
+        known = {reason.text for reason in record.reasons}
+        more = [reason for reason in candidate.record.reasons if reason.text not in known]
+        record = replace(record, reasons=(*record.reasons, *more))
         if branching is not None:
             record = replace(record, inputs=inputs, notes=(*record.notes, *notes))
         record_call(own, record, call.args, call.kwargs)
