@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 TURNS = 4
-LEAST = 0.25  # seconds of processor time of an expensive test
+LEAST = 0.15  # seconds of processor time of an expensive test
 EXPENSIVE = Path(__file__).with_name("expensive.txt")
 
 

@@ -13,6 +13,7 @@ Example:
     torch.Size([4, 4])
 """
 
+from demask.prune.align import Alignment, align
 from demask.prune.allocation.budgets import MACs
 from demask.prune.allocation.latency import Latency, LatencyPlan
 from demask.prune.allocation.network_seconds import NetworkTime, NetworkTimer
@@ -29,9 +30,9 @@ from demask.prune.searching.trial import SearchTrial
 from demask.prune.sensitivity import Sensitivity, SensitivityRow, sensitivity
 
 __all__ = [
-    "L1", "L2", "Activation", "Cubic", "Fluctuation", "Global", "Group", "Iterative", "Latency",
-    "LatencyPlan", "MACs", "Member", "NetworkTime", "NetworkTimer", "OneShot", "OutlierWeighted",
-    "Pruned", "Pruner", "Random", "ScoreView", "Search", "SearchTrial", "Sensitivity",
-    "SensitivityRow", "Taylor", "Uniform", "distillation_loss", "groups", "recalibrate_norms",
-    "search", "sensitivity",
+    "L1", "L2", "Activation", "Alignment", "Cubic", "Fluctuation", "Global", "Group", "Iterative",
+    "Latency", "LatencyPlan", "MACs", "Member", "NetworkTime", "NetworkTimer", "OneShot",
+    "OutlierWeighted", "Pruned", "Pruner", "Random", "ScoreView", "Search", "SearchTrial",
+    "Sensitivity", "SensitivityRow", "Taylor", "Uniform", "align", "distillation_loss", "groups",
+    "recalibrate_norms", "search", "sensitivity",
 ]  # fmt: skip

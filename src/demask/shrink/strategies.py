@@ -202,6 +202,7 @@ def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     if parts or size > CLASS_OVERHEAD * least:
         form = f"own class, with {parts} of its modules as graphs" if parts else "own class"
         advice = advise(find_preserved_shapes(candidate.target))
+        advice += "; demask.prune.align does so" if advice else ""
         warn_caller(
             f"demask() returns the network's {form}: {size:,} parameters, where one graph has "
             f'{least:,} (result="graph"){advice}'

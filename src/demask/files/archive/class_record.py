@@ -111,10 +111,10 @@ def _build_model(
     ):
         return None
     try:
-        kind = getattr(sys.modules.get(module) or importlib.import_module(module), name, None)
+        kind: Any = getattr(sys.modules.get(module) or importlib.import_module(module), name, None)
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
             return None
-        settings: Any = kind.config_class.from_dict(dict(config))  # type: ignore[attr-defined]
+        settings: Any = kind.config_class.from_dict(dict(config))
         with torch.device("meta"):  # no memory for sizes that no tensor of the file has
             fits = _fits(kind(settings), state)
         return kind(settings).eval() if fits else None

@@ -71,7 +71,8 @@ def computed_tensors(root: nn.Module) -> list[str]:
     for path, module in root.named_modules():
         for hook in module._forward_pre_hooks.values():
             if type(hook).__name__ == "WeightNorm":
-                texts.append(f"{path}.{hook.name} (WeightNorm)".lstrip("."))  # type: ignore[attr-defined]
+                name: Any = getattr(hook, "name", "weight")
+                texts.append(f"{path}.{name} (WeightNorm)".lstrip("."))
         stored: Any = module._modules.get("parametrizations")
         for name in stored if parametrize.is_parametrized(module) else ():
             originals = [p for p in stored[name]._parameters.values() if p is not None]

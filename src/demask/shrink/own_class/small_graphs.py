@@ -58,10 +58,13 @@ def with_small_graphs(
         call = calls[path]
         if not call.are_of_tensors() or any(done.startswith(f"{path}.") for done in graphs):
             continue
+        module = structural_copy(own.get_submodule(path), share=True)
+        hooks = _take_hooks(module)
         try:
-            graph = demasked(own.get_submodule(path), call.args, call.kwargs)
+            graph = demasked(module, call.args, call.kwargs)
         except DemaskError:
             continue
+        vars(graph).update(hooks)
         saved = sizes[path] - _count_parameters(graph)[""]
         if saved >= least[path]:
             graphs[path] = graph
@@ -69,6 +72,14 @@ def with_small_graphs(
     for path, graph in graphs.items():
         put_module(copy, path, graph)
     return copy, graphs
+
+
+def _take_hooks(module: nn.Module) -> dict[str, Any]:
+    """Remove the hooks of a module itself, in place; returns them by the attributes they are in."""
+    hooks = {name: value for name, value in vars(module).items()
+             if "hooks" in name and "state_dict" not in name and isinstance(value, dict)}  # fmt: skip
+    vars(module).update({name: type(value)() for name, value in hooks.items()})
+    return hooks
 
 
 def has_methods(network: nn.Module) -> bool:
