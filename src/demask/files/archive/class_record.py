@@ -114,7 +114,7 @@ def _build_model(
         kind: Any = getattr(sys.modules.get(module) or importlib.import_module(module), name, None)
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
             return None
-        settings: Any = kind.config_class.from_dict(dict(config))
+        settings = getattr(kind, "config_class").from_dict(dict(config))  # noqa: B009
         with torch.device("meta"):  # no memory for sizes that no tensor of the file has
             fits = _fits(kind(settings), state)
         return kind(settings).eval() if fits else None

@@ -76,8 +76,9 @@ def with_small_graphs(
 
 def _take_hooks(module: nn.Module) -> dict[str, Any]:
     """Remove the hooks of a module itself, in place; returns them by the attributes they are in."""
-    hooks = {name: value for name, value in vars(module).items()
-             if "hooks" in name and "state_dict" not in name and isinstance(value, dict)}  # fmt: skip
+    names = [name for name, value in vars(module).items() if isinstance(value, dict)
+             and "hooks" in name and "state_dict" not in name]  # fmt: skip
+    hooks = {name: vars(module)[name] for name in names}
     vars(module).update({name: type(value)() for name, value in hooks.items()})
     return hooks
 
