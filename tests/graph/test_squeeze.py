@@ -45,9 +45,13 @@ def test_squeezes_of_dynamic_axes(name, stride):
     for batch, length in ((3, 24), (2, 24), (1, 24), (3, 17), (3, 31), (3, 32), (3, 60)):
         x = torch.randn(batch, length).double()
         try:
+            expected = net(x)
+        except RuntimeError:
+            continue
+        try:
             made = slim(x)
         except ValueError:
             continue
         same += 1
-        assert difference(net(x), made) <= 1e-10
+        assert difference(expected, made) <= 1e-10
     assert same
