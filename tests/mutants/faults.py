@@ -100,8 +100,6 @@ WRITTEN = (
           "union[source == j] |= part[position[source == j]]", "pass", "class_layout"),
     fault("groups-of-other-sizes", "shrink/layout/class_layout.py",
           "even[g, spare[: most - int(part[g].sum())]] = True", "pass", "class_layout"),
-    fault("every-part-is-equal", "shrink/layout/class_layout.py",
-          "return (math.prod(sizes) % n == 0 and first % n == 0", "return (True", "class_layout"),
     fault("graph-called-twice", "shrink/own_class/small_graphs.py",
           "return self.count == 1 and", "return", "parts_as_graphs"),
     fault("layers-keep-their-number", "shrink/own_class/depth.py", "vars(part)[name] = new", "pass",

@@ -216,6 +216,40 @@ def test_constants_of_a_weight_with_two_readers_stay() -> None:
     check_class(Twice().double().eval(), (torch.randn(2, 3, 6, 6).double(),))
 
 
+class Joined(nn.Module):
+    """A value that a join and another layer read; the layer behind the join ignores some of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(6, 8)
+        self.last, self.other = nn.Linear(16, 3), nn.Linear(8, 3)
+        with torch.no_grad():
+            self.a.weight[4:], self.a.bias[4:] = 0, 0
+            self.last.weight[:, :2] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.a(x)
+        return self.last(torch.cat([a, self.b(x)], -1)) + self.other(a)
+
+
+def test_joined_parts_have_what_other_readers_need() -> None:
+    slim = check_class(Joined().double().eval(), (torch.randn(2, 6).double(),))
+    assert (slim.a.out_features, slim.last.in_features, slim.other.in_features) == (4, 12, 4)
+
+
+def test_groups_have_equally_many_channels() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.ReLU(),
+                        nn.Conv2d(8, 2, 1))  # fmt: skip
+    with torch.no_grad():
+        for dead in (0, 1, 2, 4):  # three of the first group, one of the second
+            net[0].weight[dead], net[0].bias[dead] = 0, 0
+            net[2].weight[dead], net[2].bias[dead] = 0, 0
+    slim = check_class(net.double().eval(), (torch.randn(2, 3, 8, 8).double(),))
+    assert [slim[k].out_channels for k in (0, 2)] == [6, 6] and slim[2].groups == 2
+
+
 class Sized(nn.Module):
     """A module whose code says how many channels it has."""
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import demask
+from micro import MICROS
 from test_micro import difference
 
 
@@ -35,3 +36,14 @@ def test_a_part_that_is_known_beside_one_that_varies_at_borders() -> None:
     sizes = {name: tuple(p.shape) for name, p in slim.named_parameters()}
     assert sizes["first.weight"][0] == sizes["depthwise.weight"][0] == 4
     assert sizes["last.weight"][1] == 4
+
+
+def test_a_side_of_which_a_norm_leaves_nothing() -> None:
+    """A convolution that reads no channel of it is zeros: torch returns no channel for it."""
+    [case] = [case for case in MICROS if case.name == "constants_through_padded_depthwise"]
+    torch.manual_seed(3)
+    model, args = case.make()
+    net, x = model.double().eval(), args[0].double()
+    slim = demask.demask(net, (x,), result="graph")
+    assert difference(net(x), slim(x)) <= 1e-12
+    assert slim.demasked.after.parameters < 122  # with what other weights leave of it

@@ -210,23 +210,28 @@ def _emit_dense(
     more = (
         {} if bias_name is None else {bias_name: _bias(context, relation, layout, constants.bias)}
     )
-    if (bias := _bias_alone(relation, values)) is not None:
+    if _reads_no_channel(relation, values):
+        sizes = context.sizes(relation.node, 0, layout)
+        last = values[-1] if relation.operands[-1].name == "bias" else None
+        bias = last if bias_name is None else more[bias_name]
+        if not isinstance(bias, fx.Node):
+            dtype = relation.node.meta["val"].dtype
+            return context.store.full(sizes, torch.zeros((), dtype=dtype))
         wide = [-1 if k == _channel(relation) else 1 for k in range(len(layout))]
         value = context.editor.call(aten.view.default, bias, wide)
-        value = context.editor.call(
-            aten.expand.default, value, context.sizes(relation.node, 0, layout)
-        )
+        value = context.editor.call(aten.expand.default, value, sizes)
         return context.editor.call(aten.clone.default, value)
     args, kwargs = context.arguments(relation, values, [layout], more)
     return _call(context, relation, layout, args, kwargs)
 
 
-def _bias_alone(relation: Relation, values: list[Any]) -> fx.Node | None:
-    """The bias of a convolution that reads no channel, which torch rejects; else None."""
-    if not relation.entry.region or relation.operands[-1].name != "bias":
-        return None
+def _reads_no_channel(relation: Relation, values: list[Any]) -> bool:
+    """Whether a convolution reads no channel: torch rejects it with a bias, and returns no channel
+    without one."""
+    if not relation.entry.region:
+        return False
     read = 0 if "output_padding" in schema.arguments(relation.node) else 1
-    return None if values[relation.factors[1]].meta["val"].shape[read] else values[-1]
+    return not values[relation.factors[1]].meta["val"].shape[read]
 
 
 def _call(
