@@ -164,9 +164,10 @@ def as_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
                 raise
             continue
         record = provenance_of(own)
-        known = {reason.text for reason in record.reasons}
-        more = [reason for reason in candidate.record.reasons if reason.text not in known]
-        record = replace(record, reasons=(*record.reasons, *more))
+        least = candidate.record.reasons  # what stays in a graph stays here, too
+        known = {reason.text for reason in least}
+        more = [reason for reason in record.reasons if reason.text not in known]
+        record = replace(record, reasons=(*least, *more))
         if branching is not None:
             record = replace(record, inputs=inputs, notes=(*record.notes, *notes))
         record_call(own, record, call.args, call.kwargs)

@@ -105,7 +105,10 @@ class _InlinedSegment:
         arguments = schema.arguments(node)
         self.editor, self.node, self.program = editor, node, program
         self.values: list[fx.Node] = list(arguments["inputs"])
-        self.channels = [_channels(x, k) for x, k in zip(self.values, program.inputs, strict=True)]
+        # Of each value; None where it is known at run time only.
+        self.channels: list[Any] = [
+            _channels(x, k) for x, k in zip(self.values, program.inputs, strict=True)
+        ]
         weights = [editor.tensor(weight) for weight in arguments["weights"]]
         if any(weight is None for weight in weights):
             raise BadInput(f"{node.name}: expected weights that are constants")
@@ -123,6 +126,8 @@ class _InlinedSegment:
             if isinstance(step, CallStep):
                 self._call(step, operands)
                 continue
+            if any(width is None for width in channels):
+                raise BadInput(f"{self.node.name}: expected values with a fixed number of channels")
             if isinstance(step, (ConvStep, LinearStep)):
                 operands += self._layer(step, kind, channels[0])
             elif isinstance(step, SelectStep):
@@ -162,16 +167,15 @@ class _InlinedSegment:
                 self.editor.set_value(last)
         return result.node
 
-    def _width(self, value: int, kind: str) -> int:
-        """The channels of a value, which do not depend on sizes that are known at run time only."""
+    def _width(self, value: int, kind: str) -> int | None:
+        """The channels of a value; None where they depend on sizes that are known at run time
+        only, as those of a column of tokens do."""
         widths = set()
         for other in UNKNOWN:
             shapes = [[n if isinstance(n, int) else other for n in _sizes(x)]
                       for x in self.values[: len(self.program.inputs)]]  # fmt: skip
             widths.add(self.program.shapes(shapes)[value][channel_axis(kind)])
-        if len(widths) > 1:
-            raise BadInput(f"{self.node.name}: expected values with a fixed number of channels")
-        return int(widths.pop())
+        return None if len(widths) > 1 else int(widths.pop())
 
     def _layer(self, step: ConvStep | LinearStep, kind: str, channels: int) -> list[fx.Node]:
         """The weight of a layer, and its bias if there is one; shared by layers with the same
