@@ -130,10 +130,10 @@ def compare(
     """`dense`, `masked` and what demask makes of it; its report; and all three, not yet timed."""
     step("demasking")
     example = (digits.test_images[:EXAMPLE],)
-    slim = demask.demask(masked, example)
+    slim = demask.demask(masked, example, result="graph")
     demask.verify(masked, slim, example)
     report = demask.report(slim)
-    sizes = {"dense": demask.report(demask.demask(dense, example)).before}
+    sizes = {"dense": demask.report(demask.demask(dense, example, result="graph")).before}
     sizes |= {"masked": report.before, "demasked": report.after}
     networks = {"dense": dense, "masked": masked, "demasked": slim.eval()}
     logits = {name: _logits(network, digits.test_images) for name, network in networks.items()}
