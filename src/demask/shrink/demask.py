@@ -158,7 +158,7 @@ def _demask_with_state(call: DemaskCall, model: nn.Module, error: KeepsState) ->
     """A result of the class of a network that keeps state, if what it removes has a state that no
     call changes; else None."""
     try:
-        own = first_result(replace(call, state=True), "class")
+        own = first_result(replace(call, state=True), "smaller class")
     except DemaskError:
         return None
     inputs = call.args, dict(call.kwargs or {})

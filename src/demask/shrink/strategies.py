@@ -276,6 +276,7 @@ def as_graph(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
 
 STRATEGIES: Mapping[str, tuple[Callable[[DemaskCall, SmallerProgram], nn.Module], ...]] = {
     "class": (as_class, as_unchanged_class),
+    "smaller class": (as_class,),  # of networks with state, whose other modules become smaller else
     "auto": (as_smaller_class, as_graph),
     "graph": (as_graph,),
 }

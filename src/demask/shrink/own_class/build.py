@@ -204,9 +204,6 @@ class PreservedShape:
     effect: str
     layers: tuple[str, ...]
 
-    def __str__(self) -> str:
-        return f"{self.effect} at {self.path or 'the network'}{advise([self])}"
-
 
 def find_preserved_shapes(program: Program) -> list[PreservedShape]:
     """The places where a program preserves shapes by more than smaller layers."""
