@@ -71,3 +71,16 @@ def test_what_cannot_go_stays() -> None:
     net = Deep((1,)).double().eval()
     slim = demask.demask(net, (X,), masks="declared")  # its zeros may be trained
     assert len(slim.layers) == 4
+
+
+def test_a_layer_that_returns_its_input_on_the_example_alone_stays() -> None:
+    class Rare(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + (x - 100).relu()
+
+    net = Deep(())
+    net.layers[1] = Rare(1)
+    net = net.double().eval()
+    slim: Any = demask.demask(net, (X,))
+    assert len(slim.layers) == 4
+    assert difference(net(X + 200), slim(X + 200)) <= 1e-12
