@@ -43,7 +43,7 @@ from demask.shrink.own_class.build import (
 )
 from demask.shrink.own_class.numbers import is_below
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
-from demask.shrink.own_class.small_graphs import has_methods, with_small_graphs
+from demask.shrink.own_class.small_graphs import LEAST_OF_MODULE, has_methods, with_small_graphs
 from demask.shrink.pipeline import (
     NORMAL_FORMS,
     compose_cuts,
@@ -191,18 +191,26 @@ def as_unchanged_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module
 def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     """The caller's class. Where a graph would be smaller by more than 5 %, the blocks that keep
     most zeros are graphs in it, but not in networks with methods that call modules in other ways;
-    a warning says what more could be removed."""
+    a warning says what more could be removed. Raises ProgramMismatch where the class and the
+    modules in it keep all parameters and a graph saves enough of them."""
     own = as_class(call, candidate)
     record, least = provenance_of(own), candidate.record.after.parameters
     if record.after.parameters <= CLASS_OVERHEAD * least:
         return own
-    if not has_methods(own) and call.masks == "zeros":
+    has_others = has_methods(own)
+    if not has_others and call.masks == "zeros":
         own = _with_small_graphs(call, candidate, own)
         record = provenance_of(own)
     size, parts = record.after.parameters, len(record.graph_reasons)
+    advice = advise(find_preserved_shapes(candidate.target))
+    if size == record.before.parameters and not has_others:
+        if size - least >= LEAST_OF_MODULE * size:
+            text = f"its own class would keep all {size:,} parameters"
+            warn_caller(f"demask() returns a graph with {least:,} parameters: {text} "
+                        f'(result="class"){advice}')  # fmt: skip
+            raise ProgramMismatch(text)
     if parts or size > CLASS_OVERHEAD * least:
         form = f"own class, with {parts} of its modules as graphs" if parts else "own class"
-        advice = advise(find_preserved_shapes(candidate.target))
         advice += "; demask.prune.align does so" if advice else ""
         warn_caller(
             f"demask() returns the network's {form}: {size:,} parameters, where one graph has "
