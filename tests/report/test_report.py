@@ -69,11 +69,15 @@ def test_every_effect_is_counted():
 
 def test_the_text():
     text = """\
-                  before   after    share
-    ──────────────────────────────────────
-     parameters    1,000     250   25.0 %
-     MACs         20,000   5,000   25.0 %
-     bytes         4,000   1,000   25.0 %
+                     before   after    share
+    ─────────────────────────────────────────
+     parameters       1,000     250   25.0 %
+     MACs per call   20,000   5,000   25.0 %
+     bytes            4,000   1,000   25.0 %
+
+    68 slices not removed: no rule for aten.foo (layer3.conv2, layer3.conv3)
+    3 slices not removed: graph output (cat_1)
+    note: dimension 0 of x is static
 
      module         parameters removed
     ───────────────────────────────────
@@ -82,10 +86,7 @@ def test_the_text():
 
     ops that only restore shapes: 2 scatter-add, 1 pad
     2 scatter-add: the operands of an add have different positions
-    1 pad: a reader needs more positions, at one end, than were computed
-    68 slices not removed: no rule for aten.foo (layer3.conv2, layer3.conv3)
-    3 slices not removed: graph output (cat_1)
-    note: dimension 0 of x is static"""
+    1 pad: a reader needs more positions, at one end, than were computed"""
     assert str(report(demasked(**FULL))) == dedent(text)
 
 
@@ -140,8 +141,8 @@ def test_long_lists_are_cut_in_the_text_only():
     lines = str(shown).splitlines()
     assert max(map(len, lines)) <= 100
     assert [" ".join(line.split()) for line in lines if "more" in line] == [
-        "10 more modules 55",
         "... and 10 more reasons",
+        "10 more modules 55",
     ]
     assert len(shown.to_dict()["removed"]) == len(shown.to_dict()["declined"]) == 30
 
@@ -171,8 +172,8 @@ def test_square_brackets_are_no_markup():
 def test_the_dictionary_survives_json():
     data = report(demasked(**FULL)).to_dict()
     assert json.loads(json.dumps(data)) == json.loads(json.dumps(data, sort_keys=True))
-    assert data["before"] == {"parameters": 1000, "macs": 20_000, "bytes": 4000}
-    assert data["after"] == {"parameters": 250, "macs": 5000, "bytes": 1000}
+    assert data["before"] == {"parameters": 1000, "macs": 20_000, "bytes": 4000, "buffers": 0}
+    assert data["after"] == {"parameters": 250, "macs": 5000, "bytes": 1000, "buffers": 0}
     assert data["removed"] == {"layer3.conv2": 700, "stem": 50}
     assert data["declined"][1] == {"text": "graph output", "slices": 3, "places": ("cat_1",)}
 
@@ -246,7 +247,7 @@ def pruned() -> nn.Module:
     return model.eval()
 
 
-PARAMETERS = 3 * 12 * 9 + 12 + 4 * 12 + 12 * 12 * 9 + 12 + 48 * 5 + 5  # masks are none
+PARAMETERS = 3 * 12 * 9 + 12 + 2 * 12 + 12 * 12 * 9 + 12 + 48 * 5 + 5  # masks are none
 
 
 def rows(shown) -> int:
@@ -259,7 +260,7 @@ def rows(shown) -> int:
 @pytest.mark.parametrize("modules", [None, ["0", "1", "2", "3"], ["3"]])
 def test_every_function_counts_parameters_alike(function, modules):
     shown = report(function(pruned(), (torch.randn(1, 3, 6, 6),), modules=modules))
-    assert shown.before.parameters == PARAMETERS
+    assert shown.before.parameters == PARAMETERS and shown.before.buffers == 2 * 12 + 1
     assert rows(shown) == shown.before.parameters - shown.after.parameters
 
 
@@ -276,3 +277,35 @@ def test_zeros_that_are_left_for_no_known_reason_are_named():
     assert report(network).summary == (
         "nothing removed: slices of zeros are left (2 of layer.weight), no reason is known"
     )
+
+
+def test_sizes_are_those_that_users_count():
+    """Buffers apart, MACs of one example, and the rows of a class with graphs add up."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 16, 4))
+    net.train(), net(torch.randn(4, 3, 6, 6)), net.eval()
+    nn.init.zeros_(net[0].weight[:4])
+    shown = report(demask.demask(net, (torch.randn(5, 3, 6, 6),)))
+    assert shown.batch == 5
+    assert shown.before.parameters == sum(p.numel() for p in net.parameters())
+    assert shown.before.buffers == 2 * 8 + 1
+    macs = 8 * 27 * 16 + 8 * 16 * 4
+    assert shown.before.macs == 5 * macs
+    assert shown.work == ("MACs per example", macs, macs // 2)
+    assert "MACs per example" in str(shown) and " buffers " in str(shown)
+    assert rows(shown) == shown.before.parameters - shown.after.parameters
+
+
+def test_modules_that_no_call_reaches_are_a_row():
+    class Auxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.auxiliary = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 7)
+
+        def forward(self, x):
+            y = self.a(x)
+            return (self.b(y), self.auxiliary(y)) if self.training else self.b(y)
+
+    shown = report(demask.demask(Auxiliary(), (torch.randn(2, 4),), result="graph"))
+    assert shown.uncalled == 8 * 7 + 7 and "(modules that are not called)" in str(shown)
+    assert rows(shown) == shown.before.parameters - shown.after.parameters == 8 * 7 + 7

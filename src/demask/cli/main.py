@@ -310,9 +310,7 @@ def verify(
         check_same_inputs(first, second)
         step("comparing")
         verification = demask.verify(first.model, second.module, first.args, check=False)
-    words = f"largest difference {verification.max_abs:.2g}, relative {verification.max_rel:.2g}"
-    verdict = "same" if verification.ok else "DIFFERENT"
-    show(f"{verdict}: {words}, in {verification.dtype}", plain(verification), as_json)
+    show(str(verification), plain(verification), as_json)
     if not verification.ok:
         raise typer.Exit(CHECK_FAILED)
 
@@ -376,10 +374,9 @@ def _print_written(result: Any, output: Path, verification: Any, as_json: bool) 
     import demask
 
     report = demask.report(result)
-    words = f"largest difference {verification.max_abs:.2g} in {verification.dtype}"
     data = {"output": str(output), "report": report.to_dict()}
     data["verification"] = plain(verification)
-    show(f"{report}\nwritten to {output} ({words})", data, as_json)
+    show(f"{report}\nwritten to {output} ({verification})", data, as_json)
 
 
 def _print_deployed(deployed: Any, output: Path, as_json: bool) -> None:

@@ -49,12 +49,14 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The size of a network: parameters (elements, including floating-point buffers), MACs of one
-    call on the example inputs, bytes of all tensors."""
+    """The size of a network: the elements of its parameters, as sum(p.numel() for p in
+    network.parameters()) counts them, and of its buffers (without masks of
+    torch.nn.utils.prune); MACs of one call on the example inputs; bytes of all these tensors."""
 
     parameters: int
     macs: int
     bytes: int
+    buffers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,11 +68,11 @@ class SizeProduct:
 
 @dataclass(frozen=True, slots=True)
 class RemainingTensor:
-    """The elements of a tensor, and the bytes of each."""
+    """The elements of a tensor, and the bytes of each. is_parameter: else it is a buffer."""
 
     elements: SizeProduct
     bytes: int
-    is_floating: bool
+    is_parameter: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class RemovalCost:
 
     groups: all groups of the network. calls: of the program, with the sizes of their letters.
     products: what sums to the MACs. tensors: the elements of the tensors in `coupling`, times the
-    bytes of each; the parameters are those of the floating-point ones. whole: the size of all
+    bytes of each. whole: the size of all
     tensors, of which constants that are computed from others are stored in their place.
     """
 
@@ -132,12 +132,13 @@ class RemovalCost:
         return {group.name: ~group.gone(masks) for group in self.groups}
 
     def sizes(self, masks: Masks) -> Sizes:
-        """Parameters with floating-point buffers, MACs and bytes after slices are removed."""
+        """Parameters, buffers, MACs and bytes after slices are removed."""
         removed = [(t, t.elements.masked({}) - t.elements.masked(masks)) for t in self.tensors]
         return Sizes(
-            self.whole.parameters - sum(n for tensor, n in removed if tensor.is_floating),
+            self.whole.parameters - sum(n for tensor, n in removed if tensor.is_parameter),
             self.macs(masks),
             self.whole.bytes - sum(n * tensor.bytes for tensor, n in removed),
+            self.whole.buffers - sum(n for tensor, n in removed if not tensor.is_parameter),
         )
 
 
@@ -214,7 +215,7 @@ class _CellExtents:
             tensor = constants[name].tensor
             leaves = [cell for axis in ties.constant(name) for cell in ties.leaves(axis)]
             elements = SizeProduct(tuple(self.extent(cell) for cell in leaves))
-            yield RemainingTensor(elements, tensor.element_size(), tensor.is_floating_point())
+            yield RemainingTensor(elements, tensor.element_size(), constants[name].parameter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def _sections(report: ReportValues) -> Iterable[str]:
     yield html_table(("", "before", "after", "share"), sizes_rows(report), numbers=(1, 2, 3))
     yield f"<p>Ops that only restore shapes: {escape(scatters_line(report))}.</p>"
     yield _list(scatters_reasons(report))
-    if report.removed:
+    if removed_rows(report):
         yield "<h2>Removed</h2>"
         yield html_table(("module", "parameters"), removed_rows(report), numbers=(1,))
     if report.densities:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from demask.failures import public
 from demask.graph.isolation import in_isolation
-from demask.graph.provenance import Reason, provenance_of
+from demask.graph.provenance import InputSpec, Reason, provenance_of
 from demask.report.page import write_page
 from demask.report.text import EFFECTS, render
 from demask.report.values import Decline, ReportValues
@@ -23,9 +23,12 @@ class Report(ReportValues):
     The result of `report`; `print` shows it as tables.
 
     Attributes:
-        before, after: sizes of the original and of the result, each with `parameters` (elements of
-            floating-point tensors, without masks), `macs` (multiply-adds of one call on inputs of
-            the example's sizes) and `bytes` (of all tensors).
+        before, after: sizes of the original and of the result, each with `parameters` (elements,
+            as sum(p.numel() for p in net.parameters()) counts them), `buffers` (elements), `macs`
+            (multiply-adds of one call on inputs of the example's sizes) and `bytes` (of all these
+            tensors).
+        batch: number of examples in that call, an int; 0 if it is not known. Texts have MACs of one
+            example where it is.
         removed: removed parameters by module name, largest first.
         scatters: number of ops in the result that only restore shapes, by kind: "scatter",
             "scatter-add", "gather", "slice", "pad", "border map" (constants near padded borders).
@@ -87,7 +90,7 @@ def report(slim: nn.Module) -> Report:
         >>> model[0].weight.data[:6], model[0].bias.data[:6] = 0, 0  # six units are always zero
         >>> slim = demask.demask(model, (torch.ones(2, 4),))
         >>> print(demask.report(slim).summary)
-        58 -> 16 parameters, 96 -> 24 MACs
+        58 -> 16 parameters, 48 -> 12 MACs per example
     """
     provenance = provenance_of(slim)
     result = Report(
@@ -102,8 +105,17 @@ def report(slim: nn.Module) -> Report:
         densities=provenance.densities,
         form=provenance.form,
         graph_reasons=provenance.graph_reasons,
+        batch=_batch_of(provenance.inputs),
     )
     return replace(result, zeros=_zero_slices(slim)) if result.nothing_removed else result
+
+
+def _batch_of(inputs: Sequence[InputSpec]) -> int:
+    """The size of the dynamic axis that is the first one of every input with axes; 0 if there is
+    none."""
+    first = {(spec.sizes[0], spec.example[0]) for spec in inputs if spec.sizes}
+    names = {name for name, _ in first if isinstance(name, str)}
+    return next(iter(first))[1] if len(first) == len(names) == 1 else 0
 
 
 def _zero_slices(network: nn.Module) -> dict[str, int]:

@@ -16,6 +16,7 @@ ROWS = 20  # modules and reasons shown in the text; `to_dict` and `to_html` hold
 PLACES = 3  # places named per reason
 PARTS = 12  # parts named that are graphs
 ADDED = "(added by the result)"
+UNCALLED = "(modules that are not called)"
 
 # Every op that only restores a shape, by its effect, and why a network needs it.
 EFFECTS = {
@@ -38,9 +39,11 @@ def sizes_rows(report: ReportValues) -> list[tuple[str, str, str, str]]:
     before, after = report.before, report.after
     pairs = [
         ("parameters", before.parameters, after.parameters),
-        ("MACs", before.macs, after.macs),
+        ("buffers", before.buffers, after.buffers),
+        report.work,
         ("bytes", before.bytes, after.bytes),
     ]
+    pairs = [row for row in pairs if row[0] != "buffers" or row[1] or row[2]]
     return [(name, f"{old:,}", f"{new:,}", share(new, old)) for name, old, new in pairs]
 
 
@@ -86,15 +89,16 @@ def decline_line(decline: Decline) -> str:
 def _parts(report: ReportValues) -> Iterable[RenderableType]:
     yield from (Text(f"{line}\n") for line in returned_lines(report))
     yield _sizes_table(report)
+    yield Text("")
     if report.nothing_removed:
-        yield Text(f"\n{report.summary}")
-    if report.removed:
+        yield Text(report.summary)
+    yield from map(Text, _shortened([decline_line(item) for item in report.declined], "reasons"))
+    yield from (Text(f"note: {note}") for note in report.notes)
+    if removed_rows(report):
         yield Text("")
         yield _removed_table(report)
     yield Text(f"\nops that only restore shapes: {scatters_line(report)}")
     yield from map(Text, scatters_reasons(report))
-    yield from map(Text, _shortened([decline_line(item) for item in report.declined], "reasons"))
-    yield from (Text(f"note: {note}") for note in report.notes)
     if report.densities:
         yield Text("")
         yield _sparse_table(report)
@@ -117,6 +121,8 @@ def removed_rows(report: ReportValues, most: int | None = None) -> list[tuple[st
     rows = [(module or "(the model itself)", f"{count:,}") for module, count in counts[:most]]
     if rest := [count for _, count in counts[len(rows) :]]:
         rows.append((f"{len(rest)} more modules", f"{sum(rest):,}"))
+    if report.uncalled:
+        rows.append((UNCALLED, f"{report.uncalled:,}"))
     if report.added:
         rows.append((ADDED, f"-{report.added:,}"))
     return rows

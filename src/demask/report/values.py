@@ -51,6 +51,7 @@ class ReportValues:
     form: str = "graph"
     graph_reasons: tuple[str, ...] = ()
     zeros: Mapping[str, int] = field(default_factory=dict)
+    batch: int = 1
 
     @property
     def nothing_removed(self) -> bool:
@@ -65,8 +66,18 @@ class ReportValues:
         Examples are packed weights and border maps (the effect of constants near padded borders).
         The sum of `removed` less this number is `before.parameters` - `after.parameters`.
         """
+        return max(0, -self._unlisted)
+
+    @property
+    def uncalled(self) -> int:
+        """Number of parameters of modules that a call does not reach, which a graph does not have,
+        at least 0."""
+        return max(0, self._unlisted)
+
+    @property
+    def _unlisted(self) -> int:
         gone = self.before.parameters - self.after.parameters
-        return max(0, sum(self.removed.values()) - gone)
+        return gone - sum(self.removed.values())
 
     @property
     def summary(self) -> str:
@@ -82,7 +93,17 @@ class ReportValues:
         if self.nothing_removed:
             return NOTHING
         parameters = f"{self.before.parameters:,} -> {self.after.parameters:,} parameters"
-        return f"{parameters}, {self.before.macs:,} -> {self.after.macs:,} MACs"
+        unit, before, after = self.work
+        return f"{parameters}, {before:,} -> {after:,} {unit}"
+
+    @property
+    def work(self) -> tuple[str, int, int]:
+        """The unit of the multiply-adds before and after: of one example where a call has several,
+        else of the call on the example inputs."""
+        before, after, batch = self.before.macs, self.after.macs, self.batch
+        if batch == 0 or before % batch or after % batch:
+            return "MACs per call", before, after
+        return "MACs per example", before // batch, after // batch
 
     def to_dict(self) -> dict[str, Any]:
         """The report in JSON types: a dict with one key per attribute.
@@ -105,4 +126,5 @@ class ReportValues:
             "form": self.form,
             "graph_reasons": list(self.graph_reasons),
             "zeros": dict(self.zeros),
+            "batch": self.batch,
         }

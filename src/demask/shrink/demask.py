@@ -24,6 +24,7 @@ from demask.shrink.check import describe_difference
 from demask.shrink.on_device import CPU, move_tensors, run_through_cpu
 from demask.shrink.own_class.depth import without_dead_layers
 from demask.shrink.own_class.pretrained import fit_config
+from demask.shrink.program_size import measure_module
 from demask.shrink.strategies import DemaskCall, first_result
 from demask.shrink.submodules import part_dynamic_shapes, replace_submodules
 from demask.shrink.training.pieces import remember_original
@@ -118,16 +119,16 @@ def demask(
         if short is not None:
             slim = demask(short.network, args, kwargs, modules=modules, inputs=inputs, **options)
             vars(slim)["demasked"] = short.original_record(provenance_of(slim))
-            return remember_original(slim, unmasked, model, masks)
+            return _with_origin(slim, unmasked, model, masks)
     if modules is not None:
         if stated:
             raise BadInput("inputs= is of the network as one, not of modules=: leave one out")
         slim = _demask_modules(model, args, kwargs, modules, masks, options)
-        return remember_original(slim, unmasked, model, masks)
+        return _with_origin(slim, unmasked, model, masks)
     moved = {"masks": move_tensors(masks, CPU), "inputs": inputs}
     slim = run_through_cpu(demask, model, args, kwargs, **moved, **options)
     if slim is not None:
-        return remember_original(slim, unmasked, model, masks)
+        return _with_origin(slim, unmasked, model, masks)
     call = DemaskCall(model, args, kwargs, dynamic_shapes, table, masks, stated, check, smaller)
     try:
         slim = first_result(call, result)
@@ -152,6 +153,16 @@ def demask(
         note = f"parametrizations become plain parameters of what they compute: {', '.join(names)}"
         record = provenance_of(slim)
         vars(slim)["demasked"] = replace(record, notes=(note, *record.notes))
+    return _with_origin(slim, unmasked, model, masks)
+
+
+def _with_origin(slim: nn.Module, unmasked: Any, model: Any, masks: Masks) -> nn.Module:
+    """A result with its sizes as those of the caller's network and its own, and with the link to
+    that network. unmasked: the network without the masks that were passed."""
+    record = provenance_of(slim)
+    before = measure_module(unmasked, record.before.macs)
+    after = measure_module(slim, record.after.macs)
+    vars(slim)["demasked"] = replace(record, before=before, after=after)
     return remember_original(slim, unmasked, model, masks)
 
 

@@ -43,6 +43,7 @@ from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.layout.placement import Placement, place
 from demask.shrink.program_size import (
     count_elements_written,
+    count_numbers,
     count_removed,
     measure_program,
     sum_macs,
@@ -265,7 +266,7 @@ def _measure(program: Program, table: Table) -> _MeasuredProgram:
     whole = Log().attempt("the split of recurrent calls", lambda: split_recurrent(program), program)
     relations = Analysis(whole, table).relations
     sizes, captured_macs = measure_program(program, relations), sum_macs(relations, ExampleSizes())
-    weight = (sizes.parameters, captured_macs, count_elements_written(program))
+    weight = (count_numbers(program), captured_macs, count_elements_written(program))
     return _MeasuredProgram(program, sizes, weight, _whole_cuts(program))
 
 

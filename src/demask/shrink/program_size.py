@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 
 from demask.failures import CallFailed, attributed
 from demask.graph.program import Constant, Program
@@ -17,8 +18,16 @@ from demask.ops import Declined, Relation, schema
 
 def measure_program(program: Program, relations: Mapping[fx.Node, Relation | Declined]) -> Sizes:
     """Parameters, MACs of one call on the example inputs, bytes; tied tensors count once."""
+    constants = _distinct(program).values()
+    return _sizes([c.tensor for c in constants if c.parameter],
+                  [c.tensor for c in constants if not c.parameter],
+                  sum_macs(relations, program.example))  # fmt: skip
+
+
+def count_numbers(program: Program) -> int:
+    """The elements of the floating-point tensors of a program; tied tensors count once."""
     tensors = [constant.tensor for constant in _distinct(program).values()]
-    return _sizes(tensors, sum_macs(relations, program.example))
+    return sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
 
 
 def sum_macs(relations: Mapping[fx.Node, Relation | Declined], example: ExampleSizes) -> int:
@@ -26,13 +35,12 @@ def sum_macs(relations: Mapping[fx.Node, Relation | Declined], example: ExampleS
     return sum(_macs(relation, example) for relation in relations.values())
 
 
-def _sizes(tensors: Iterable[Tensor], macs: int) -> Sizes:
-    """Sizes of tensors, each of which counts once; parameters are the elements of floating ones."""
-    distinct = list({tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}.values())
+def _sizes(parameters: Collection[Tensor], buffers: Collection[Tensor], macs: int) -> Sizes:
     return Sizes(
-        parameters=sum(t.numel() for t in distinct if t.is_floating_point()),
+        parameters=sum(tensor.numel() for tensor in parameters),
         macs=macs,
-        bytes=sum(t.numel() * t.element_size() for t in distinct),
+        bytes=sum(tensor.numel() * tensor.element_size() for tensor in (*parameters, *buffers)),
+        buffers=sum(tensor.numel() for tensor in buffers),
     )
 
 
@@ -101,7 +109,7 @@ def count_removed(before: Program, after: Program) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for sign, program in ((1, before), (-1, after)):
         for name, constant in _distinct(program).items():
-            if constant.tensor.is_floating_point():
+            if constant.parameter:
                 module = next(iter(constant.aliases), name).rpartition(".")[0]
                 counts[module] += sign * constant.tensor.numel()
     return {module: count for module, count in counts.items() if count > 0}
@@ -126,29 +134,10 @@ def count_elements_written(program: Program) -> int:
     return total
 
 
-def measure_module(network: nn.Module, parts: Mapping[str, Sizes] | None = None) -> Sizes:
-    """The size of a network: its tensors outside of `parts`, and the sizes of those (by name).
-
-    Tied tensors count once; masks of torch.nn.utils.prune, which a captured program has folded into
-    the weights, are no parameters. MACs are those of the parts.
-    """
-    parts = parts or {}
-    modules = [network.get_submodule(part) for part in parts]
-    inside = {tensor.data_ptr() for module in modules for tensor in _tensors(module).values()}
-    tensors = _tensors(network)
-    outside = [
-        tensor
-        for name, tensor in tensors.items()
-        if tensor.data_ptr() not in inside
-        and not (name.endswith("_mask") and f"{name.removesuffix('_mask')}_orig" in tensors)
-    ]
-    sizes = [_sizes(outside, 0), *parts.values()]
-    return Sizes(
-        parameters=sum(size.parameters for size in sizes),
-        macs=sum(size.macs for size in sizes),
-        bytes=sum(size.bytes for size in sizes),
-    )
-
-
-def _tensors(network: nn.Module) -> dict[str, Tensor]:
-    return dict([*network.named_parameters(), *network.named_buffers()])
+def measure_module(network: nn.Module | ExportedProgram, macs: int = 0) -> Sizes:
+    """The size of a network by its own tensors, of which tied ones count once, without the masks of
+    torch.nn.utils.prune."""
+    parameters, buffers = dict(network.named_parameters()), dict(network.named_buffers())
+    masks = {name.removesuffix("_orig") + "_mask" for name in parameters if name.endswith("_orig")}
+    others = [tensor for name, tensor in buffers.items() if name not in masks]
+    return _sizes(parameters.values(), others, macs)

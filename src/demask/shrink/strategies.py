@@ -23,7 +23,7 @@ from demask.graph.capture.declared_masks import Masks
 from demask.graph.input_domains import Domains
 from demask.graph.input_specs import input_specs
 from demask.graph.program import Program
-from demask.graph.provenance import Cut, Provenance, Sizes, provenance_of
+from demask.graph.provenance import Cut, Provenance, provenance_of
 from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import build
 from demask.graph.result.restore_modules import originals_of
@@ -164,12 +164,15 @@ def as_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
                 raise
             continue
         record = provenance_of(own)
-        least = candidate.record.reasons  # what stays in a graph stays here, too
-        known = {reason.text for reason in least}
+        stay = candidate.record.reasons  # what stays in a graph stays here, too
+        known = {reason.text for reason in stay}
         more = [reason for reason in record.reasons if reason.text not in known]
-        record = replace(record, reasons=(*least, *more))
+        if record.after.parameters > CLASS_OVERHEAD * (least := candidate.record.after.parameters):
+            advice = advise(find_preserved_shapes(candidate.target))
+            notes += (f'a graph would have {least:,} parameters (result="graph"){advice}',)
+        record = replace(record, reasons=(*stay, *more), notes=(*notes, *record.notes))
         if branching is not None:
-            record = replace(record, inputs=inputs, notes=(*record.notes, *notes))
+            record = replace(record, inputs=inputs)
         record_call(own, record, call.args, call.kwargs)
         return own
 
@@ -194,22 +197,23 @@ def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     a warning says what more could be removed. Raises ProgramMismatch where the class and the
     modules in it keep all parameters and a graph saves enough of them."""
     own = as_class(call, candidate)
-    record, least = provenance_of(own), candidate.record.after.parameters
-    if record.after.parameters <= CLASS_OVERHEAD * least:
+    least, size = candidate.record.after.parameters, measure_module(own).parameters
+    uncalled = size - provenance_of(own).after.parameters  # of modules that a graph does not have
+    if size - uncalled <= CLASS_OVERHEAD * least:
         return own
     has_others = has_methods(own)
     if not has_others and call.masks == "zeros":
         own = _with_small_graphs(call, candidate, own)
-        record = provenance_of(own)
-    size, parts = record.after.parameters, len(record.graph_reasons)
+        size = measure_module(own).parameters
+    parts, called = len(provenance_of(own).graph_reasons), size - uncalled
     advice = advise(find_preserved_shapes(candidate.target))
-    if size == record.before.parameters and not has_others:
-        if size - least >= LEAST_OF_MODULE * size:
+    if called == candidate.record.before.parameters and not has_others:
+        if called - least >= LEAST_OF_MODULE * called:
             text = f"its own class would keep all {size:,} parameters"
             warn_caller(f"demask() returns a graph with {least:,} parameters: {text} "
                         f'(result="class"){advice}')  # fmt: skip
             raise ProgramMismatch(text)
-    if parts or size > CLASS_OVERHEAD * least:
+    if parts or called > CLASS_OVERHEAD * least:
         form = f"own class, with {parts} of its modules as graphs" if parts else "own class"
         advice += "; demask.prune.align does so" if advice else ""
         warn_caller(
@@ -228,20 +232,17 @@ def _with_small_graphs(call: DemaskCall, candidate: SmallerProgram, own: nn.Modu
         return own
     record, shapes = provenance_of(own), find_preserved_shapes(candidate.target)
     parts = {path: provenance_of(graph) for path, graph in graphs.items()}
-    effects: Counter[str] = Counter()
-    for part in parts.values():
+    effects, removed = Counter[str](), Counter(record.removed)
+    for path, part in parts.items():
         effects.update(part.effects)
-    sizes, less = measure_module(own), measure_module(mixed)
-    after = Sizes(
-        parameters=record.after.parameters - sizes.parameters + less.parameters,
-        macs=record.after.macs + sum(p.after.macs - p.before.macs for p in parts.values()),
-        bytes=record.after.bytes - sizes.bytes + less.bytes,
-    )
+        removed.update({f"{path}.{name}".rstrip("."): n for name, n in part.removed.items()})
+    saved_macs = sum(part.before.macs - part.after.macs for part in parts.values())
     record = replace(
         record,
-        after=after,
+        after=measure_module(mixed, record.after.macs - saved_macs),
         cuts=_cuts_of_parts(record, parts),
         effects=dict(effects),
+        removed=dict(removed),
         graph_reasons=tuple(f"{path} is a graph: {explain(path, shapes)}" for path in parts),
         notes=(*record.notes, *(f"{path}: {note}" for path, part in parts.items()
                                 for note in part.notes if note not in record.notes)),

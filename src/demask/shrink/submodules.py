@@ -111,8 +111,8 @@ def merge_records(
         effects=dict(effects),
         notes=tuple(dict.fromkeys(note for r in records.values() for note in r.notes)),
         inputs=inputs,
-        before=measure_module(model, {name: r.before for name, r in records.items()}),
-        after=measure_module(result, {name: r.after for name, r in records.items()}),
+        before=measure_module(model, sum(r.before.macs for r in records.values())),
+        after=measure_module(result, sum(r.after.macs for r in records.values())),
         removed={f"{name}.{key}".rstrip("."): count
                  for name, r in records.items() for key, count in r.removed.items()},
         decisions=tuple(replace(decision, place=name if decision.place == WHOLE

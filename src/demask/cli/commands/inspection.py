@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from rich.console import RenderableType
@@ -29,7 +29,7 @@ from demask.text_table import number_table, render_text
 
 @dataclass(frozen=True, slots=True)
 class ModuleShare:
-    """One module's own parameters (floating buffers included), and how many could be removed."""
+    """One module's own parameters, and how many could be removed."""
 
     module: str
     parameters: int
@@ -62,7 +62,8 @@ class Inspection:
         return {"report": self.report.to_dict(), "modules": modules, "ops": ops}
 
     def __str__(self) -> str:
-        return f"{self.report}\n\n{render_text(*_parts(self))}"
+        report = replace(self.report, removed={})  # its table has the rows of `modules`
+        return f"{report}\n\n{render_text(*_parts(self))}"
 
 
 def inspect_network(network: NetworkFile, step: ProgressStep, table: Table = TABLE) -> Inspection:
@@ -102,8 +103,7 @@ def _modules(slim: nn.Module, removed: Mapping[str, int]) -> tuple[ModuleShare, 
     original = {name.rpartition(".")[0] for name in record.cuts} | set(removed)
     left: Counter[str] = Counter()
     for name, tensor in _read_names(slim).items():
-        if tensor.is_floating_point():
-            left[name.rpartition(".")[0]] += tensor.numel()
+        left[name.rpartition(".")[0]] += tensor.numel()
     rows = [
         ModuleShare(module, left[module] + removed.get(module, 0), removed.get(module, 0))
         for module in original
@@ -112,13 +112,10 @@ def _modules(slim: nn.Module, removed: Mapping[str, int]) -> tuple[ModuleShare, 
 
 
 def _read_names(slim: nn.Module) -> dict[str, Tensor]:
-    """Every tensor once; a tied one under the name by which the graph reads it."""
+    """Every parameter once; a tied one under the name by which the graph reads it."""
     graph = cast(fx.Graph, slim.graph)
     read = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
-    names = [
-        *slim.named_parameters(remove_duplicate=False),
-        *slim.named_buffers(remove_duplicate=False),
-    ]
+    names = list(slim.named_parameters(remove_duplicate=False))
     names.sort(key=lambda row: not read & {row[0], row[0].rpartition(".")[0]})
     distinct = {id(tensor): (name, tensor) for name, tensor in reversed(names)}
     return dict(distinct.values())

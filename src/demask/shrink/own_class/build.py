@@ -217,15 +217,20 @@ def find_preserved_shapes(program: Program) -> list[PreservedShape]:
 
 
 def explain(path: str, shapes: Sequence[PreservedShape]) -> str:
-    """Why a module is a graph: the effects in it, and what would have to be masked alike."""
+    """Why a module is a graph, and what would have to be masked alike."""
     here = [place for place in shapes if is_below(place.path, [path])]
-    effects = ", ".join(dict.fromkeys(place.effect for place in here)) or "zeros"
-    return f"{effects}{advise(here)}"
+    return f"smaller layers alone would keep zeros in it{advise(here)}"
 
 
 def advise(shapes: Sequence[PreservedShape]) -> str:
-    several = dict.fromkeys(_join_words(place.layers) for place in shapes if len(place.layers) > 1)
-    return f": mask the same channels of {', or of '.join(several)}" if several else ""
+    """Which layers would have to be masked alike, those that share one as one group; else ''."""
+    groups: list[list[str]] = []
+    for place in shapes:
+        if len(place.layers) > 1:
+            joined = [group for group in groups if set(group) & set(place.layers)]
+            group = dict.fromkeys([*itertools.chain(*joined), *place.layers])
+            groups = [*(other for other in groups if other not in joined), list(group)]
+    return f": mask the same channels of {'; of '.join(map(_join_words, groups))}" if groups else ""
 
 
 def _reading_module(node: fx.Node) -> str:
@@ -234,19 +239,22 @@ def _reading_module(node: fx.Node) -> str:
 
 
 def _source_layer(node: fx.Node) -> str:
-    """The nearest module with parameters that a value is computed from."""
+    """The nearest module with a matrix or a kernel that a value is computed from; if there is none,
+    the nearest with parameters, such as a norm."""
     seen: set[fx.Node] = set()
-    stack = [node]
+    stack, others = [node], [""]
     while stack:
         here = stack.pop()
         if here in seen:
             continue
         seen.add(here)
-        reads = any(source.op == "get_attr" for source in here.all_input_nodes)
-        if reads and "effect" not in here.meta and path_of(here):
-            return path_of(here)
+        read = [source for source in here.all_input_nodes if source.op == "get_attr"]
+        if read and "effect" not in here.meta and path_of(here):
+            if any(source.meta["val"].ndim > 1 for source in read):
+                return path_of(here)
+            others.append(path_of(here))
         stack.extend(reversed(here.all_input_nodes))
-    return ""
+    return others[min(1, len(others) - 1)]
 
 
 def _join_words(names: Sequence[str]) -> str:

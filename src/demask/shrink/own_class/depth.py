@@ -35,16 +35,11 @@ class ShorterNetwork:
 
     def original_record(self, record: Provenance) -> Provenance:
         """The record of what the shorter network became, for the original network."""
-        lost = sum(self.removed.values())
-        size = next((p.element_size() for p in self.network.parameters()), 4)
-        before = replace(record.before, parameters=record.before.parameters + lost,
-                         bytes=record.before.bytes + lost * size)  # fmt: skip
         layers = ", ".join(self.removed)
         return replace(
             record,
             cuts={name: replace(cut, source=self._original(cut.source))
                   for name, cut in record.cuts.items()},
-            before=before,
             removed={**{self._original(path): n for path, n in record.removed.items()},
                      **self.removed},
             notes=(f"layers that add nothing were removed, and later ones renumbered: {layers}",
