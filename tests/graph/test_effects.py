@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import demask
 from demask.cli.read_network import read_network
@@ -351,6 +352,16 @@ def test_attributes_that_no_call_reads_are_no_state(kind: type[nn.Module]) -> No
     assert_same(net, slim, kind)
     own = demask.demask(kind().eval(), args)
     assert type(own) is kind and own.a.out_features == 4
+
+
+@pytest.mark.parametrize("kind", ["gru", "prune"])
+def test_what_a_call_sets_to_equal_values_is_no_note(kind: str) -> None:
+    """torch.export sets weights of recurrent layers, hooks of torch.nn.utils.prune masked ones."""
+    net: Any = nn.GRU(4, 6) if kind == "gru" else nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    if kind == "prune":
+        prune.ln_structured(net[0], "weight", 3, 2, 0)
+    slim = demask.demask(net.eval(), (torch.randn(3, 4),))
+    assert not any("a call of the model sets" in note for note in slim.demasked.notes)
 
 
 def test_demask_leaves_the_state_of_a_network_alone() -> None:

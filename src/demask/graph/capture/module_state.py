@@ -193,13 +193,21 @@ def check_state(
 ) -> tuple[str, ...]:
     """Notes on attributes that a call changes. Raises KeepsState where a later call depends on
     them: one of a sequence of calls returns something else than the same call of a new copy."""
-    names = tuple(f"{path}.{name}".lstrip(".") for path, name in changed)
-    if _depends_on_earlier_calls(model, inputs):
+    set_by_calls: dict[Attribute, None] = {}
+    if _depends_on_earlier_calls(model, inputs, set_by_calls):
         raise KeepsState(changed)
+    # torch.export sets more attributes than a call does.
+    names = [f"{path}.{name}".lstrip(".") for path, name in changed if (path, name) in set_by_calls]
+    if not names:
+        return ()
     return (f"a call of the model sets {', '.join(names[:5])}; a graph sets no attributes",)
 
 
-def _depends_on_earlier_calls(model: nn.Module, inputs: Inputs) -> bool:
+def _depends_on_earlier_calls(
+    model: nn.Module, inputs: Inputs, set_by_calls: dict[Attribute, None]
+) -> bool:
+    """Whether one of a sequence of calls returns something else than the same call of a new copy.
+    set_by_calls: filled with the attributes that calls set to other values."""
     called, changing = copy_with_state(model), set[Attribute]()
     for k, call in enumerate(_sequence(inputs)):
         try:
@@ -213,13 +221,24 @@ def _depends_on_earlier_calls(model: nn.Module, inputs: Inputs) -> bool:
             outputs = run_seeded(called, call)
         except Exception:
             return True
+        after = _attributes_of(called)
+        changes = list(_changed(before, after))
         if k:  # what the first call alone sets is a cache
-            changing |= set(_changed(before, _attributes_of(called)))
+            changing |= set(changes)
+        set_by_calls.update(dict.fromkeys(
+            name for name in changes if not _is_recomputed(before.get(name), after[name])
+        ))  # fmt: skip
         pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(outputs), strict=False)
         for a, b in pairs:
             if isinstance(a, Tensor) and not (isinstance(b, Tensor) and _is_equal(a, b)):
                 return True
     return False
+
+
+def _is_recomputed(before: Any, after: Any) -> bool:
+    """Whether fingerprints are of two tensors of the same values."""
+    tensors = [value[0] if isinstance(value, tuple) else None for value in (before, after)]
+    return all(isinstance(t, Tensor) for t in tensors) and _is_equal(*tensors)
 
 
 def _sequence(inputs: Inputs) -> Iterator[Inputs]:
