@@ -199,20 +199,14 @@ def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     own = as_class(call, candidate)
     least, size = candidate.record.after.parameters, measure_module(own).parameters
     uncalled = size - provenance_of(own).after.parameters  # of modules that a graph does not have
-    if size - uncalled <= CLASS_OVERHEAD * least:
-        return own
-    has_others = has_methods(own)
-    if not has_others and call.masks == "zeros":
+    is_larger = size - uncalled > CLASS_OVERHEAD * least
+    if is_larger and not has_methods(own) and call.masks == "zeros":
         own = _with_small_graphs(call, candidate, own)
         size = measure_module(own).parameters
     parts, called = len(provenance_of(own).graph_reasons), size - uncalled
+    if not parts:
+        _check_is_smaller(own, candidate)
     advice = advise(find_preserved_shapes(candidate.target))
-    if called == candidate.record.before.parameters and not has_others:
-        if called - least >= LEAST_OF_MODULE * called:
-            text = f"its own class would keep all {size:,} parameters"
-            warn_caller(f"demask() returns a graph with {least:,} parameters: {text} "
-                        f'(result="class"){advice}')  # fmt: skip
-            raise ProgramMismatch(text)
     if parts or called > CLASS_OVERHEAD * least:
         form = f"own class, with {parts} of its modules as graphs" if parts else "own class"
         advice += "; demask.prune.align does so" if advice else ""
@@ -221,6 +215,24 @@ def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
             f'{least:,} (result="graph"){advice}'
         )
     return own
+
+
+def _check_is_smaller(own: nn.Module, candidate: SmallerProgram) -> None:
+    """Raise ProgramMismatch, with a warning, where a network of the caller's class keeps all
+    parameters and MACs, of which a graph saves many, and has no methods that a graph lacks."""
+    before, here = candidate.record.before, provenance_of(own).after
+    least = candidate.record.after
+    sizes = {"parameters": (before.parameters, here.parameters, least.parameters),
+             "MACs": (before.macs, here.macs, least.macs)}  # fmt: skip
+    if has_methods(own) or any(size < full for full, size, _ in sizes.values()):
+        return
+    for unit, (full, _, fewer) in sizes.items():
+        if full - fewer >= max(1, LEAST_OF_MODULE * full):
+            text = f"its own class would keep all {full:,} {unit}"
+            advice = advise(find_preserved_shapes(candidate.target))
+            warn_caller(f"demask() returns a graph with {fewer:,} {unit}: {text} "
+                        f'(result="class"){advice}')  # fmt: skip
+            raise ProgramMismatch(text)
 
 
 def _with_small_graphs(call: DemaskCall, candidate: SmallerProgram, own: nn.Module) -> nn.Module:

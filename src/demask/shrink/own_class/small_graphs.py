@@ -21,6 +21,7 @@ from demask.graph.example_runs import Inputs, copy_in_eval
 from demask.graph.module_copy import structural_copy
 from demask.graph.result.resize import put_module
 
+METHODS = ("generate", "save_pretrained")
 LEAST_OF_MODULE, LEAST_OF_NETWORK = 0.2, 0.03  # parameters that a graph must save
 
 Demasked = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], nn.Module]
@@ -85,7 +86,7 @@ def _take_hooks(module: nn.Module) -> dict[str, Any]:
 
 def has_methods(network: nn.Module) -> bool:
     """Whether a network has methods of its own that call its modules in other ways."""
-    return any(hasattr(module, "generate") for module in network.modules())
+    return any(hasattr(module, method) for module in network.modules() for method in METHODS)
 
 
 def _count_parameters(network: nn.Module) -> dict[str, int]:
