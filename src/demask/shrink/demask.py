@@ -18,7 +18,7 @@ from demask.graph.capture.weight_hooks import apply_weight_hooks
 from demask.graph.input_domains import state_domains
 from demask.graph.isolation import in_isolation
 from demask.graph.provenance import provenance_of
-from demask.graph.result.resize import computed_tensors
+from demask.graph.result.computed_tensors import describe_plain
 from demask.ops import TABLE, Table
 from demask.shrink.check import describe_difference
 from demask.shrink.on_device import CPU, move_tensors, run_through_cpu
@@ -147,9 +147,7 @@ def demask(
         if written is None:
             raise
         slim = demask(written, args, kwargs, masks=masks, inputs=inputs, **options)
-    names = computed_tensors(unmasked) if isinstance(unmasked, nn.Module) else []
-    if names:
-        note = f"parametrizations become plain parameters of what they compute: {', '.join(names)}"
+    if note := describe_plain(unmasked, slim):
         record = provenance_of(slim)
         vars(slim)["demasked"] = replace(record, notes=(note, *record.notes))
     return remember_original(slim, unmasked, model, masks)

@@ -42,6 +42,7 @@ from demask.shrink.own_class.build import (
     resize,
 )
 from demask.shrink.own_class.numbers import is_below
+from demask.shrink.own_class.parametrizations import keep_parametrizations
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
 from demask.shrink.own_class.small_graphs import LEAST_OF_MODULE, has_methods, with_small_graphs
 from demask.shrink.pipeline import (
@@ -182,6 +183,7 @@ def as_unchanged_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module
     own = resize(
         model, Proof(program, target, record.cuts, (call.args, {}), lambda _: iter(()), ())
     )
+    keep_parametrizations(own, model, {})
     notes = (f"nothing is removed: {candidate.reasons[-1]}", *record.notes)
     record = replace(record, form="class", notes=notes)
     record_call(own, record, call.args, call.kwargs)
@@ -203,12 +205,12 @@ def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
         record = provenance_of(own)
     size, parts = record.after.parameters, len(record.graph_reasons)
     advice = advise(find_preserved_shapes(candidate.target))
-    if size == record.before.parameters and not has_others:
-        if size - least >= LEAST_OF_MODULE * size:
-            text = f"its own class would keep all {size:,} parameters"
-            warn_caller(f"demask() returns a graph with {least:,} parameters: {text} "
-                        f'(result="class"){advice}')  # fmt: skip
-            raise ProgramMismatch(text)
+    keeps_all = size == record.before.parameters and size - least >= LEAST_OF_MODULE * size
+    if keeps_all and not has_others:
+        text = f"its own class would keep all {size:,} parameters"
+        warn_caller(f"demask() returns a graph with {least:,} parameters: {text} "
+                    f'(result="class"){advice}')  # fmt: skip
+        raise ProgramMismatch(text)
     if parts or size > CLASS_OVERHEAD * least:
         form = f"own class, with {parts} of its modules as graphs" if parts else "own class"
         advice += "; demask.prune.align does so" if advice else ""
@@ -307,6 +309,7 @@ def _proved_class(
     proof = Proof(program, target, record.cuts, inputs, capture, forms)
     try:
         own = own_class(model, proof)
+        below = keep_parametrizations(own, model, record.cuts)
         wrong = call.check and describe_difference(
             own, model, call.args, call.kwargs, stated=call.stated, branching=branching
         )
@@ -319,7 +322,8 @@ def _proved_class(
         if is_strict() and branching is None:
             raise
         raise ProgramMismatch(described(error)) from error
-    record = replace(record, form="class", numbers=changed_numbers(model, own), effects={})
+    record = replace(record, form="class", numbers=changed_numbers(model, own), effects={},
+                     cuts={**record.cuts, **below})  # fmt: skip
     record_call(own, record, call.args, call.kwargs)
     return own
 
