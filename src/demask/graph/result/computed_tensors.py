@@ -110,7 +110,7 @@ def parametrized_tensors(root: nn.Module) -> Iterator[ComputedTensor]:
 
 def describe_plain(model: Any, slim: nn.Module) -> str:
     """A note on the tensors that a model computes otherwise than by a mask, and that are plain
-    parameters in a network made of it; "" if there are none."""
+    parameters in a smaller network; "" if there are none."""
     if not isinstance(model, nn.Module):
         return ""
     computed = {c.name for c in computed_tensors(slim)}

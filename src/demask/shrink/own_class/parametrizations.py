@@ -1,5 +1,5 @@
 """Parametrizations of the layers of a smaller network: the tensors below a weight are cut where
-that commutes with the parametrization, so that training goes on as it would have."""
+that commutes with the parametrization, so that training continues as it would have."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def keep_parametrizations(
     """
     reference = structural_copy(model, share=True)
     remove_parametrizations(reference, ComputedTensor.is_mask)
-    readers, kept = _count_readers(reference), {}
+    readers, below = _count_readers(reference), {}
     for computed in computed_tensors(reference):
         module = module_at(own, computed.path)
         plain = None if module is None else module._parameters.get(computed.leaf)
@@ -53,8 +53,8 @@ def keep_parametrizations(
         for name, source in sources.items():
             if any(axis is not None for axis in choice[name]):
                 whole = computed.source_name(name)
-                kept[whole] = Cut(whole, tuple(source.shape), choice[name])
-    return kept
+                below[whole] = Cut(whole, tuple(source.shape), choice[name])
+    return below
 
 
 def find_source_cuts(
