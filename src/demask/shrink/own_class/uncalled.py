@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
@@ -73,9 +72,9 @@ def let_uncalled_follow(
     smaller: Callable[[nn.Module], nn.Module],
     differ: Callable[[nn.Module, nn.Module], str],
 ) -> tuple[dict[str, Cut], list[str]]:
-    """Put modules that are called in train mode alone into a smaller network as they have to be
-    there, in place, where the rest of the network that is cut with them is the same; returns the
-    cuts of their tensors, and the modules that do not fit or are not called in train mode either.
+    """Put modules that are called in train mode alone into a smaller network as they are in the
+    result for train mode, in place, where the network then computes the same in that mode; returns
+    the cuts of their tensors, and the modules that do not fit or are not called there either.
 
     own: a network of the model's class. smaller: what demask() returns in the class of a network.
     differ: how two networks differ for the same inputs; "" if they do not.
@@ -88,14 +87,14 @@ def let_uncalled_follow(
             return {}, others
         other = smaller(whole)
         before = {path: own.get_submodule(path) for path in called}
-        if _equal_but(own, other, uncalled):
-            for path, module in before.items():
-                put_module(own, path, _with_modes(other.get_submodule(path), module))
-            if not _differ(own, whole, uncalled, differ):
-                cuts = provenance_of(other).cuts
-                return {name: how for name, how in cuts.items() if is_below(name, called)}, others
-            for path, module in before.items():
-                put_module(own, path, module)
+        after = {path: _with_modes(other.get_submodule(path), m) for path, m in before.items()}
+        for path, module in after.items():
+            put_module(own, path, module)
+        if not _differ(own, whole, uncalled, differ):
+            cuts = provenance_of(other).cuts
+            return {name: how for name, how in cuts.items() if is_below(name, called)}, others
+        for path, module in before.items():
+            put_module(own, path, module)
     return {}, list(uncalled)
 
 
@@ -138,16 +137,6 @@ def _differ(
         return bool(differ(smaller, whole))
     except Exception:  # layers that do not fit each other
         return True
-
-
-def _equal_but(own: nn.Module, other: nn.Module, paths: Sequence[str]) -> bool:
-    """Whether networks have equal tensors, but for those below `paths`."""
-    states = [{name: tensor for name, tensor in network.state_dict().items()
-               if not is_below(name, paths)} for network in (own, other)]  # fmt: skip
-    return states[0].keys() == states[1].keys() and all(
-        tensor.shape == states[1][name].shape and torch.equal(tensor, states[1][name])
-        for name, tensor in states[0].items()
-    )
 
 
 def _with_modes(module: nn.Module, like: nn.Module) -> nn.Module:
