@@ -11,12 +11,16 @@ from demask.errors import BadInput
 from demask.failures import public
 from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Cut
+from demask.graph.result.computed_tensors import (
+    computed_tensors,
+    remove_parametrizations,
+    run_hooks,
+)
 from demask.graph.result.resize import (
     assign_tensor,
     has_numbers,
     module_at,
     numbers_of,
-    remove_parametrizations,
     tensors_of,
     update_attributes,
 )
@@ -38,7 +42,8 @@ def resize(
     Args:
         model: an instance of the network's class, with the sizes before the network was demasked.
         state_dict: tensors by name, from `state_dict()` of a network that `demask.demask` returned
-            in the model's own class, or from a safetensors file. They are copied.
+            in the model's own class, or from a safetensors file. They are copied. Parametrizations
+            of the model whose tensors are not among them become plain.
         numbers: by name of a module, new values of attributes that the module's code reads and that
             layers do not have, such as {"layers.0.attention": {"num_heads": 2}}. The demasked
             network has them as `slim.demasked.numbers`. Default: None, which derives them from the
@@ -72,7 +77,9 @@ def resize(
         raise BadInput("expected numbers as a mapping from names of modules to mappings from "
                        f"attributes to values, got {numbers!r:.60}")  # fmt: skip
     copy = structural_copy(model, share=True)
-    remove_parametrizations(copy)
+    remove_parametrizations(copy, lambda c: not state_dict.keys() >= set(c.source_names()))
+    computed = {c.name: c.value() for c in computed_tensors(copy)}
+    state_dict = {name: t for name, t in state_dict.items() if name not in computed}
     originals = dict(tensors_of(copy))
     _check_names(originals.keys(), copy.state_dict().keys(), state_dict.keys())
     cuts: dict[str, Cut] = {}
@@ -89,8 +96,15 @@ def resize(
         if not assign_tensor(copy, name, tensors[id(tensor)]):
             raise BadInput(f"the model has no place for {name!r}")
     _own_the_rest(copy, set(state_dict))
-    for module in copy.modules():
+    run_hooks(copy)
+    for c in computed_tensors(copy):
+        if computed[c.name].shape != (value := c.value()).shape:
+            cuts[c.name] = _cut(c.name, computed[c.name], value)
+    modes = {module: module.training for module in copy.modules()}
+    copy.eval()  # weights of a spectral norm change when they are read in train mode
+    for module, training in modes.items():
         update_attributes(module)
+        module.training = training
     for _ in fitting_configs(copy):
         if _agrees(copy, numbers):
             return copy

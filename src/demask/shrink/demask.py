@@ -18,7 +18,7 @@ from demask.graph.capture.weight_hooks import apply_weight_hooks
 from demask.graph.input_domains import state_domains
 from demask.graph.isolation import in_isolation
 from demask.graph.provenance import provenance_of
-from demask.graph.result.resize import computed_tensors
+from demask.graph.result.computed_tensors import describe_plain
 from demask.ops import TABLE, Table
 from demask.shrink.check import describe_difference
 from demask.shrink.on_device import CPU, move_tensors, run_through_cpu
@@ -79,7 +79,7 @@ def demask(
             hooks and attributes; zeros stay where smaller shapes alone cannot remove them. "graph":
             the smallest network, an `fx.GraphModule`, which may have additional ops such as pads.
             "auto" (default): the class; where a graph would have 5 % fewer parameters, blocks in
-            which that saves most are graph modules in it, and a graph comes back where the class
+            which that saves most are graph modules in it, and a graph is returned where the class
             keeps every parameter and a graph has 20 % fewer; both not for models with `generate`.
             A warning says where the class costs more than 5 %.
         inputs: the values that inputs may have, by name of an argument of forward, for the random
@@ -148,9 +148,7 @@ def demask(
         if written is None:
             raise
         slim = demask(written, args, kwargs, masks=masks, inputs=inputs, **options)
-    names = computed_tensors(unmasked) if isinstance(unmasked, nn.Module) else []
-    if names:
-        note = f"parametrizations become plain parameters of what they compute: {', '.join(names)}"
+    if note := describe_plain(unmasked, slim):
         record = provenance_of(slim)
         vars(slim)["demasked"] = replace(record, notes=(note, *record.notes))
     return _with_origin(slim, unmasked, model, masks)

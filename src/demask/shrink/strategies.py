@@ -42,8 +42,14 @@ from demask.shrink.own_class.build import (
     resize,
 )
 from demask.shrink.own_class.numbers import is_below
+from demask.shrink.own_class.parametrizations import keep_parametrizations
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
 from demask.shrink.own_class.small_graphs import LEAST_OF_MODULE, has_methods, with_small_graphs
+from demask.shrink.own_class.uncalled import (
+    describe_uncalled,
+    find_uncalled,
+    let_uncalled_follow,
+)
 from demask.shrink.pipeline import (
     NORMAL_FORMS,
     compose_cuts,
@@ -185,6 +191,7 @@ def as_unchanged_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module
     own = resize(
         model, Proof(program, target, record.cuts, (call.args, {}), lambda _: iter(()), ())
     )
+    keep_parametrizations(own, model, {})
     notes = (f"nothing is removed: {candidate.reasons[-1]}", *record.notes)
     record = replace(record, form="class", notes=notes)
     record_call(own, record, call.args, call.kwargs)
@@ -287,7 +294,14 @@ def _cuts_of_parts(record: Provenance, parts: Mapping[str, Provenance]) -> dict[
 
 def as_graph(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     """One graph, of the smallest program."""
-    record = replace(candidate.record, graph_reasons=candidate.reasons)
+    record, inputs = candidate.record, (call.args, dict(call.kwargs or {}))
+    model, names = call.model, []
+    if isinstance(model, nn.Module):
+        names = find_uncalled(model, candidate.program, inputs)
+    if names:
+        note = f"a graph has no modules that are not called in eval mode: {', '.join(names)}"
+        record = replace(record, notes=(note, *record.notes))
+    record = replace(record, graph_reasons=candidate.reasons)
     originals = originals_of(call.model, candidate.program)
     slim = build(candidate.target, record, originals=originals)
     if not call.check:
@@ -320,6 +334,7 @@ def _proved_class(
     proof = Proof(program, target, record.cuts, inputs, capture, forms)
     try:
         own = own_class(model, proof)
+        below = keep_parametrizations(own, model, record.cuts)
         wrong = call.check and describe_difference(
             own, model, call.args, call.kwargs, stated=call.stated, branching=branching
         )
@@ -332,7 +347,17 @@ def _proved_class(
         if is_strict() and branching is None:
             raise
         raise ProgramMismatch(described(error)) from error
-    record = replace(record, form="class", numbers=changed_numbers(model, own), effects={})
+    cuts = {**record.cuts, **below}
+    if uncalled := find_uncalled(model, program, inputs):
+        more, rest = let_uncalled_follow(
+            own, model, uncalled, inputs,
+            lambda other: first_result(replace(call, model=other), "smaller class"),
+            lambda a, b: describe_difference(a, b, call.args, call.kwargs, stated=call.stated),
+        )  # fmt: skip
+        cuts |= more
+        record = replace(record, notes=(*describe_uncalled(model, rest, cuts), *record.notes))
+    numbers = changed_numbers(model, own)
+    record = replace(record, form="class", numbers=numbers, effects={}, cuts=cuts)
     record_call(own, record, call.args, call.kwargs)
     return own
 

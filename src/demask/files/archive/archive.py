@@ -52,6 +52,7 @@ from demask.graph.result.demasked_module import Demasked, apply_pass
 from demask.graph.result.module_calls import KINDS as MODULES
 from demask.graph.result.module_calls import create_without_memory
 from demask.graph.result.recurrent_modules import refresh_tensors
+from demask.graph.result.resize import tensors_of
 from demask.graph.result.restore_modules import join_twins
 from demask.graph.result.uncalled_modules import is_holder
 from demask.ops import schema
@@ -140,7 +141,13 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
     rows = [row for row in document["tensors"] if row["persistent"]]
     state = {row["name"]: _make_tensor(stored[row["stored"]], False, False, row["order"])
              for row in rows}  # fmt: skip
-    result = build_class(own, state) if into is None else resize(into, state, slim.demasked.numbers)
+    if into is None:
+        result = build_class(own, state)
+    else:
+        known, sources = {name for name, _ in tensors_of(into)}, nn.Module()
+        _attach_tensors(sources, _sources(document), stored)
+        state |= {name: tensor for name, tensor in tensors_of(sources) if name in known}
+        result = resize(into, state, slim.demasked.numbers)
     if result is None:
         name = str(own.get("class") if isinstance(own, dict) else own).rpartition(".")[2]
         warn_caller(f"demask.load() returns a graph: for the network's own class, pass "
@@ -187,7 +194,8 @@ def _read_tensors(archive: zipfile.ZipFile, document: Any) -> dict[str, Tensor]:
 
 def _stored_otherwise(document: Any) -> dict[Any, torch.dtype]:
     """The dtypes of the tensors that are stored as numbers of another one, by key."""
-    rows = [row for row in _typed(document, "tensors", list, of=dict) if "dtype" in row]
+    rows = [row for row in (*_typed(document, "tensors", list, of=dict), *_sources(document))
+            if "dtype" in row]  # fmt: skip
     if unknown := [row["dtype"] for row in rows if str(row["dtype"]) not in DTYPES]:
         raise RefusedFile(f"{GRAPH}: a tensor of the dtype {unknown[0]!r:.40}")
     return {str(row.get("stored")): DTYPES[row["dtype"]] for row in rows}
@@ -292,6 +300,11 @@ def _check_own(graph: fx.Graph, slim: nn.Module) -> None:
             own.check(map_arg(schema.arguments(node), value))
         except (BadInput, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise RefusedFile(f"node {node.name!r}: {error}") from error
+
+
+def _sources(document: Mapping[str, Any]) -> Any:
+    """The rows of tensors from which parametrizations compute others; earlier files have none."""
+    return _typed(document, "sources", list, of=dict) if "sources" in document else []
 
 
 def _typed(data: Mapping[str, Any], key: str, kind: type, of: type | None = None) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from demask.errors import BadInput, RefusedFile
 from demask.files.archive.node_codec import decode, encode
 from demask.graph.result.class_result import is_class_result
+from demask.graph.result.computed_tensors import parametrized_tensors
 from demask.graph.result.module_calls import KINDS as MODULES
 from demask.graph.result.module_calls import constructor_arguments, create_without_memory, kind_of
 
@@ -79,7 +80,7 @@ def _describe_layers(module: nn.Module) -> dict[str, Any]:
         layers = [[name, _describe_layers(layer)] for name, layer in module.named_children()]
         return {"type": "Sequential", "layers": layers}
     kind = kind_of(module)
-    if kind is None or type(module) is not kind:
+    if kind is None or type(module) is not kind or any(parametrized_tensors(module)):
         raise BadInput(f"a {type(module).__name__} is no layer of torch")
     fields = dict(constructor_arguments(module, kind))
     return {"type": kind.__name__, **{name: encode(value) for name, value in fields.items()}}

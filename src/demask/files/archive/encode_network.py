@@ -16,7 +16,8 @@ from demask.errors import BadInput, RefusedFile
 from demask.files.archive.class_record import describe_class
 from demask.files.archive.node_codec import encode, encode_target, encode_value
 from demask.graph.provenance import provenance_of
-from demask.graph.result.class_result import as_graph
+from demask.graph.result.class_result import as_graph, is_class_result
+from demask.graph.result.computed_tensors import parametrized_tensors
 from demask.graph.result.demasked_module import Demasked
 from demask.graph.result.module_calls import KINDS as MODULES
 from demask.graph.result.module_calls import constructor_arguments, create_without_memory, kind_of
@@ -32,7 +33,7 @@ def encode_network(slim: nn.Module) -> tuple[str, bytes]:
     BadInput for a module, an op or a type of argument that cannot be stored."""
     provenance_of(slim)
     graph: fx.GraphModule = as_graph(slim, every_size=True)
-    table, stored = _tensor_table(graph)
+    table, stored = _tensor_table(graph, _sources(slim))
     document = {
         "format": "demask",
         "version": VERSION,
@@ -40,7 +41,7 @@ def encode_network(slim: nn.Module) -> tuple[str, bytes]:
         **_signature(graph),
         "nodes": [_encode_node(node) for node in graph.graph.nodes],
         "modules": dict(_module_specs(graph)),
-        "tensors": table,
+        **table,
         "training": [name for name, module in graph.named_modules() if module.training],
         "demasked": provenance_of(graph).to_dict(),
         **_extra(graph),
@@ -102,10 +103,21 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in module.state_dict().items()}
 
 
-def _tensor_table(slim: fx.GraphModule) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+def _sources(slim: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """What a network of the caller's class computes tensors from that are plain in its graph."""
+    for computed in parametrized_tensors(slim) if is_class_result(slim) else ():
+        for name, tensor in computed.sources().items():
+            yield computed.source_name(name), tensor, True
+
+
+def _tensor_table(
+    slim: fx.GraphModule, sources: Iterator[tuple[str, Tensor, bool]]
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Tensor]]:
     """Per tensor a row with its name, properties and key of its values; and the values by key."""
-    table, stored, keys = [], {}, {}
-    for name, tensor, persistent in named_tensors(slim):
+    table: dict[str, list[dict[str, Any]]] = {"tensors": [], "sources": []}
+    stored, keys = {}, {}
+    named = [("tensors", *row) for row in named_tensors(slim)]
+    for part, name, tensor, persistent in (*named, *(("sources", *row) for row in sources)):
         order = _dimension_order(tensor)
         if id(tensor) not in keys:
             keys[id(tensor)] = f"t{len(keys)}"
@@ -122,7 +134,7 @@ def _tensor_table(slim: fx.GraphModule) -> tuple[list[dict[str, Any]], dict[str,
         }
         if tensor.dtype in PARTS:
             row["dtype"] = str(tensor.dtype).removeprefix("torch.")
-        table.append(row)
+        table[part].append(row)
     return table, stored
 
 

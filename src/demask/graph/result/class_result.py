@@ -19,6 +19,7 @@ from demask.graph.capture.functionalize import functionalize
 from demask.graph.input_specs import input_specs
 from demask.graph.program import Program
 from demask.graph.provenance import InputSpec, Provenance
+from demask.graph.result.computed_tensors import parametrized_tensors
 from demask.graph.result.demasked_module import attach, build
 from demask.graph.result.resize import tensors_of
 
@@ -101,6 +102,8 @@ def as_graph(module: Any, *, every_size: bool = False) -> Any:
     record = replace(record, guards=program.guards, inputs=tuple(sizes))
     graph = build(program, record).train(module.training)
     names = {name for name, _ in tensors_of(graph)}
+    for computed in parametrized_tensors(module):
+        names.update(computed.source_names())  # the graph has what they compute
     for name, tensor in tensors_of(module):  # tensors that this call does not read
         if name not in names:
             attach(graph, name, tensor)

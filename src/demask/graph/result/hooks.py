@@ -6,23 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import prune
 
+from demask.graph.result.computed_tensors import computes_tensor
 from demask.graph.result.resize import module_at
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_COMPUTED = ("WeightNorm", "SpectralNorm")
-
-
-def computes_weight(hook: Any) -> bool:
-    """Whether a hook is one of torch's that compute a weight, a constant of the program."""
-    return isinstance(hook, prune.BasePruningMethod) or type(hook).__name__ in _COMPUTED
 
 
 def user_hooks(module: nn.Module) -> list[Any]:
     """The hooks that a user registered on a module."""
     both = (hook for hooks in HOOKS for hook in getattr(module, hooks).values())
-    return [hook for hook in both if not computes_weight(hook)]
+    return [hook for hook in both if not computes_tensor(hook)]
 
 
 def describe_lost_hooks(model: nn.Module, network: nn.Module) -> Iterator[str]:

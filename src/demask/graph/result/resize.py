@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils import parametrize, prune
 
 from demask.compat.modules import ConvNd, NormBase
 from demask.ops import schema
@@ -37,70 +35,6 @@ def tensors_of(root: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers, with all their names."""
     return [*root.named_parameters(remove_duplicate=False),
             *root.named_buffers(remove_duplicate=False)]  # fmt: skip
-
-
-def remove_parametrizations(root: nn.Module) -> None:
-    """Replace pruned and parametrized tensors by the computed tensors, in place. Tensors that are
-    shared with another model are not written to."""
-    for module in root.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, prune.BasePruningMethod):
-                _plain(module, hook._tensor_name, hook.apply_mask(module), ("_orig", "_mask"))
-            elif type(hook).__name__ == "WeightNorm":
-                _plain(module, hook.name, hook.compute_weight(module), ("_g", "_v"))  # type: ignore[attr-defined]
-            else:
-                continue
-            del module._forward_pre_hooks[key]
-        if parametrize.is_parametrized(module):
-            stored: Any = module._modules.pop("parametrizations")
-            values = {name: _computed(stored[name]) for name in stored}
-            # Not by torch's function, which changes the class that copies share.
-            module.__class__ = type(module).__bases__[0]
-            for name, (value, grad) in values.items():
-                tensor = value.detach().clone()
-                if grad is None:
-                    module.register_buffer(name, tensor)
-                else:
-                    module.register_parameter(name, nn.Parameter(tensor, grad))
-
-
-def computed_tensors(root: nn.Module) -> list[str]:
-    """The tensors that parametrizations compute otherwise than by a mask, such as
-    "0.weight (WeightNorm)": what a result has in their place is a plain parameter."""
-    texts = []
-    for path, module in root.named_modules():
-        for hook in module._forward_pre_hooks.values():
-            if type(hook).__name__ == "WeightNorm":
-                name: Any = getattr(hook, "name", "weight")
-                texts.append(f"{path}.{name} (WeightNorm)".lstrip("."))
-        stored: Any = module._modules.get("parametrizations")
-        for name in stored if parametrize.is_parametrized(module) else ():
-            originals = [p for p in stored[name]._parameters.values() if p is not None]
-            value = stored[name]()
-            one = originals[0] if len(originals) == 1 else None
-            if one is not None and torch.equal(value, one * (value != 0)):
-                continue  # a mask
-            kinds = ", ".join(type(part).__name__.lstrip("_") for part in stored[name])
-            texts.append(f"{path}.{name} ({kinds})".lstrip("."))
-    return texts
-
-
-def _computed(parametrization: Any) -> tuple[Tensor, bool | None]:
-    """The tensor that parametrizations compute, and whether its parameters require gradients; None
-    for buffers."""
-    originals = [p for p in parametrization._parameters.values() if p is not None]
-    return parametrization(), any(p.requires_grad for p in originals) if originals else None
-
-
-def _plain(module: nn.Module, name: str, value: Tensor, suffixes: Sequence[str]) -> None:
-    """Replace the tensors that a tensor is computed from (its name with these suffixes) by it."""
-    sources = [module._parameters.get(name + suffix) for suffix in suffixes]
-    grad = any(p is not None and p.requires_grad for p in sources)
-    vars(module).pop(name, None)
-    for suffix in suffixes:
-        module._parameters.pop(name + suffix, None)
-        module._buffers.pop(name + suffix, None)
-    module.register_parameter(name, nn.Parameter(value.detach().clone(), grad))
 
 
 def _linear(m: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from demask.graph.program import Program
-from demask.graph.result.hooks import computes_weight
+from demask.graph.result.computed_tensors import computes_tensor
 from demask.graph.result.module_calls import (
     READS,
     ROWS,
@@ -320,7 +320,7 @@ def _copy_of(module: nn.Module) -> nn.Module:
                      for name, value in vars(module).items()}  # fmt: skip
     copy._modules.pop("parametrizations", None)
     for key, hook in list(copy._forward_pre_hooks.items()):
-        if computes_weight(hook):
+        if computes_tensor(hook):
             del copy._forward_pre_hooks[key]
     return copy
 

@@ -22,11 +22,11 @@ from demask.graph.capture.fold_constants import plain_name
 from demask.graph.module_copy import structural_copy
 from demask.graph.program import Constant, Program, path_of
 from demask.graph.provenance import Cut, Positions
+from demask.graph.result.computed_tensors import remove_parametrizations
 from demask.graph.result.demasked_module import Demasked
 from demask.graph.result.resize import (
     assign_tensor,
     numbers_of,
-    remove_parametrizations,
     tensors_of,
     update_attributes,
 )

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from demask.errors import DemaskError
 from demask.graph.example_runs import Inputs, copy_in_eval
 from demask.graph.module_copy import structural_copy
+from demask.graph.result.computed_tensors import remove_parametrizations
 from demask.graph.result.resize import put_module
 
 METHODS = ("generate", "save_pretrained")
@@ -49,7 +50,9 @@ def with_small_graphs(
 
     demasked: the graph that computes a module, for the args and kwargs of its call.
     """
-    zeros, sizes = _count_zeros(own), _count_parameters(own)
+    plain = structural_copy(own, share=True)
+    remove_parametrizations(plain)
+    zeros, sizes = _count_zeros(plain), _count_parameters(own)
     least = {path: max(LEAST_OF_MODULE * size, LEAST_OF_NETWORK * sizes[""])
              for path, size in sizes.items()}  # fmt: skip
     wanted = [path for path, count in zeros.items() if path and count >= least[path]]

@@ -56,7 +56,10 @@ def _carry_dict(
     for name, value in plain.items():
         mask = plain.get(f"{name.removesuffix('_orig')}_mask") if name.endswith("_orig") else None
         values[plain_name(name)] = value if mask is None else value * mask
-    values |= plain
+    # Of what parametrizations compute, no entry is the average.
+    computed = {piece.source for piece in origin.pieces.values() if len(piece.parameters) > 0
+                and not piece.has_state and piece.source not in piece.parameters}  # fmt: skip
+    values = {name: value for name, value in values.items() if name not in computed} | plain
     new = {prefix + name: t for name, t in _average(slim, values, origin).state_dict().items()}
     own = {prefix + name for name in plain}
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import parametrize
 
 from demask.errors import BadInput
 from demask.failures import described, public
 from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import provenance_of
+from demask.graph.result.computed_tensors import run_hooks
 from demask.graph.result.demasked_module import Demasked
 from demask.graph.result.origin import Origin, Piece, get_origin
 from demask.shrink.check import describe_difference
@@ -128,10 +129,7 @@ def _fill(
         for name, piece in pieces.items():
             if name in own:
                 _write(large, piece, _part(own[name], piece))
-        for module in large.modules():  # weights that hooks compute before a call
-            for hook in module._forward_pre_hooks.values():
-                if isinstance(hook, prune.BasePruningMethod):
-                    setattr(module, hook._tensor_name, hook.apply_mask(module))
+        run_hooks(large)
 
 
 def _part(tensor: Tensor, piece: Piece) -> Tensor:

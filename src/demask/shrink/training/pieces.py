@@ -17,8 +17,9 @@ from demask.graph.capture.declared_masks import Masks
 from demask.graph.capture.fold_constants import plain_name
 from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Cut, Positions, Provenance
+from demask.graph.result.computed_tensors import parametrized_tensors, remove_parametrizations
 from demask.graph.result.origin import Origin, OriginalParameter, Piece, set_origin
-from demask.graph.result.resize import remove_parametrizations, tensors_of
+from demask.graph.result.resize import tensors_of
 from demask.shrink.emit.constant_store import cut
 
 
@@ -26,9 +27,10 @@ from demask.shrink.emit.constant_store import cut
 class NetworkTensors:
     """The tensors of a network under all their names.
 
-    values: parameters and buffers as layers read them, masked and parametrized. raw: for each
-    parameter of `values`, the names of the parameters that it is computed from, its own if it is
-    plain. parameters: by these names; tied ones have the first of their names in `raw`.
+    values: parameters and buffers as layers read them, masked and parametrized, and what
+    parametrizations compute them from. raw: for each parameter of `values`, the names of the
+    parameters that it is computed from, its own if it is stored. parameters: by these names; tied
+    ones have the first of their names in `raw`.
     """
 
     values: Mapping[str, Tensor]
@@ -37,22 +39,27 @@ class NetworkTensors:
 
     @classmethod
     def of(cls, network: nn.Module | ExportedProgram) -> NetworkTensors:
+        computed_from: dict[str, str] = {}
         if isinstance(network, ExportedProgram):
             named: list[tuple[str, Any]] = list(network.named_parameters())
             values = {plain_name(name): tensor.detach()
                       for name, tensor in [*named, *network.named_buffers()]}  # fmt: skip
         else:
             named = list(network.named_parameters(remove_duplicate=False))
-            with torch.no_grad():
-                plain = structural_copy(network, share=True)
-                remove_parametrizations(plain)
+            plain = structural_copy(network, share=True)
+            remove_parametrizations(plain)
             values = {name: tensor.detach() for name, tensor in tensors_of(plain)}
+            for computed in parametrized_tensors(network):
+                computed_from |= dict.fromkeys(computed.source_names(), computed.name)
+            values |= {name: tensor.detach() for name, tensor in tensors_of(network)
+                       if name in computed_from}  # fmt: skip
         first: dict[int, str] = {}
         raw: dict[str, tuple[str, ...]] = {}
         for name, parameter in named:
             own = first.setdefault(id(parameter), name)
             plain_one = name if name in values else plain_name(name)
-            raw[plain_one] = (*raw.get(plain_one, ()), own)
+            for one in {plain_one, computed_from.get(name, plain_one)}:
+                raw[one] = (*raw.get(one, ()), own)
         return cls(values, raw, {name: p for name, p in named if first[id(p)] == name})
 
 
@@ -82,11 +89,12 @@ def find_origin(
     tensors of `model`, with all masks."""
     record: Any = getattr(slim, "demasked", None)
     cuts = _cuts_of(record) if isinstance(record, Provenance) else {}
-    parameters = NetworkTensors.of(model).parameters
-    values = NetworkTensors.of(slim).values
+    parameters, own = NetworkTensors.of(model).parameters, NetworkTensors.of(slim)
     pieces: dict[str, Piece] = {}
     added: dict[str, Tensor] = {}
-    for name, tensor in values.items():
+    for name, tensor in own.values.items():
+        if any(source != name and source in original.values for source in own.raw.get(name, ())):
+            continue  # its sources are pieces of the original's
         piece = _find_piece(name, tensor, cuts.get(name), original, parameters)
         if piece is not None:
             pieces[name] = piece
