@@ -42,6 +42,7 @@ from demask.shrink.own_class.build import (
     resize,
 )
 from demask.shrink.own_class.numbers import is_below
+from demask.shrink.own_class.pretrained import SAVE, CheckedSave, check_saves
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
 from demask.shrink.own_class.small_graphs import LEAST_OF_MODULE, has_methods, with_small_graphs
 from demask.shrink.pipeline import (
@@ -185,6 +186,7 @@ def as_unchanged_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module
     notes = (f"nothing is removed: {candidate.reasons[-1]}", *record.notes)
     record = replace(record, form="class", notes=notes)
     record_call(own, record, call.args, call.kwargs)
+    check_saves(own)
     return own
 
 
@@ -277,9 +279,12 @@ def as_graph(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     record = replace(candidate.record, graph_reasons=candidate.reasons)
     originals = originals_of(call.model, candidate.program)
     slim = build(candidate.target, record, originals=originals)
-    if not call.check:
-        return slim
-    return check_result(slim, candidate.program, call.model, call.args, call.kwargs, call.stated)
+    if call.check:
+        inputs = call.args, call.kwargs, call.stated
+        slim = check_result(slim, candidate.program, call.model, *inputs)
+    if hasattr(call.model, SAVE):
+        vars(slim)[SAVE] = CheckedSave(slim)
+    return slim
 
 
 STRATEGIES: Mapping[str, tuple[Callable[[DemaskCall, SmallerProgram], nn.Module], ...]] = {

@@ -20,6 +20,7 @@ from demask.files.archive.node_codec import decode, encode
 from demask.graph.result.class_result import is_class_result
 from demask.graph.result.module_calls import KINDS as MODULES
 from demask.graph.result.module_calls import constructor_arguments, create_without_memory, kind_of
+from demask.shrink.own_class.pretrained import check_saves
 
 _MODEL = re.compile(r"transformers\.models\.\w+\.modeling_\w+", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -60,6 +61,7 @@ def build_class(record: Any, state: Mapping[str, Tensor]) -> nn.Module | None:
         return None
     own = network.state_dict()
     network.load_state_dict({name: state[name] for name in own}, assign=True)
+    check_saves(network)
     return network
 
 
