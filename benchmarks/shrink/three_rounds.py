@@ -43,7 +43,7 @@ TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 
 class Case:
     """A network, its example, and how a round masks it.
 
-    zero: sets more of the network to zero, in the given round. prompt: what `generate` continues.
+    zero: sets more of the network to zero, in the round of a number. prompt: what `generate` continues.
     """
 
     network: Any
@@ -239,9 +239,9 @@ def file_of(network: Any, case: Case) -> str:
             network.save_pretrained(folder)
         except demask.BadInput as error:
             return f"refused: {str(error).partition('config: ')[2].partition('. Use')[0]}"
-        again, found = type(network).from_pretrained(folder, output_loading_info=True)
-        if any(found.values()):
-            return f"differs: {found}"
+        again, loading = type(network).from_pretrained(folder, output_loading_info=True)
+        if any(loading.values()):
+            return f"differs: {loading}"
         return f"read again, outputs differ by {furthest(network, again.eval(), case.inputs):.0e}"
 
 

@@ -205,12 +205,12 @@ def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
         record = provenance_of(own)
     size, parts = record.after.parameters, len(record.graph_reasons)
     advice = advise(find_preserved_shapes(candidate.target))
-    if size == record.before.parameters and not has_others:
-        if size - least >= LEAST_OF_MODULE * size:
-            text = f"its own class would keep all {size:,} parameters"
-            warn_caller(f"demask() returns a graph with {least:,} parameters: {text} "
-                        f'(result="class"){advice}')  # fmt: skip
-            raise ProgramMismatch(text)
+    saved = size - least if size == record.before.parameters and not has_others else 0
+    if saved and saved >= LEAST_OF_MODULE * size:
+        text = f"its own class would keep all {size:,} parameters"
+        warn_caller(f"demask() returns a graph with {least:,} parameters: {text} "
+                    f'(result="class"){advice}')  # fmt: skip
+        raise ProgramMismatch(text)
     if parts or size > CLASS_OVERHEAD * least:
         form = f"own class, with {parts} of its modules as graphs" if parts else "own class"
         advice += "; demask.prune.align does so" if advice else ""
