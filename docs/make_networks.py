@@ -24,7 +24,9 @@ the batch dynamic, and the length of texts or the size of images where the netwo
 own choice; the result is compared with the original at other batches and sizes. *Error*: the
 largest difference in any cell relative to the largest output, in float64 (at most 1e-10; † where
 the network's own code casts to float32: at most 64 units in its last place). *What came back*:
-the network's own *class*; that with graphs for some *parts*; or a *graph*.
+the network's own *class*; that with graphs for some *parts*; or a *graph*. *The class costs*: in
+how many of its cells it has over 5 % more parameters than one graph, and the most. Both are empty
+for networks that were last measured before results had the caller's class.
 
 Made by `python docs/make_networks.py` from what the nightly tests wrote; a test keeps it so.
 """
@@ -100,6 +102,13 @@ def forms(lines: dict[str, Line], masks: Sequence[str]) -> str:
     )
 
 
+def cost(lines: Iterable[Line]) -> str:
+    """How many results have over 5 % more parameters than a graph, and the most, in %."""
+    more = [line["after"] / line["graph"] - 1 for line in lines if line.get("graph")]
+    over = sum(share > 0.05 for share in more)
+    return f"{over} of {len(more)}, {max(more):.0%}" if more else ""
+
+
 def columns(lines: Sequence[Line], known: dict[str, str]) -> list[str]:
     """The masks that lines have, those with words first."""
     masks = {line["mask"] for line in lines}
@@ -112,13 +121,13 @@ def table(lines: Sequence[Line], masks: Sequence[str]) -> str:
     for line in lines:
         named.setdefault(line["network"], {})[line["mask"]] = line
     formed = any("form" in line for line in lines)
-    last = ["error", "what came back"] if formed else ["error"]
+    last = ["error", "what came back", "the class costs"] if formed else ["error"]
     rows = [["network", *(mask.replace("_", " ") for mask in masks), *last]]
-    rows += [["---"] + ["--:"] * (len(masks) + 1) + ["---"] * formed]
+    rows += [["---"] + ["--:"] * (len(masks) + 1) + ["---"] * 2 * formed]
     for name in sorted(named):
         by_mask = named[name]
         row = [name, *(cell(by_mask.get(mask)) for mask in masks), worst(by_mask.values())]
-        rows.append([*row, forms(by_mask, masks)] if formed else row)
+        rows.append([*row, forms(by_mask, masks), cost(by_mask.values())] if formed else row)
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

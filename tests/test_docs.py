@@ -67,6 +67,8 @@ def test_the_page_of_networks_says_what_was_measured():
         line | {"mask": "unit", "network": "other", "before": 3, "after": 3, "error": 0.0},
     ]
     made = networks.page(lines)
+    formed = [line | {"form": "class", "graph": 5} if "after" in line else line for line in lines]
+    assert "| class | 1 of 2, 20% |" in networks.page(formed)
     assert "| network | head | unit | layer | mine | error |" in made
     assert "| some | 50 | 75 | – | fails | 3e-08 † |" in made
     assert "| other |  | 100 |  |  | 0e+00 |" in made

@@ -15,6 +15,7 @@ import demask
 import micro_recurrent  # noqa: F401  (their networks join MICROS)
 import micro_sequences  # noqa: F401
 from demask.graph.isolation import in_isolation
+from demask.graph.provenance import Cut
 from demask.ops import TABLE
 from demask.shrink.layout.class_layout import FixedSizes
 from demask.shrink.pipeline import canonicalize, programs_of, shrink_program
@@ -350,3 +351,41 @@ def test_code_that_branches_by_sizes_is_compared_at_other_sizes() -> None:
     wide = torch.randn(1, 3, 8, 17).double()
     assert type(slim) is Branches and difference(net(wide), slim(wide)) <= 1e-12
     assert math.isclose(count(slim), count(net))
+
+
+class FrozenNorm(nn.Module):
+    """A norm that is never trained, as detectors have it: buffers that its code combines."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.rand(size) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias, mean, variance = (
+            buffer.reshape(1, -1, 1, 1) for buffer in self._buffers.values()
+        )
+        scale = weight * (variance + 1e-5).rsqrt()
+        return x * scale + (bias - mean * scale)
+
+
+def test_buffers_that_code_reshapes_and_combines_are_cut_with_their_convolution() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 6, 3), FrozenNorm(6), nn.ReLU(), nn.Conv2d(6, 4, 1))
+    with torch.no_grad():
+        net[0].weight[[1, 4]] = net[0].bias[[1, 4]] = 0
+    x = torch.randn(2, 3, 9, 9)
+    slim = demask.demask(net.eval(), (x,), result="class")
+    assert [tuple(t.shape) for t in slim[1].state_dict().values()] == [(4,)] * 4
+    assert torch.equal(slim[1].running_var, net[1].running_var[[0, 2, 3, 5]])
+    torch.testing.assert_close(slim(x), net(x))
+
+
+def test_the_cut_of_a_tensor_that_another_is_computed_from() -> None:
+    vector = Cut("", (1, 6, 1, 1), (None, (0, 2), None, None))
+    assert vector.along((6,)) == ((0, 2),)
+    assert vector.along((1, 6, 1, 1)) == vector.kept
+    table = Cut("", (1, 5, 6), (None, None, (0, 2)))
+    assert table.along((9, 6)) == (None, (0, 2))
+    assert table.along((9, 7)) is None
+    assert Cut("", (5, 6), ((1,), (0, 2))).along((1, 6)) == (None, (0, 2))

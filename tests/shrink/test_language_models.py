@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import prune
 
 import architectures
 import demask
 from demask.errors import Mismatch
 from demask.failures import strict
+from demask.shrink.own_class.pretrained import fitting_configs
 from night import at_night
 from rounds import rounds
 
@@ -153,9 +156,9 @@ def test_an_adapter_is_trained_on_a_slim_language_model() -> None:
     assert sum(p.numel() for p in merged.parameters()) <= sum(p.numel() for p in slim.parameters())
 
 
-def saved_and_read(slim: Any, folder: Path) -> Any:
+def saved_and_read(slim: Any, folder: Path, **options: Any) -> Any:
     """What transformers reads from what the network writes: no tensor is missing or new."""
-    slim.save_pretrained(folder)
+    slim.save_pretrained(folder, **options)
     again, found = type(slim).from_pretrained(folder, output_loading_info=True)
     assert not any(found.values()), found
     return again.eval()
@@ -203,3 +206,109 @@ def test_a_config_that_its_own_class_refuses_is_not_written(tmp_path: Path) -> N
     with pytest.raises(demask.BadInput, match=r"demask\.save"):
         slim.save_pretrained(tmp_path / "six")
     assert not (tmp_path / "six").exists() or not list((tmp_path / "six").iterdir())
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def refuse(slim: Any, folder: Path, why: str, **options: Any) -> None:
+    """Nothing is written, and what was in the folder stays."""
+    before = files_of(folder)
+    with pytest.raises(demask.BadInput, match=f"{why}.*demask\\.save"):
+        slim.save_pretrained(folder, **options)
+    assert files_of(folder) == before
+
+
+def test_what_is_saved_is_checked_after_later_changes(tmp_path: Path) -> None:
+    _, ids, shared = demasked_llama()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for options in ({}, {"max_shard_size": "4KB"}, {"state_dict": shared.state_dict()}):
+        folder = tmp_path / str(len(options)) / next(iter(options), "")
+        again = saved_and_read(pickle.loads(pickle.dumps(shared)), folder, **options)
+        assert torch.equal(again(ids).logits, shared(ids).logits)
+    shared.save_pretrained(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+    larger = copy.deepcopy(shared)
+    larger.resize_token_embeddings(70, mean_resizing=False)
+    again = saved_and_read(larger, tmp_path / "larger")
+    assert torch.equal(again(ids).logits, larger(ids).logits)
+
+    state = shared.state_dict()
+    del state["model.norm.weight"]
+    refuse(shared, tmp_path, "model.norm.weight is missing", state_dict=state)
+    changed = copy.deepcopy(shared)
+    prune.l1_unstructured(changed.model.layers[0].mlp.up_proj, "weight", 2)
+    refuse(changed, tmp_path, "its config has no model.layers.0.mlp.up_proj.weight_orig")
+    refuse(changed.model, tmp_path, "its config has no layers.0.mlp.up_proj.weight_orig")
+    changed = copy.deepcopy(shared)
+    changed.model.layers[1].mlp = fx.symbolic_trace(changed.model.layers[1].mlp)
+    refuse(changed, tmp_path, "model.layers.1.mlp is a graph")
+    changed = copy.deepcopy(shared)
+    changed.lm_head.weight = changed.model.embed_tokens.weight
+    refuse(changed, tmp_path, "which its config does not say")
+    changed.config.tie_word_embeddings = True
+    saved_and_read(changed, tmp_path / "tied")
+    changed.lm_head.weight = nn.Parameter(torch.zeros_like(changed.lm_head.weight))
+    refuse(changed, tmp_path, "its config ties")
+    changed = copy.deepcopy(shared)
+    changed.config.num_attention_heads = 3  # which do not divide the width
+    refuse(changed, tmp_path, "its class refuses the config")
+    changed = copy.deepcopy(shared)
+    changed.model.rotary_emb.inv_freq = torch.ones(3)
+    refuse(changed, tmp_path, "inv_freq is .3")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the libraries, on each other
+def test_adapters_are_saved_alone(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    slim = copy.deepcopy(demasked_llama()[2])
+    slim.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    slim.save_pretrained(tmp_path)
+    assert "adapter_model.safetensors" in files_of(tmp_path)
+    assert "config.json" not in files_of(tmp_path)
+
+
+@pytest.mark.nightly
+def test_a_graph_is_not_saved_as_a_model(tmp_path: Path) -> None:
+    model, ids = llama(0)
+    slim: Any = demask.demask(model, (), {"input_ids": ids}, result="graph")
+    refuse(slim, tmp_path, "it is a graph")
+
+
+def fitted(cut: Any, **sizes: Any) -> Any:
+    """The config that fits a model with cut tensors, of a config that still has these sizes; None
+    if there is none."""
+    for name, value in sizes.items():
+        *holders, leaf = name.split("__")
+        setattr(functools.reduce(getattr, holders, cut.config), leaf, value)
+    return next((cut.config for _ in fitting_configs(cut)), None)
+
+
+def test_a_scale_that_a_config_derives_otherwise_is_not_saved() -> None:
+    """Heads of 5 that were cut from 8 keep the scale of 8, which a config with 5 does not say."""
+    transformers = architectures.transformers()
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=8,
+        image_size=8, patch_size=8, head_dim=5,
+    )  # fmt: skip
+    model: Any = transformers.ViTModel(config)
+    assert fitted(copy.deepcopy(model), head_dim=8).head_dim == 5
+    model.layers[0].attention.scaling = 8**-0.5
+    assert fitted(model, head_dim=8) is None
+
+
+def test_configs_within_configs_and_lists_of_sizes_follow() -> None:
+    transformers = architectures.transformers()
+    sizes: Any = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = sizes | {"intermediate_size": 24, "vocab_size": 20, "max_position_embeddings": 8}
+    image = sizes | {"intermediate_size": 40, "image_size": 8, "patch_size": 8}
+    config = transformers.CLIPConfig(text_config=text, vision_config=image, projection_dim=12)
+    both = transformers.CLIPModel(config)
+    shared = both.text_model.config
+    config = fitted(both, text_config__intermediate_size=48, vision_config__intermediate_size=48)
+    assert config.text_config is shared and shared.intermediate_size == 24
+    assert config.vision_config.intermediate_size == 40
+    config = transformers.ConvNextConfig(hidden_sizes=[6, 10, 12, 14], depths=[1] * 4)
+    stages = transformers.ConvNextModel(config)
+    assert fitted(stages, hidden_sizes=[8, 10, 16, 14]).hidden_sizes == [6, 10, 12, 14]

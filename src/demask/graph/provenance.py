@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any
@@ -25,6 +25,23 @@ class Cut:
     source: str
     shape: tuple[int, ...]
     kept: tuple[Positions, ...]
+
+    def along(self, shape: Sequence[int]) -> tuple[Positions, ...] | None:
+        """The positions that remain of a tensor of this shape that the network computes the cut one
+        from: rows of a table, a vector that broadcasts; None if its axes are others.
+
+        Its axes are the last ones of the cut tensor, which may have more of size one.
+        """
+        axes = list(zip(self.shape, self.kept, strict=True))
+        remaining: list[Positions] = []
+        for size in reversed(shape):
+            while axes and axes[-1][0] == 1 != size:
+                axes.pop()
+            other, positions = axes.pop() if axes else (1, None)
+            if positions is not None and size not in (1, other):
+                return None
+            remaining.append(positions if size == other else None)
+        return tuple(reversed(remaining))
 
 
 @dataclass(frozen=True, slots=True)

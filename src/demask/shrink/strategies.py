@@ -43,6 +43,7 @@ from demask.shrink.own_class.build import (
 )
 from demask.shrink.own_class.numbers import is_below
 from demask.shrink.own_class.parametrizations import keep_parametrizations
+from demask.shrink.own_class.pretrained import SAVE, CheckedSave, check_saves
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
 from demask.shrink.own_class.small_graphs import LEAST_OF_MODULE, has_methods, with_small_graphs
 from demask.shrink.own_class.uncalled import (
@@ -195,6 +196,7 @@ def as_unchanged_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module
     notes = (f"nothing is removed: {candidate.reasons[-1]}", *record.notes)
     record = replace(record, form="class", notes=notes)
     record_call(own, record, call.args, call.kwargs)
+    check_saves(own)
     return own
 
 
@@ -304,9 +306,13 @@ def as_graph(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     record = replace(record, graph_reasons=candidate.reasons)
     originals = originals_of(call.model, candidate.program)
     slim = build(candidate.target, record, originals=originals)
-    if not call.check:
-        return slim
-    return check_result(slim, candidate.program, call.model, call.args, call.kwargs, call.stated)
+    if call.check:
+        slim = check_result(
+            slim, candidate.program, call.model, call.args, call.kwargs, call.stated
+        )
+    if hasattr(call.model, SAVE):
+        vars(slim)[SAVE] = CheckedSave(slim)
+    return slim
 
 
 STRATEGIES: Mapping[str, tuple[Callable[[DemaskCall, SmallerProgram], nn.Module], ...]] = {

@@ -7,7 +7,6 @@ demasked one, call by call and number by number.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -153,19 +152,12 @@ def _remaining_positions(
     """The positions that remain of the network's own tensor; None if the program's constant
     differs.
 
-    The constant may be computed from the tensor: with more axes, or some of its rows. Its last axes
-    are the tensor's, and nothing may be cut where sizes differ.
+    The constant may be computed from the tensor: with more axes, or some of its rows.
     """
     source = before.constants.get(how.source)
     if source is None or not torch.equal(cut(source.tensor, how.kept), constant.tensor):
         return None
-    pairs = itertools.zip_longest(reversed(how.shape), reversed(how.kept), reversed(own.shape))
-    remaining: list[Positions] = []
-    for size, positions, other in pairs:
-        if size != other and positions is not None:
-            return None
-        remaining.append(positions)
-    return tuple(reversed(remaining[: own.ndim]))
+    return how.along(own.shape)
 
 
 def _ascending(positions: Sequence[Positions]) -> tuple[Positions, ...]:
@@ -186,12 +178,10 @@ def _mask_positions(name: str, tensor: Tensor, cuts: Mapping[str, Cut]) -> tuple
     if isinstance(tensor, nn.Parameter) or not tensor.ndim:
         return none
     for other, how in cuts.items():
-        if other.rpartition(".")[0] != path or len(how.shape) < tensor.ndim:
-            continue
-        pairs = list(zip(tensor.shape, how.shape[-tensor.ndim :], strict=True))
-        if all(a in (1, b) for a, b in pairs) and any(a == b > 1 for a, b in pairs):
-            remaining = _ascending(how.kept[-tensor.ndim :])
-            return tuple(p if a > 1 else None for (a, _), p in zip(pairs, remaining, strict=True))
+        if other.rpartition(".")[0] == path and len(how.shape) >= tensor.ndim:
+            remaining = how.along(tensor.shape) or none
+            if any(positions is not None for positions in remaining):
+                return _ascending(remaining)
     return none
 
 

@@ -1,51 +1,82 @@
-"""Models of transformers whose layers were cut alike: a config with the new sizes."""
+"""Models of transformers: a config with the new sizes, and what `save_pretrained` may write."""
 
 from __future__ import annotations
 
 import copy as copies
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 
 from demask.errors import BadInput
+from demask.failures import described
 from demask.graph.result.resize import numbers_of
 
-# Attributes of configs with sizes, and with counts of heads.
-_SIZES = (
-    "intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff",
-    "hidden_dim", "hidden_size", "n_embd", "dim", "d_model", "vocab_size", "embedding_size",
-    "word_embed_proj_dim",
-)  # fmt: skip
-_HEADS = (
-    "num_attention_heads", "num_key_value_heads", "head_dim", "n_head", "num_heads", "n_heads",
-    "encoder_attention_heads", "decoder_attention_heads", "d_kv",
-)  # fmt: skip
-REFUSE = "save_pretrained"
+SAVE = "save_pretrained"
+# Numbers of configs that are no sizes; sizes that a config may leave open; numbers of heads.
+_NO_SIZE = re.compile(r"^_|(_id|_idx|_index|_ratio)$")
+_OPEN_SIZE = re.compile("inner|dim$|_size$")
+_HEADS = re.compile("head|group|kv")
+_ADVICE = (
+    "Use demask.save(model, path) and demask.load(path, into=Model(config)), or mask as many heads "
+    "and units in every layer"
+)
+Place = tuple[Any, ...]  # of a number in a config: names of attributes, and the index in a list
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedSave:
+    """`save_pretrained` of a demasked network: writes what its class reads, or raises BadInput."""
+
+    network: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        network: Any = self.network
+        save = getattr(type(network), SAVE, None)
+        adapters_alone = getattr(network, "_hf_peft_config_loaded", False)
+        state = args[2] if len(args) > 2 else kwargs.get("state_dict")
+        state = network.state_dict() if state is None else state
+        wrong = "it is a graph, without a class"
+        if save is not None:
+            wrong = "" if adapters_alone else find_misfit(network, state)
+        if wrong:
+            raise BadInput(f"save_pretrained wrote nothing, because from_pretrained would not read "
+                           f"this network from its config: {wrong}. {_ADVICE}")  # fmt: skip
+        return save(network, *args, **kwargs)  # type: ignore[misc]
+
+
+def check_saves(network: nn.Module) -> None:
+    """Check what a demasked network and the models in it write with `save_pretrained`, in place."""
+    for module in network.modules():
+        if callable(getattr(type(module), SAVE, None)):
+            vars(module)[SAVE] = CheckedSave(module)
 
 
 def fitting_configs(model: nn.Module) -> Iterator[None]:
     """Set the config of a model with cut tensors to its sizes, and the numbers of its modules to
     those of a model with this config; yields after each config with such tensors.
 
-    If the caller accepts none, the model has its old numbers again, and `save_pretrained` raises
-    BadInput from now on; other models are not affected.
+    If the caller accepts none, the model has its old config and numbers again, so that
+    `save_pretrained`, which is checked from now on, raises BadInput.
     """
     config = getattr(model, "config", None)
-    if config is None or not callable(getattr(model, REFUSE, None)):
+    if config is None or not callable(getattr(type(model), SAVE, None)):
         return
+    check_saves(model)
     old = copies.deepcopy(config)
     numbers = {path: numbers_of(module) for path, module in model.named_modules()}
     fitting = _find_config(model, old)
     if fitting is not None:
-        vars(model).pop(REFUSE, None)  # of an earlier round
         _copy_numbers(model, *fitting)
         yield
-    vars(config).update(vars(old))
+    _assign_config(config, old)
     for path, module in model.named_modules():
         vars(module).update(numbers[path])
-    vars(model)[REFUSE] = _refuse
 
 
 def fit_config(network: nn.Module, is_same: Callable[[], bool]) -> None:
@@ -56,62 +87,147 @@ def fit_config(network: nn.Module, is_same: Callable[[], bool]) -> None:
             return
 
 
-def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise BadInput(
-        "save_pretrained writes a config, and no config has the sizes of this network: its layers "
-        "were cut differently. Use demask.save(model, path) and "
-        "demask.load(path, into=Model(config)), "
-        "or mask as many heads and units in every layer"
-    )
+def find_misfit(model: Any, state: Mapping[str, Tensor]) -> str:
+    """Why `from_pretrained` would not read a model from the tensors that `save_pretrained` writes:
+    the first difference from a model that is built from the written config; "" if there is none."""
+    graph = next((path for path, m in model.named_modules() if isinstance(m, fx.GraphModule)), None)
+    if graph is not None:
+        return f"{graph} is a graph"
+    try:
+        fresh: Any = _build_on_meta(
+            model, type(model.config), json.loads(model.config.to_json_string())
+        )
+    except Exception as error:  # sizes that do not fit each other, in the words of any library
+        return f"its class refuses the config: {described(error)}"
+    own = {name: t for name, t in fresh.state_dict(keep_vars=True).items()
+           if not _is_never_written(fresh, name)}  # fmt: skip
+    for name in state:
+        if name not in own and not _is_never_written(fresh, name):
+            return f"its config has no {name}"
+    tied: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in own.items():
+        tied[id(tensor)].append(name)
+    places: dict[Any, str] = {}
+    for names in tied.values():
+        written = [name for name in names if name in state]
+        if not written:
+            return f"{names[0]} is missing"
+        for name in written:
+            here, there = tuple(state[name].shape), tuple(own[name].shape)
+            if here != there:
+                return f"{name} is {here}, and {there} by its config"
+        first = state[written[0]]
+        for name in written[1:]:
+            if state[name].data_ptr() != first.data_ptr() and not torch.equal(state[name], first):
+                return f"its config ties {name} to {written[0]}, which differs"
+        other = places.setdefault((first.data_ptr(), first.device), written[0])
+        if other != written[0] and first.numel() and not first.is_meta:
+            return f"{written[0]} is tied to {other}, which its config does not say"
+    buffers = dict(model.named_buffers())
+    for name, buffer in fresh.named_buffers():
+        here, there = tuple(buffers.get(name, buffer).shape), tuple(buffer.shape)
+        if here != there:
+            return f"{name} is {here}, and {there} by its config"
+    return ""
+
+
+def _is_never_written(model: Any, name: str) -> bool:
+    """Whether the class computes a tensor itself, which is in no file."""
+    return name in (getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def _find_config(model: nn.Module, config: Any) -> tuple[nn.Module, Any] | None:
     """A model and its config with tensors of the model's shapes, or None. The search changes one
     number after the other, each time the one that corrects most shapes."""
-    original_names, config = vars(config), _with_width_of_heads(config)
-    fresh = _build_on_meta(type(model), config)
+    original, config = config, _with_width_of_heads(config)
+    fresh = first = _try_config(model, config)
     options = _options(config, _changed_sizes(fresh, model))
     best = _count_misfits(model, fresh)
     while fresh is not None and best > 0:
         tries = []
-        for name, values in options.items():
+        for place, values in options.items():
             for value in values:
                 other = copies.deepcopy(config)
-                setattr(other, name, value)
-                candidate = _build_on_meta(type(model), other)
+                _set_number(other, place, value)
+                candidate = _try_config(model, other)
                 tries.append((_count_misfits(model, candidate), len(tries), other, candidate))
         least, _, other, candidate = min(tries, default=(best, 0, None, None))
         if least >= best:
             return None
         best, config, fresh = least, other, candidate
-    if (
-        fresh is not None
-        and "head_dim" not in original_names
-        and _count_misfits(
-            model, plain := _build_on_meta(type(model), _without(config, "head_dim"))
-        )
-        == 0
-    ):
-        config, fresh = _without(config, "head_dim"), plain
-    return None if fresh is None else (fresh, config)
+    plain = copies.deepcopy(config)
+    for place, part in _configs(original):
+        if "head_dim" not in vars(part):
+            vars(dict(_configs(plain))[place]).pop("head_dim", None)
+    if plain.to_dict() != config.to_dict():
+        candidate = _try_config(model, plain)
+        if _count_misfits(model, candidate) == 0:
+            config, fresh = plain, candidate
+    if fresh is None or first is None or _computes_otherwise(model, fresh, first):
+        return None
+    return fresh, config
+
+
+def _computes_otherwise(model: nn.Module, fresh: nn.Module, first: nn.Module) -> bool:
+    """Whether a class derives from a config what the model does not have: reals, such as the scale
+    of attention, and buffers that are in no file. first: the model of the config before."""
+    modules, before = dict(model.named_modules()), dict(first.named_modules())
+    for path, module in fresh.named_modules():
+        own, old = vars(modules.get(path, module)), vars(before.get(path, module))
+        if any(type(value) is float and value != old.get(name) and value != own.get(name)
+               for name, value in vars(module).items()):  # fmt: skip
+            return True
+    written, shapes = fresh.state_dict(), {n: t.shape for n, t in first.named_buffers()}
+    return any(shapes.get(name) != buffer.shape for name, buffer in fresh.named_buffers()
+               if name not in written or _is_never_written(fresh, name))  # fmt: skip
+
+
+def _configs(config: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """A config and those in it, as of the encoders of images and of texts, by place."""
+    yield place, config
+    for name, value in vars(config).items():
+        if _is_config(value):
+            yield from _configs(value, (*place, name))
+
+
+def _is_config(value: Any) -> bool:
+    return callable(getattr(value, "to_diff_dict", None)) and not isinstance(value, type)
 
 
 def _with_width_of_heads(config: Any) -> Any:
     """A config that says how wide heads are: many derive it from the width and the number of heads,
     which no longer holds where heads were removed."""
-    width, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
-    if getattr(config, "head_dim", None) is not None or type(width) is not int:
-        return config
     other = copies.deepcopy(config)
-    if type(heads) is int and heads and width % heads == 0:
-        other.head_dim = width // heads
+    for _, part in _configs(other):
+        names = ("hidden_size", "num_attention_heads", "head_dim")
+        match [getattr(part, name, None) for name in names]:
+            case [int(width), int(heads), None] if heads and width % heads == 0:
+                part.head_dim = width // heads
     return other
 
 
-def _without(config: Any, name: str) -> Any:
-    other = copies.deepcopy(config)
-    vars(other).pop(name, None)
-    return other
+def _set_number(config: Any, place: Place, value: int) -> None:
+    """Set a number of a config, in place."""
+    name, *rest = place
+    if not rest:
+        setattr(config, name, value)
+    elif isinstance(rest[0], int):
+        values = list(getattr(config, name))
+        values[rest[0]] = value
+        vars(config)[name] = type(getattr(config, name))(values)
+    else:
+        _set_number(getattr(config, name), (*rest,), value)
+
+
+def _assign_config(config: Any, other: Any) -> None:
+    """Set a config, and those in it, to the values of another, in place: modules share them."""
+    for name in vars(config).keys() - vars(other).keys():
+        del vars(config)[name]
+    for name, value in vars(other).items():
+        if _is_config(value) and _is_config(vars(config).get(name)):
+            _assign_config(vars(config)[name], value)
+        else:
+            vars(config)[name] = value
 
 
 def _count_misfits(model: nn.Module, other: nn.Module | None) -> int:
@@ -127,11 +243,17 @@ def _count_misfits(model: nn.Module, other: nn.Module | None) -> int:
     return total
 
 
-def _build_on_meta(kind: type[nn.Module], config: Any) -> nn.Module | None:
-    """A model of a config, without memory for its tensors; None if there is none."""
+def _build_on_meta(model: nn.Module, kind: Any, written: Mapping[str, Any]) -> nn.Module:
+    """A model of the same class and a config as it is in a file, without memory for its tensors.
+    kind: the class of the config."""
+    with torch.device("meta"):
+        return type(model)(kind.from_dict(dict(written)))
+
+
+def _try_config(model: nn.Module, config: Any) -> nn.Module | None:
+    """A model of the same class and a config on the meta device; None if there is none."""
     try:
-        with torch.device("meta"):
-            return kind(type(config).from_dict(config.to_dict()))  # which checks it as a file's
+        return _build_on_meta(model, type(config), config.to_dict())
     except Exception:  # sizes that do not fit each other, in the words of any library
         return None
 
@@ -145,25 +267,34 @@ def _changed_sizes(fresh: nn.Module | None, model: nn.Module) -> set[tuple[int, 
     return {(a, b) for a, b in pairs if a != b}
 
 
-def _options(config: Any, pairs: set[tuple[int, int]]) -> dict[str, list[int]]:
+def _options(config: Any, pairs: set[tuple[int, int]]) -> dict[Place, list[int]]:
     """Possible values of numbers of a config: those that axes of their size became; for heads, also
     the same share as of any axis."""
-    options: dict[str, list[int]] = {}
-    for name, value in vars(config).items():
-        if name not in _SIZES + _HEADS or not isinstance(value, int | None):
-            continue  # some configs list a number per stage
-        sizes = {b for a, b in pairs if value is None or a == value}
-        if name in _HEADS and type(value) is int:
-            sizes |= {value * b // a for a, b in pairs if value * b % a == 0}
-        if sizes := sizes - {0, value}:
-            options[name] = sorted(sizes)
+    options: dict[Place, list[int]] = {}
+    for part, holder in _configs(config):
+        for name, value in vars(holder).items():
+            if _NO_SIZE.search(name):
+                continue
+            rows: list[tuple[Place, Any]] = [((*part, name), value)]
+            if isinstance(value, list | tuple):
+                rows = [((*part, name, k), number) for k, number in enumerate(value)]
+            for place, number in rows:
+                if type(number) is int:
+                    sizes = {b for a, b in pairs if a == number}
+                elif number is None and _OPEN_SIZE.search(name):
+                    sizes = {b for _, b in pairs}
+                else:
+                    continue
+                if number and _HEADS.search(name):
+                    sizes |= {number * b // a for a, b in pairs if number * b % a == 0}
+                if sizes := sizes - {0, number}:
+                    options[place] = sorted(sizes)
     return options
 
 
-def _copy_numbers(model: nn.Module, fresh: nn.Module, config: Any) -> None:
+def _copy_numbers(model: Any, fresh: nn.Module, config: Any) -> None:
     """Copy to a model the numbers of one with the same tensors, and its config."""
-    for name, value in vars(config).items():
-        setattr(model.config, name, value)  # one object, which all modules share
+    _assign_config(model.config, config)
     modules = dict(model.named_modules())
     for path, module in fresh.named_modules():
         own = modules.get(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -132,7 +131,7 @@ def _find_piece(
     if value is None:
         return None
     raw, shape = original.raw.get(source, ()), tuple(value.shape)
-    positions = (None,) * value.ndim if how is None else _align(how, shape)
+    positions = (None,) * value.ndim if how is None else how.along(shape)
     if positions is None or sliced_shape(shape, positions) != own_shape(tensor, value.ndim):
         positions = _find_rows(tensor, value, how)
     if positions is None:
@@ -169,19 +168,6 @@ def _ascending(positions: Sequence[Positions]) -> tuple[Positions, ...]:
 def _agree(masked: Tensor, whole: Tensor) -> bool:
     """Whether a tensor has another's elements, or zeros in their place."""
     return bool(((masked == whole) | (masked == 0)).all())
-
-
-def _align(how: Cut, shape: Sequence[int]) -> tuple[Positions, ...] | None:
-    """A cut of what a network reads from a tensor (rows of a table, one more axis) as a cut of a
-    tensor of this shape; None if there is none. The last axes are those of the tensor."""
-    remaining: list[Positions] = []
-    for size, positions, other in itertools.zip_longest(
-        reversed(how.shape), reversed(how.kept), reversed(shape)
-    ):
-        if size != other and positions is not None:
-            return None
-        remaining.append(positions)
-    return tuple(reversed(remaining[: len(shape)]))
 
 
 def _find_rows(tensor: Tensor, table: Tensor, how: Cut | None) -> tuple[Positions, ...] | None:
