@@ -78,7 +78,7 @@ def demask(
             hooks and attributes; zeros stay where smaller shapes alone cannot remove them. "graph":
             the smallest network, an `fx.GraphModule`, which may have additional ops such as pads.
             "auto" (default): the class; where a graph would have 5 % fewer parameters, blocks in
-            which that saves most are graph modules in it, and a graph comes back where the class
+            which that saves most are graph modules in it, and the result is a graph where the class
             keeps every parameter and a graph has 20 % fewer; both not for models with `generate`.
             A warning says where the class costs more than 5 %.
         inputs: the values that inputs may have, by name of an argument of forward, for the random

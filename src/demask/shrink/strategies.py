@@ -203,12 +203,12 @@ def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
         record = provenance_of(own)
     size, parts = record.after.parameters, len(record.graph_reasons)
     advice = advise(find_preserved_shapes(candidate.target))
-    if size == record.before.parameters and not has_others:
-        if size - least >= LEAST_OF_MODULE * size:
-            text = f"its own class would keep all {size:,} parameters"
-            warn_caller(f"demask() returns a graph with {least:,} parameters: {text} "
-                        f'(result="class"){advice}')  # fmt: skip
-            raise ProgramMismatch(text)
+    keeps_all = size == record.before.parameters and not has_others
+    if keeps_all and size - least >= LEAST_OF_MODULE * size:
+        text = f"its own class would keep all {size:,} parameters"
+        warn_caller(f"demask() returns a graph with {least:,} parameters: {text} "
+                    f'(result="class"){advice}')  # fmt: skip
+        raise ProgramMismatch(text)
     if parts or size > CLASS_OVERHEAD * least:
         form = f"own class, with {parts} of its modules as graphs" if parts else "own class"
         advice += "; demask.prune.align does so" if advice else ""
