@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -14,17 +15,25 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from demask.errors import BadInput, Mismatch
+from demask.errors import BadInput, Mismatch, NeedsGraph, NotExportable
 from demask.facts.analysis import Analysis
 from demask.failures import is_strict, public
 from demask.files.optimized_files import EarlierChoice, OptimizedFile
+from demask.graph.capture.shared_captures import share_captures
 from demask.graph.example_inputs import draw_examples
 from demask.graph.example_runs import copy_in_eval
 from demask.graph.input_domains import draw_like, state_domains
 from demask.graph.isolation import in_isolation
-from demask.graph.module_copy import structural_copy, without_caches
+from demask.graph.module_copy import structural_copy
 from demask.graph.program import Program, copy_tensors
-from demask.graph.provenance import GIVEN, WHOLE, Provenance, Speed, TuneDecision
+from demask.graph.provenance import (
+    GIVEN,
+    WHOLE,
+    Provenance,
+    Speed,
+    TuneDecision,
+    provenance_of,
+)
 from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import Demasked, build
 from demask.machine.benchmark import ALLOWED
@@ -34,16 +43,18 @@ from demask.ops import TABLE, Table
 from demask.registry import RUNNERS
 from demask.shrink.demask import demask
 from demask.shrink.on_device import CPU, copy_to_cpu, device_of, move_module
+from demask.shrink.own_class.small_graphs import has_methods
 from demask.shrink.pipeline import capture_program as captured
 from demask.shrink.pipeline import shrink_program, sliced_shape
 from demask.shrink.program_size import count_removed, measure_program
-from demask.shrink.submodules import merge_records, part_dynamic_shapes, replace_submodules
+from demask.shrink.submodules import merge_records, part_dynamic_shapes
 from demask.sparse.segment.build_segments import layers_of
 from demask.sparse.segment.candidates import SegmentCandidates
 from demask.tune.candidates import Candidate, generate_candidates
 from demask.tune.epilogue import is_fused, unfuse
 from demask.tune.layer_costs import LayerCosts
 from demask.tune.module.optimized_module import Optimized
+from demask.tune.parts import Generation, generates, parts_of, put_graph, record_calls
 from demask.tune.race import CandidateRace, clone_inputs, first_line
 
 BACKENDS, PRECISIONS = ("torch", "sparse"), ("bf16", "int8")
@@ -81,6 +92,12 @@ def optimize(
     below 0.97. The demasked network is then returned, or `model` itself where that is slower, too.
     `demask.report` states the choice and all times.
 
+    Of a model with methods that call its modules in other ways (`generate`), submodules are
+    optimized in a copy of its class, never the model as one call: a graph computes the calls of a
+    submodule that it takes, its own code all others (with a cache, new sizes the first times, in
+    train mode, after its weights changed), and `generate` is timed and compared, too. A submodule
+    keeps its weights for that, next to those of its graph.
+
     The result is for inference: rewritten networks and submodules record no gradients. It owns its
     weights; `model` is not changed.
 
@@ -90,8 +107,10 @@ def optimize(
             and exact for others. Default: (), as for a demasked network or an exported program.
         kwargs: example inputs by name, a mapping. Default: None, for no such inputs.
         dynamic_shapes: sizes that may differ from call to call, as for `demask.demask`.
-        modules: submodules to optimize one by one in a copy of the model, as for `demask.demask`.
-            The copy is timed against `model`, too. Default: the whole model.
+        modules: submodules to optimize one by one in a copy of the model: names and globs, or
+            "auto": of repeated blocks, or else of the model, the largest submodules that are called
+            with tensors and plain values alone. The copy is timed against `model`, too. Default:
+            None, for the whole model as one graph; for a model with `generate`, "auto".
         threads: number of CPU threads of the measurements, from 1 to 64, or to four per CPU where
             that is more. Default: `torch.get_num_threads()`.
         precision: dtype in which sparse layers store weights: "bf16", or "int8" with one scale per
@@ -110,7 +129,8 @@ def optimize(
             range, other numbers are normally distributed.
 
     Returns:
-        A graph module; with `modules`, a network of the model's class. `demasked` is its record.
+        A graph module; with `modules`, and of a model with `generate`, a network of the model's
+        class. `demasked` is its record.
 
     Raises:
         BadInput: an argument has a wrong type or value, or the model does not run on the inputs.
@@ -125,16 +145,18 @@ def optimize(
     """
     _check(precision, backends)
     count = checked_threads(threads)
-    if modules is not None:
-        if inputs:
-            raise BadInput("inputs= is of the network as one, not of modules=: leave one out")
+    if modules is not None and inputs:
+        raise BadInput("inputs= is of the network as one, not of modules=: leave one out")
+    args, named = draw_examples((model,), args, dict(kwargs or {}))
+    methods = isinstance(model, nn.Module) and has_methods(model)
+    if modules is not None or methods:
         options = {
             "dynamic_shapes": part_dynamic_shapes(dynamic_shapes), "threads": threads,
             "table": table, "precision": precision, "backends": backends, "cache": cache,
         }  # fmt: skip
-        parts = _Parts(model, args, dict(kwargs or {}), modules, options)
+        names = "auto" if modules is None else modules
+        parts = _Parts(model, args, named, names, methods, options, inputs)
         return parts.fastest(count, progress)
-    args, named = draw_examples((model,), args, dict(kwargs or {}))
     stated = state_domains(model, args, named, inputs)
     device = device_of(model, args, named)
     here = copy_to_cpu(model, args, named) if device != CPU else (model, args, named)
@@ -196,59 +218,95 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A call of optimize(modules=...). options: keywords of the optimize() call for each part."""
+    """A call of optimize() for parts of a network, in a copy of its class.
+
+    names: of the parts, or "auto". methods: whether methods such as `generate` call the network.
+    options: keywords of the optimize() call for each part. inputs: what the caller states of them.
+    """
 
     model: nn.Module | ExportedProgram
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     names: str | Sequence[str]
+    methods: bool
     options: Mapping[str, Any]
+    inputs: Mapping[str, Any] | None
 
     def fastest(self, threads: int, progress: ProgressCallback) -> nn.Module:
         """A copy of the model with optimized parts, with demasked parts, or with its own parts."""
-
-        def part(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> nn.Module:
-            def tell(words: str) -> object:
-                return progress(f"{name}: {words}")
-
-            return optimize(self._module(name), args, named, progress=tell, **self.options)
-
-        fast = replace_submodules(self.model, self.args, self.kwargs, self.names, part)
-        args, kwargs = clone_inputs((self.args, self.kwargs))
-        device = device_of(self.model, args, kwargs)
-        race = CandidateRace(copy_in_eval(self.model), None, args, kwargs, device, threads)
-        notes = race.admit(PARTS, copy_in_eval(fast))
+        slim, notes = self._demasked(), list[str]()
+        assert isinstance(self.model, nn.Module)  # demask() refuses others
+        networks = {DEMASKED: slim}
+        if (fast := self._with_fast_parts(slim, threads, progress)) is not None:
+            networks = {PARTS: fast, **networks}
+        else:
+            notes.append("no part is faster as a graph than in the network's own code")
         progress("measuring against the original network")
-        best, speed = _winner(race, PARTS, notes) if race.modules else (GIVEN, None)
-        if best == PARTS:
-            notes += _without_cache(race, fast)
-            return self._recorded(fast, best, speed, notes)
-        slim = self._demasked()
-        notes += race.admit(DEMASKED, copy_in_eval(slim))
-        if DEMASKED in race.modules:
-            best, speed = _winner(race, DEMASKED, notes)
-        return self._recorded(slim if best == DEMASKED else self._copy(), best, speed, notes)
-
-    def _module(self, name: str) -> nn.Module:
-        """A submodule of the model."""
-        return self.model.get_submodule(name)  # type: ignore[union-attr]
-
-    def _demasked(self) -> nn.Module:
-        """A copy of the model with demasked parts."""
-        shapes, table = self.options["dynamic_shapes"], self.options["table"]
-
-        def part(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> nn.Module:
-            return demask(self._module(name), args, named, dynamic_shapes=shapes, table=table)
-
-        return replace_submodules(self.model, self.args, self.kwargs, self.names, part)
-
-    def _copy(self) -> nn.Module:
-        """A copy of the model, with its own provenance."""
-        assert isinstance(self.model, nn.Module)
+        races, best, speed = self._races(self.model, threads), GIVEN, None
+        for name, network in networks.items():
+            best, speed = _winner_of_races(races, name, network, notes)
+            if best == name:
+                return self._recorded(network, best, speed, notes)
         copy = structural_copy(self.model, share=False)
         record = merge_records(self.model, copy, {}, self.args, self.kwargs)
         record_call(copy, record, self.args, self.kwargs)
-        return copy
+        return self._recorded(copy, best, speed, notes)
+
+    def _demasked(self) -> nn.Module:
+        """A copy of the model with demasked parts, in eval mode: demasked as one where methods call
+        it and it can be captured. Raises what demask() does."""
+        slim = partial(
+            demask, self.model, self.args, self.kwargs, table=self.options["table"],
+            dynamic_shapes=self.options["dynamic_shapes"],
+            result="class" if self.methods else "auto",
+        )  # fmt: skip
+        if self.methods and self.names == "auto":
+            with suppress(NotExportable, NeedsGraph):
+                return slim(inputs=self.inputs).eval()
+        return slim(modules=self.names).eval()
+
+    def _with_fast_parts(
+        self, slim: nn.Module, threads: int, progress: ProgressCallback
+    ) -> nn.Module | None:
+        """A copy of a demasked network in which graphs compute parts that they are faster for; None
+        if there are none."""
+        fast, graphs = structural_copy(slim, share=True), dict[str, Optimized]()
+        calls = record_calls(slim, (self.args, self.kwargs), by_methods=self.methods)
+        with share_captures():
+            for name, inputs in parts_of(slim, self.names, calls):
+
+                def tell(words: str, name: str = name) -> object:
+                    return progress(f"{name}: {words}")
+
+                try:
+                    graph = optimize(
+                        slim.get_submodule(name), *inputs[0], progress=tell, **self.options
+                    )
+                except NotExportable:
+                    if self.names != "auto":
+                        raise
+                    continue
+                if isinstance(graph, Optimized) and put_graph(fast, name, graph, inputs, threads):
+                    graphs[name] = graph
+        if not graphs:
+            return None
+        parts = {name: graph.demasked for name, graph in graphs.items()}
+        more, record = merge_records(slim, fast, parts, (), {}), provenance_of(slim)
+        notes = tuple(dict.fromkeys((*record.notes, *more.notes)))
+        record = replace(record, decisions=more.decisions, densities=more.densities, notes=notes)
+        record_call(fast, record, self.args, self.kwargs)
+        return fast
+
+    def _races(self, model: nn.Module, threads: int) -> list[CandidateRace]:
+        """The race of calls of the network, and that of `generate`, if it takes the example."""
+        args, kwargs = clone_inputs((self.args, self.kwargs))
+        device = device_of(model, args, kwargs)
+        baselines = [copy_in_eval(model)]
+        if self.methods and generates(model, (args, kwargs)):
+            baselines.append(Generation(copy_in_eval(model, caches=True)))
+        stated = state_domains(model, args, kwargs, self.inputs)
+        return [CandidateRace(baseline, None, args, kwargs, device, threads, stated=stated)
+                for baseline in baselines]  # fmt: skip
 
     def _recorded(self, chosen: Any, best: str, speed: Speed | None, notes: list[str]) -> nn.Module:
         """The chosen network, with the measurements in its provenance."""
@@ -260,16 +318,23 @@ class _Parts:
         return chosen
 
 
-def _without_cache(race: CandidateRace, network: nn.Module) -> Iterator[str]:
-    """Switch off the cache of a language model whose parts, as graphs, do not accept one."""
-    try:
-        race.outputs(network)
-    except Exception:  # the call without a cache worked before
-        without_caches(network)
-        if is_strict():
-            race.outputs(network)
-        yield ("its parts accept no key-value cache, so use_cache is off; to generate text, "
-               "optimize parts without one: modules=['*.mlp']")  # fmt: skip
+def _winner_of_races(
+    races: Sequence[CandidateRace], name: str, network: nn.Module, notes: list[str]
+) -> tuple[str, Speed | None]:
+    """A network's name, if it computes what the original one does and is not slower in any race,
+    and its speed in the first; else GIVEN."""
+    first: Speed | None = None
+    for race in races:
+        is_generation = isinstance(race.baseline, Generation)
+        copy = copy_in_eval(network, caches=is_generation)
+        notes += race.admit(name, Generation(copy) if is_generation else copy)
+        if name not in race.modules:
+            return GIVEN, first
+        best, speed = _winner(race, name, notes)
+        first = first or speed
+        if best != name:
+            return GIVEN, first
+    return name, first
 
 
 def _choose(

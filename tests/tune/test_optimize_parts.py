@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
+import pickle
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import architectures
 import demask
 from demask.errors import Mismatch
 from demask.failures import strict
 from demask.machine.cost import Costs
-from demask.tune.module.optimized_module import Optimized
-from test_language_models import OPTIONS, llama
+from demask.tune.module.fast_forward import AGAIN, FastForward
+from demask.tune.module.shape_cache import ENTRIES
+from night import at_night
+from test_language_models import llama
 
 module = importlib.import_module("demask.optimize")
 race = importlib.import_module("demask.tune.race")
@@ -77,6 +84,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "sample_seconds", sampled)
 
 
+def is_fast(part: Any) -> bool:
+    """Whether a part has a graph that computes its calls."""
+    return isinstance(vars(part).get("forward"), FastForward)
+
+
 def optimized(model: nn.Module, **options: Any) -> Any:
     return demask.optimize(model, (X,), modules="auto", cache=False, **options)
 
@@ -102,7 +114,8 @@ def test_parts_are_made_fast_in_a_copy_of_the_model(tmp_path: Path) -> None:
     model = model_of()
     expected, words = model(X), []
     fast = optimized(model, progress=words.append)
-    assert type(fast) is Model and all(isinstance(block, Optimized) for block in fast.blocks)
+    assert type(fast) is Model and all(map(is_fast, fast.blocks))
+    assert type(fast.blocks[0]) is Block and fast.blocks[0].a.weight.shape == (26, 24)
     assert type(model.blocks[0]) is Block and torch.equal(model(X), expected)
     torch.testing.assert_close(fast(X), expected)
     torch.testing.assert_close(fast(X[:2]), model(X[:2]))
@@ -147,19 +160,19 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("answers", "kind", "units"),
-    [([True], Optimized, 26), ([False, True], Block, 26), ([False, False], Block, 40)],
+    ("answers", "quick", "units"),
+    [([True], True, 26), ([False, True], False, 26), ([False, False], False, 40)],
 )
 def test_the_whole_is_never_slower(
-    raced: list[bool], answers: list[bool], kind: type, units: int
+    raced: list[bool], answers: list[bool], quick: bool, units: int
 ) -> None:
     """Fast parts; where the whole is slower with them, demasked ones; else those of the model."""
     model = model_of()
     raced += answers
     fast = optimized(model)
-    assert not raced and all(isinstance(block, kind) for block in fast.blocks)
+    assert not raced and all(is_fast(block) == quick for block in fast.blocks)
     torch.testing.assert_close(fast(X), model(X))
-    assert kind is Optimized or len(fast.state_dict()["blocks.0.a.weight"]) == units
+    assert len(fast.state_dict()["blocks.0.a.weight"]) == units
     found = demask.report(fast)
     names = {1: module.PARTS, 2: module.DEMASKED}
     chosen = module.GIVEN if units == 40 else names[len(answers)]
@@ -172,7 +185,7 @@ def test_parts_that_make_the_whole_differ_are_left_out(monkeypatch: pytest.Monke
     model, real = model_of(), race.CandidateRace.difference
 
     def planted(self: Any, network: Any) -> str:
-        wrong = self.program is None and isinstance(network.blocks[0], Optimized)
+        wrong = self.program is None and is_fast(network.blocks[0])
         return "output 0 by 1e6 units" if wrong else real(self, network)
 
     monkeypatch.setattr(race.CandidateRace, "difference", planted)
@@ -180,7 +193,7 @@ def test_parts_that_make_the_whole_differ_are_left_out(monkeypatch: pytest.Monke
         optimized(model)
     with strict(False):
         fast = optimized(model)
-    assert type(fast.blocks[0]) is Block
+    assert type(fast.blocks[0]) is Block and not is_fast(fast.blocks[0])
     assert any("left out, output 0" in note for note in fast.demasked.notes)
 
 
@@ -193,17 +206,213 @@ def test_names_are_those_of_demask() -> None:
             demask.demask(model, (X,), modules=names)
         assert str(one.value) == str(other.value)
     fast: Any = demask.optimize(model, (X,), modules=["*.1"], cache=False)
-    assert type(fast.blocks[0]) is Block and isinstance(fast.blocks[1], Optimized)
+    assert not is_fast(fast.blocks[0]) and is_fast(fast.blocks[1])
 
 
-@pytest.mark.nightly
-def test_a_language_model_whose_layers_take_no_cache_uses_none() -> None:
-    model, ids = llama(0)
-    fast: Any = demask.optimize(model, (), {"input_ids": ids}, modules="auto", cache=False)
-    assert all(isinstance(layer, Optimized) for layer in fast.model.layers)
-    torch.testing.assert_close(fast(ids).logits, model(ids).logits)
-    assert model.config.use_cache and not fast.config.use_cache
-    assert any("use_cache is off" in note for note in demask.report(fast).notes)
-    units: Any = demask.optimize(model, (), {"input_ids": ids}, modules=["*.mlp"], cache=False)
-    assert units.config.use_cache
-    assert torch.equal(units.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
+class Writer(Straight):
+    """Writes tokens by calling its blocks in other ways than `forward` does: in steps, and with a
+    cache that is an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(5, 24)
+        self.blocks = nn.ModuleList([Cached(), Cached()])
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, ids: Tensor, cache: list[Any] | None = None) -> Tensor:
+        x = self.tokens(ids)
+        for k, block in enumerate(self.blocks):
+            x = block(x, cache[k] if cache else None)
+        return self.head(x)
+
+    def generate(self, ids: Tensor, max_new_tokens: int, do_sample: bool = False) -> Tensor:
+        cache, step = [Memory(), Memory()], ids
+        for _ in range(max_new_tokens):
+            step = self(step, cache)[:, -1:].argmax(-1)
+            ids = torch.cat([ids, step], 1)
+        return ids
+
+
+class Memory:
+    """The sum of the tokens so far."""
+
+    total: Any = 0.0
+
+
+class Cached(nn.Module):
+    """A block that adds the mean of the tokens so far, and units of a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = Block()
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
+        before = memory.total if memory else 0.0
+        if memory:
+            memory.total = before + x.sum(1, keepdim=True)
+        return self.units(x + (before + x.cumsum(1)) / 8)
+
+
+def writer() -> Writer:
+    torch.manual_seed(0)
+    model = Writer().eval()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.units.a.weight[::3] = 0  # type: ignore[index,union-attr]
+            block.units.a.bias[::3] = 0  # type: ignore[index,union-attr]
+    return model
+
+
+IDS = torch.tensor([[1, 2, 3], [0, 4, 2]])
+
+
+@functools.cache
+def shared_writer() -> Any:
+    """A model with a method, optimized: never to be called or changed."""
+    return demask.optimize(writer(), (IDS,), cache=False)
+
+
+def test_a_model_with_methods_stays_one() -> None:
+    """Its class, with graphs in what is never called with objects; every length and batch."""
+    model, fast = writer(), copy.deepcopy(shared_writer())
+    assert type(fast) is Writer and fast.demasked.decisions[0].chosen == module.PARTS
+    fast_parts = [name for name, part in fast.named_modules() if is_fast(part)]
+    assert fast_parts == ["blocks.0.units", "blocks.1.units"]
+    assert fast.blocks[0].units.a.weight.shape == (26, 24)
+    for ids in (IDS, IDS[:1, :1], IDS.repeat(2, 3)):
+        torch.testing.assert_close(fast(ids), model(ids))
+        assert torch.equal(fast.generate(ids, 5), model.generate(ids, 5))
+
+
+def taken(part: Any) -> list[tuple[int, ...]]:
+    """The sizes that the graph of a part computes."""
+    calls = vars(part)["forward"].by_graph
+    return [tuple(key[0][1][0]) for key, by_graph in calls.items() if by_graph]
+
+
+def test_sizes_that_were_not_measured_are_computed_by_the_code_at_first() -> None:
+    model, fast = writer(), copy.deepcopy(shared_writer())
+    part, ids = fast.blocks[0].units, IDS.repeat(1, 2)
+    assert taken(part) == [(2, 3, 24), (2, 1, 24)]  # of the prompt, and of a step
+    for k in range(AGAIN):
+        assert (2, 6, 24) not in taken(part), k
+        torch.testing.assert_close(fast(ids), model(ids))
+    assert (2, 6, 24) in taken(part)
+    for size in range(7, 20):  # each size has a plan of its own: few have one
+        for _ in range(AGAIN):
+            fast(IDS[:, :1].repeat(1, size))
+    assert len(taken(part)) == ENTRIES
+
+
+def scaled(part: Any) -> None:
+    with torch.no_grad():
+        part.b.weight.mul_(2)
+
+
+def loaded(part: Any) -> None:
+    part.load_state_dict({name: tensor * 2 for name, tensor in part.state_dict().items()})
+
+
+def watched(part: Any) -> None:
+    part.a.register_forward_hook(lambda *call: call[-1] * 2)
+
+
+def by_data(part: Any) -> None:
+    part.a.weight.data[0] = 3.0
+
+
+@pytest.mark.parametrize("change", [scaled, loaded, watched, by_data])
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_graph_is_of_the_weights_and_hooks_that_are_there(change: Any, copied: bool) -> None:
+    fast: Any = copy.deepcopy(shared_writer())
+    plain = demask.demask(writer(), (IDS,), result="class")
+    for network in (fast, plain):
+        change(network.blocks[0].units)
+    if copied:
+        fast = copy.deepcopy(fast)
+    torch.testing.assert_close(fast(IDS), plain(IDS))
+    assert not torch.allclose(fast(IDS), writer()(IDS))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_has_its_own_graphs_and_weights(copied: Any) -> None:
+    model, fast = writer(), copy.deepcopy(shared_writer())
+    other = copied(fast)
+    forwards = [vars(network.blocks[0].units)["forward"] for network in (fast, other)]
+    assert forwards[1].module is other.blocks[0].units and forwards[1].graph is not None
+    torch.testing.assert_close(other(IDS), model(IDS))
+    scaled(forwards[1].module)
+    assert not torch.allclose(other(IDS), model(IDS)) and forwards[1].graph is None
+    torch.testing.assert_close(fast(IDS), model(IDS))
+    assert forwards[0].graph is not None
+
+
+def test_it_trains_converts_and_is_demasked_by_its_own_code() -> None:
+    model, fast = writer(), copy.deepcopy(shared_writer())
+    fast.train()(IDS).sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in fast.parameters())
+    wide = copy.deepcopy(fast).eval().double()
+    torch.testing.assert_close(wide(IDS), model.double()(IDS), rtol=1e-12, atol=0)
+    model = model.float()
+    again = demask.demask(fast.eval(), (IDS,), result="class")
+    torch.testing.assert_close(again(IDS), model(IDS))
+    assert signature(fast.blocks[0].units.forward) == signature(model.blocks[0].units.forward)
+
+
+def test_generation_that_is_slower_is_not_returned(raced: list[bool]) -> None:
+    """A part in a step, the network in a call, the network in `generate`: the last one is slower,
+    and so is the demasked network."""
+    model = writer()
+    raced += [True, True, True, False, True, False]
+    fast: Any = demask.optimize(model, (IDS,), cache=False)
+    assert not raced and fast.demasked.decisions[0].chosen == module.GIVEN
+    assert type(fast) is Writer and fast.blocks[0].units.a.weight.shape == (40, 24)
+    assert torch.equal(fast.generate(IDS, 4), model.generate(IDS, 4))
+
+
+def language_model(kind: str) -> tuple[Any, dict[str, Tensor]]:
+    """A tiny model of transformers and its example."""
+    pytest.importorskip("transformers")
+    names = architectures.transformers()
+    sizes = {"vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    ids = torch.randint(4, 50, (2, 6), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = names.GPT2Config(**sizes, n_embd=32, n_layer=2, n_head=4, n_positions=32)
+        return names.GPT2LMHeadModel(config).eval(), {"input_ids": ids}
+    if kind == "opt":
+        config = names.OPTConfig(**sizes, hidden_size=32, ffn_dim=64, num_hidden_layers=2,
+                                 num_attention_heads=4, word_embed_proj_dim=32)  # fmt: skip
+        return names.OPTForCausalLM(config).eval(), {"input_ids": ids}
+    if kind == "t5":
+        config = names.T5Config(**sizes, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+                                decoder_start_token_id=0)  # fmt: skip
+        inputs = {"input_ids": ids, "decoder_input_ids": ids[:, :4]}
+        return names.T5ForConditionalGeneration(config).eval(), inputs
+    if kind == "whisper":
+        config = names.WhisperConfig(
+            **sizes, num_mel_bins=8, d_model=32, encoder_layers=2, decoder_layers=2,
+            encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
+            decoder_ffn_dim=64, max_source_positions=20, max_target_positions=40,
+            decoder_start_token_id=3, suppress_tokens=None, begin_suppress_tokens=None,
+        )  # fmt: skip
+        inputs = {"input_features": torch.randn(2, 8, 40), "decoder_input_ids": ids[:, :4]}
+        return names.WhisperForConditionalGeneration(config).eval(), inputs
+    model, _ = llama(0)
+    return model, {"input_ids": ids}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", *at_night("llama", "opt", "t5", "whisper")])
+def test_language_models_generate_as_before(kind: str) -> None:
+    model, inputs = language_model(kind)
+    fast: Any = demask.optimize(model, (), inputs, cache=False)
+    assert type(fast) is type(model)  # single layers, all that OPT has, are no faster as graphs
+    assert any(map(is_fast, fast.modules())) == (kind != "opt")
+    assert fast.config.use_cache and model.config.use_cache
+    options = {"max_new_tokens": 5, "do_sample": False}
+    for size in (6, 1, 4):
+        other = {k: x if x.is_floating_point() else x[:, :size] for k, x in inputs.items()}
+        torch.testing.assert_close(fast(**other).logits, model(**other).logits)
+        for cache in (True, False):
+            tokens = [m.generate(**other, **options, use_cache=cache) for m in (fast, model)]
+            assert torch.equal(*tokens)

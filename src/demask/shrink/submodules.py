@@ -62,7 +62,7 @@ def replace_submodules(
     if not isinstance(args, tuple) or not isinstance(kwargs or {}, Mapping):
         raise BadInput("args must be a tuple of inputs and kwargs a mapping, got "
                        f"{type(args).__name__} and {type(kwargs).__name__}")  # fmt: skip
-    wanted = blocks_of(model) if names == "auto" else _match_names(model, names)
+    wanted = blocks_of(model) if names == "auto" else match_names(model, names)
     tried = optional or names == "auto"
     calls = record_first_calls(model, args, dict(kwargs or {}), None if tried else wanted)
     missing = [name for name in wanted if name not in calls]
@@ -126,7 +126,7 @@ def merge_records(
     )  # fmt: skip
 
 
-def _match_names(model: nn.Module, names: Sequence[str]) -> list[str]:
+def match_names(model: nn.Module, names: Sequence[str]) -> list[str]:
     """The submodules that match names and globs, in the model's order; raises BadInput."""
     known = dict(model.named_modules())
     matches: dict[str, str] = {}

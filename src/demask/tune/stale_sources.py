@@ -7,7 +7,7 @@ optimized network are `CountedParameter`s, which count these, too.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter, getitem, is_
 from typing import Any
 
@@ -65,18 +65,40 @@ def _normal(tensor: Tensor) -> Tensor:
 class Sources:
     """Tensors and modules of a network, and the tensors' versions when values were computed.
 
-    holders, names: the dictionaries and keys under which `objects` are stored. aliases: plain
-    tensors that share memory and version with the parameters (torch's calls on subclasses take
-    longer), by path. Writes that torch does not count (through NumPy or DLPack) are not seen.
+    holders, names: the dictionaries and keys under which `objects` are stored. tensors: those among
+    them that values are computed from, by path. aliases: plain tensors that share memory and
+    version with them (torch's calls on subclasses take longer), by path. Writes that torch does not
+    count (through NumPy or DLPack) are not seen. A copy, and what a pickle holds, has the versions
+    of its own tensors.
     """
 
     holders: list[dict[str, Any]]
     names: list[str]
     objects: list[Any]
-    aliases: dict[str, Tensor]
-    versions: list[int]
-    buffers: list[Tensor]  # setting their `.data` is not counted: addresses are compared
-    addresses: list[int]
+    tensors: dict[str, Tensor]
+    aliases: dict[str, Tensor] = field(init=False)
+    versions: list[int] = field(init=False)
+    buffers: list[Tensor] = field(init=False)  # setting their `.data` is not counted:
+    addresses: list[int] = field(init=False)  # addresses are compared
+
+    def __post_init__(self) -> None:
+        for tensor in self.tensors.values():
+            if type(tensor) is nn.Parameter:  # of a pickle
+                tensor.__class__ = CountedParameter
+        self.aliases = {path: tensor.detach() for path, tensor in self.tensors.items()}
+        self.versions = list(map(_version, self.aliases.values()))
+        self.buffers = [t for t in self.objects
+                        if isinstance(t, Tensor) and type(t) is not CountedParameter]  # fmt: skip
+        self.addresses = list(map(_address, self.buffers))
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.holders, self.names, self.objects, self.tensors
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.holders, self.names, self.objects, self.tensors = state
+        if any(tensor.is_inference() for tensor in self.tensors.values()):
+            self.holders, self.tensors = [{}], {}  # torch counts no writes: as if changed
+        self.__post_init__()
 
     def unchanged(self) -> bool:
         """Whether the module still has these tensors, with the same values."""
@@ -96,7 +118,7 @@ def sources_of(module: nn.Module, paths: Iterable[str]) -> Sources | None:
     `torch.nn.utils.parametrize`, say), so that changes cannot be detected."""
     count_writes(module)
     entries: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
-    aliases: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in dict.fromkeys(paths):
         *steps, leaf = path.split(".")
         owner = module
@@ -110,11 +132,9 @@ def sources_of(module: nn.Module, paths: Iterable[str]) -> Sources | None:
         if holder is None or not isinstance(holder[leaf], Tensor):
             return None
         entries[id(owner), leaf] = (holder, leaf, holder[leaf])
-        aliases[path] = holder[leaf].detach()
+        tensors[path] = holder[leaf]
+    if any(tensor.is_inference() for tensor in tensors.values()):
+        return None
     holders, names, objects = (list(column) for column in zip(*entries.values(), strict=True)) if (
         entries) else ([], [], [])  # fmt: skip
-    if any(alias.is_inference() for alias in aliases.values()):
-        return None
-    buffers = [t for t in objects if isinstance(t, Tensor) and type(t) is not CountedParameter]
-    return Sources(holders, names, objects, aliases, list(map(_version, aliases.values())), buffers,
-                   list(map(_address, buffers)))  # fmt: skip
+    return Sources(holders, names, objects, tensors)
