@@ -7,6 +7,7 @@ demasked one, call by call and number by number.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
