@@ -238,8 +238,8 @@ def _depends_on_earlier_calls(
 
 def _is_recomputed(before: Any, after: Any) -> bool:
     """Whether fingerprints are of two tensors of the same values."""
-    tensors = [value[0] if isinstance(value, tuple) else None for value in (before, after)]
-    return all(isinstance(t, Tensor) for t in tensors) and _is_equal(*tensors)
+    a, b = (value[0] if isinstance(value, tuple) else None for value in (before, after))
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and _is_equal(a, b)
 
 
 def _sequence(inputs: Inputs) -> Iterator[Inputs]:
