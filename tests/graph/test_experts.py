@@ -69,6 +69,80 @@ def test_units_dead_in_one_expert_stay() -> None:
     assert slim.get_parameter("gate_up").shape == (4, 32, 8)
 
 
+class Expert(nn.Module):
+    """Two layers: 808 numbers, of which 49 are of one unit and the last bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def added(x: Tensor, experts: nn.ModuleList, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Rows are selected for each expert, and added."""
+    sums = torch.zeros_like(x)
+    for k, expert in enumerate(experts):
+        rows, order = torch.where(chosen == k)
+        sums.index_add_(0, rows, expert(x[rows]) * weights[rows, order, None])
+    return sums
+
+
+def written(x: Tensor, experts: nn.ModuleList, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Rows are selected by a mask, and written."""
+    sums = torch.zeros_like(x)
+    for k, expert in enumerate(experts):
+        mask = (chosen == k).any(-1)
+        sums[mask] = sums[mask] + expert(x[mask]) * (weights * (chosen == k)).sum(-1)[mask, None]
+    return sums
+
+
+def multiplied(x: Tensor, experts: nn.ModuleList, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Every expert gets every row."""
+    return sum(expert(x) * (weights * (chosen == k)).sum(-1, keepdim=True)  # type: ignore[return-value]
+               for k, expert in enumerate(experts))  # fmt: skip
+
+
+class Routed(nn.Module):
+    """Four experts, of which each row takes two."""
+
+    def __init__(self, mix: Callable[..., Tensor]):
+        super().__init__()
+        self.router, self.experts, self.mix = nn.Linear(16, 4), nn.ModuleList(), mix
+        self.experts.extend(Expert() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        return x + self.mix(x, self.experts, weights, chosen)
+
+
+@pytest.mark.parametrize("mix", [added, written, multiplied])
+@pytest.mark.parametrize("result", ["class", "auto"])
+def test_dead_experts_keep_one_unit_and_their_place(
+    mix: Callable[..., Tensor], result: str
+) -> None:
+    """The second and fourth expert are zero, the first has 8 dead units: the router selects among
+    four as before, at any number of rows, also where no row takes an expert."""
+    torch.manual_seed(0)
+    model = Routed(mix).double().eval()
+    with torch.no_grad():
+        for k in (1, 3):
+            for tensor in model.experts[k].parameters():
+                tensor.zero_()
+        for tensor in model.experts[0].up.parameters():  # type: ignore[union-attr]
+            tensor[:8] = 0
+    slim = demask.demask(model, (torch.randn(6, 16, dtype=torch.float64),), result=result)
+    assert type(slim) is Routed
+    assert [len(expert.up.weight) for expert in slim.experts] == [16, 1, 24, 1]  # type: ignore[union-attr]
+    counts = [sum(p.numel() for p in expert.parameters()) for expert in slim.experts]  # type: ignore[union-attr]
+    assert counts == [808 - 8 * 33, 49, 808, 49]
+    for rows in (6, 1, 2, 33):
+        x = torch.randn(rows, 16, dtype=torch.float64)
+        torch.testing.assert_close(slim(x), model(x), rtol=1e-12, atol=1e-12)
+        assert torch.equal(slim.router(x), model.router(x))  # type: ignore[operator]
+
+
 class Looped(nn.Module):
     """As models of transformers are asked and told how their experts run."""
 

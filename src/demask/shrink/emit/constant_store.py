@@ -123,6 +123,11 @@ class ConstantStore:
             self._ones[key] = self.editor.call(torch.ops.aten.new_ones.default, like, list(sizes))
         return self._ones[key]
 
+    def read_sizes(self, node: fx.Node) -> None:
+        """Let sizes that no input has, such as a number of nonzeros, be read from a new value."""
+        for symbol, place in _symbols([node]).items():
+            self._symbols.setdefault(symbol, place)
+
     def size(self, size: Any) -> Any:
         """A size as a call argument: a number, or a node that computes it from input sizes."""
         if isinstance(size, int):

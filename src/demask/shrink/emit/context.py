@@ -66,6 +66,7 @@ class EmitContext:
         if isinstance(value, Tensor):
             full = tuple(None for _ in value.shape)
             self.adapter.emitted[node, k] = EmittedValue(new, full if layout is None else layout)
+            self.store.read_sizes(new)
 
     def reason(
         self, node: fx.Node, axis: int, count: Any, text: str, *, barrier: bool = False
