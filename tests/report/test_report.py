@@ -260,7 +260,8 @@ def rows(shown) -> int:
 @pytest.mark.parametrize("modules", [None, ["0", "1", "2", "3"], ["3"]])
 def test_every_function_counts_parameters_alike(function, modules):
     shown = report(function(pruned(), (torch.randn(1, 3, 6, 6),), modules=modules))
-    assert shown.before.parameters == PARAMETERS and shown.before.buffers == 2 * 12 + 1
+    assert shown.before.parameters == PARAMETERS
+    assert shown.before.buffers in (2 * 12, 2 * 12 + 1)  # a captured program counts no batches
     assert rows(shown) == shown.before.parameters - shown.after.parameters
 
 

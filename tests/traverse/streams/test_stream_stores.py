@@ -109,7 +109,8 @@ def test_any_array_that_can_be_sliced_is_a_source_and_a_destination(image, kind)
     if kind == "tifffile":
         tifffile, zarr = pytest.importorskip("tifffile"), pytest.importorskip("zarr")
         tifffile.imwrite("a.tif", source[0], tile=(64, 64), photometric="minisblack")
-        source = zarr.open(tifffile.imread("a.tif", aszarr=True), mode="r")
+        file = tifffile.imread("a.tif", aszarr=True)
+        source = zarr.open(file, mode="r")
     if kind == "memmap":
         source = np.load("image.npy", mmap_mode="r")
         target = np.lib.format.open_memmap("b.npy", "w+", np.float32, expected.shape)
@@ -122,6 +123,8 @@ def test_any_array_that_can_be_sliced_is_a_source_and_a_destination(image, kind)
     layout = "CHW" if kind == "tifffile" else None
     stream(net(), source, target, memory=MEMORY, layout=layout)
     torch.testing.assert_close(torch.from_numpy(np.asarray(target[...])), expected)
+    if kind == "tifffile":
+        file.close()
 
 
 @pytest.mark.parametrize("layout", ["HWC", "CHW", "NHWC", "YXS", "TCZYX"])

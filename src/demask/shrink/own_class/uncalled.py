@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
@@ -24,6 +25,9 @@ from demask.shrink.own_class.numbers import is_below
 def find_uncalled(model: nn.Module, program: Program, inputs: Inputs) -> list[str]:
     """The outermost modules with parameters that a network does not call in eval mode, and of
     which its program reads none."""
+    graphs = [path for path, module in model.named_modules() if isinstance(module, GraphModule)]
+    if "" in graphs:
+        return []
     read = {plain_name(alias) for name, c in program.constants.items()
             for alias in c.aliases or (name,)}  # fmt: skip
     plain = structural_copy(model, share=True)
@@ -31,7 +35,7 @@ def find_uncalled(model: nn.Module, program: Program, inputs: Inputs) -> list[st
     paths: list[str] = []
     for path, module in plain.named_modules():
         names = [f"{path}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
-        if path and names and read.isdisjoint(names) and not is_below(path, paths):
+        if path and names and read.isdisjoint(names) and not is_below(path, [*paths, *graphs]):
             paths.append(path)
     called = _find_called(copy_in_eval(plain), inputs, paths) if paths else set()
     return [path for path in paths if path not in called]
