@@ -43,7 +43,7 @@ TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 
 class Case:
     """A network, its example, and how a round masks it.
 
-    zero: sets more of the network to zero, in the round of a number. prompt: what `generate`
+    zero: sets more of the network to zero, in the round with a number. prompt: what `generate`
     continues.
     """
 

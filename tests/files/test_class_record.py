@@ -81,6 +81,10 @@ def test_a_model_of_transformers_comes_back_from_its_config(tmp_path: Path) -> N
     assert type(again) is type(net) and again.config.intermediate_size == 14
     other = torch.randint(0, 50, (3, 11))  # a length that the example had not
     torch.testing.assert_close(again(input_ids=other).logits, net(input_ids=other).logits)
+    again.save_pretrained(tmp_path / "folder")
+    again.bert.pooler.dense = torch.nn.Linear(16, 8)
+    with pytest.raises(demask.BadInput, match=r"pooler.dense.weight is .8, 16"):
+        again.save_pretrained(tmp_path / "folder")
     into = demask.load(tmp_path / "bert", into=type(net)(net.config)).eval()
     torch.testing.assert_close(into(input_ids=other).logits, net(input_ids=other).logits)
 

@@ -215,7 +215,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def refuse(slim: Any, folder: Path, why: str, **options: Any) -> None:
     """Nothing is written, and what was in the folder stays."""
     before = files_of(folder)
-    with pytest.raises(demask.BadInput, match=f"{why}.*demask\\.save"):
+    with pytest.raises(demask.BadInput, match=rf"{why}.*demask\.save"):
         slim.save_pretrained(folder, **options)
     assert files_of(folder) == before
 
