@@ -224,14 +224,18 @@ def doubled() -> nn.Sequential:
     return net
 
 
-@pytest.mark.parametrize(("make", "message"), [(weight_normed, ""), (doubled, "cannot be set")])
-def test_parametrizations_need_an_inverse(make: Callable[[], nn.Module], message: str) -> None:
-    slim = slimmed(net := make())
+def test_plain_weights_of_parametrizations_need_an_inverse() -> None:
+    slim = demask.demask(net := doubled(), inputs(), result="graph")
     nudge(slim)
-    if message:
-        with pytest.raises(demask.BadInput, match=message):
-            demask.expand(slim)
-        return
+    with pytest.raises(demask.BadInput, match="cannot be set"):
+        demask.expand(slim, net)
+
+
+@pytest.mark.parametrize("make", [weight_normed, doubled])
+def test_parametrizations_expand(make: Callable[[], nn.Module]) -> None:
+    slim = demask.demask(net := make(), inputs(), result="class")
+    nudge(slim)
+    assert parametrize.is_parametrized(slim[0], "weight") and slim[0].out_features == 5
     large = demask.expand(slim)
     assert parametrize.is_parametrized(large[0], "weight")
     assert large.state_dict().keys() == net.state_dict().keys()
