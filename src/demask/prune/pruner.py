@@ -47,7 +47,7 @@ class Pruned:
         units: by group or weight, the number of units in all.
         left: by group or weight, the number of units that stay.
         before, after: the size of the network that `demask.demask` returns before and after the
-            step: parameters with floating-point buffers, MACs of the example inputs, bytes. Counted
+            step: parameters that a call reads, MACs of the example inputs, bytes. Counted
             from the op table; single weights and blocks count only where they leave no slice.
             Tokens that no output reads, as all but the first in the last layer of a classifier, are
             in neither. Of buffers of integers that demask cuts, the bytes stay.
