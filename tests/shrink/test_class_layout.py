@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -303,9 +304,40 @@ def test_blocks_become_graphs_where_that_saves_much() -> None:
     assert saved == sum(p.numel() for p in net.parameters()) - sum(
         p.numel() for p in slim.parameters())  # fmt: skip
 
-    net.generate = lambda x: net.blocks[0](x)  # type: ignore[assignment]
-    with pytest.warns(UserWarning, match="own class: "):
-        assert not graphs(demask.demask(net, (x,)))
+    shown = demask.report(slim)
+    assert sum(shown.removed.values()) == saved and shown.added == shown.uncalled == 0
+
+    for method in ("generate", "save_pretrained"):
+        other: Any = Net().double().eval()
+        setattr(other, method, lambda x: x)
+        groups = "same channels of blocks.0.b, stem and blocks.1.b; demask.prune.align does so"
+        with pytest.warns(UserWarning, match=f"own class: .*{groups}"):
+            assert not graphs(demask.demask(other, (x,)))
+
+
+@pytest.mark.parametrize("method", ["", "save_pretrained"])
+def test_a_graph_comes_in_place_of_a_class_that_keeps_all_macs(method: str) -> None:
+    """Positions that nobody reads cost no parameters."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b, self.read = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(16, 2)
+            nn.init.zeros_(self.read.weight[:, 4:])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.read(self.b(F.relu(self.a(x))).mT)
+
+    net: Any = Net().double().eval()
+    if method:
+        setattr(net, method, lambda: None)
+    x = torch.randn(2, 16, 6).double()
+    text = "" if method else "would keep all 3,456 MACs, of which it has 864"
+    with pytest.warns(UserWarning, match=text) if text else contextlib.nullcontext():
+        slim: Any = demask.demask(net, (x,))
+    assert (type(slim) is Net) == bool(method)
+    assert difference(net(x), slim(x)) <= 1e-12
 
 
 class Block(nn.Module):

@@ -284,6 +284,14 @@ def test_a_model_with_methods_stays_one() -> None:
         assert torch.equal(fast.generate(ids, 5), model.generate(ids, 5))
 
 
+def test_a_model_that_is_only_saved_is_one_graph() -> None:
+    """Methods that call no module, such as `save_pretrained`, do not split a model into parts."""
+    net: Any = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2)).eval()
+    net.save_pretrained = lambda path: None
+    fast = demask.optimize(net, (torch.randn(3, 6),), cache=False)
+    assert type(fast) is not nn.Sequential and "forward" not in vars(fast)
+
+
 def taken(part: Any) -> list[tuple[int, ...]]:
     """The sizes that the graph of a part computes."""
     calls = vars(part)["forward"].by_graph

@@ -80,8 +80,9 @@ def demask(
             the smallest network, an `fx.GraphModule`, which may have additional ops such as pads.
             "auto" (default): the class; where a graph would have 5 % fewer parameters, blocks in
             which that saves most are graph modules in it, and a graph is returned where the class
-            keeps every parameter and a graph has 20 % fewer; both not for models with `generate`.
-            A warning says where the class costs more than 5 %.
+            keeps every parameter and MAC and a graph has 20 % fewer of either; both not for models
+            with `generate` or `save_pretrained`. A warning says where the class costs more than
+            5 %.
         inputs: the values that inputs may have, by name of an argument of forward, for the random
             inputs of the check: (low, high), both included, or "mask" (zeros and ones), "one-hot",
             "sorted" or "distinct". Default: None, for what the example shows: integers stay in its

@@ -23,7 +23,7 @@ from demask.graph.capture.declared_masks import Masks
 from demask.graph.input_domains import Domains
 from demask.graph.input_specs import input_specs
 from demask.graph.program import Program
-from demask.graph.provenance import Cut, Provenance, provenance_of
+from demask.graph.provenance import Cut, Provenance, Sizes, provenance_of
 from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import build
 from demask.graph.result.restore_modules import originals_of
@@ -45,7 +45,12 @@ from demask.shrink.own_class.numbers import is_below
 from demask.shrink.own_class.parametrizations import keep_parametrizations
 from demask.shrink.own_class.pretrained import SAVE, CheckedSave, check_saves
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
-from demask.shrink.own_class.small_graphs import LEAST_OF_MODULE, has_methods, with_small_graphs
+from demask.shrink.own_class.small_graphs import (
+    CALLERS,
+    LEAST_OF_MODULE,
+    has_methods,
+    with_small_graphs,
+)
 from demask.shrink.own_class.uncalled import (
     describe_uncalled,
     find_uncalled,
@@ -60,6 +65,7 @@ from demask.shrink.pipeline import (
 )
 from demask.shrink.program_size import measure_module
 
+METHODS = (*CALLERS, SAVE)  # that a network with graphs in it would lose
 CLASS_OVERHEAD = 1.05  # parameters of a class relative to a graph from which the class is smaller
 
 
@@ -202,46 +208,43 @@ def as_unchanged_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module
 
 def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     """The caller's class. Where a graph would be smaller by more than 5 %, the blocks that keep
-    most zeros are graphs in it, but not in networks with methods that call modules in other ways;
-    a warning says what more could be removed. Raises ProgramMismatch where the class and the
-    modules in it keep all parameters and a graph saves enough of them."""
+    most zeros are graphs in it, but not in networks with methods that graphs would lose; a warning
+    says what more could be removed. Raises ProgramMismatch, with a warning, where such a class
+    would keep all parameters and MACs, of which a graph saves many."""
     own = as_class(call, candidate)
     least, size = candidate.record.after.parameters, measure_module(own).parameters
     uncalled = size - provenance_of(own).after.parameters  # of modules that a graph does not have
-    is_larger = size - uncalled > CLASS_OVERHEAD * least
-    if is_larger and not has_methods(own) and call.masks == "zeros":
+    may_have_graphs = not has_methods(own, METHODS)
+    if size - uncalled > CLASS_OVERHEAD * least and may_have_graphs and call.masks == "zeros":
         own = _with_small_graphs(call, candidate, own)
         size = measure_module(own).parameters
-    parts, called = len(provenance_of(own).graph_reasons), size - uncalled
-    if not parts:
-        _check_is_smaller(own, candidate)
+    parts, loss = len(provenance_of(own).graph_reasons), ""
+    if may_have_graphs and not parts:
+        loss = _describe_loss(provenance_of(own).after, candidate.record)
+    if not (loss or parts or size - uncalled > CLASS_OVERHEAD * least):
+        return own
     advice = advise(find_preserved_shapes(candidate.target))
-    if parts or called > CLASS_OVERHEAD * least:
-        form = f"own class, with {parts} of its modules as graphs" if parts else "own class"
-        advice += "; demask.prune.align does so" if advice else ""
-        warn_caller(
-            f"demask() returns the network's {form}: {size:,} parameters, where one graph has "
-            f'{least:,} (result="graph"){advice}'
-        )
+    advice += "; demask.prune.align does so" if advice else ""
+    if loss:
+        warn_caller(f'demask() returns a graph, since {loss} (result="class"){advice}')
+        raise ProgramMismatch(loss)
+    form = f"own class, with {parts} of its modules as graphs" if parts else "own class"
+    warn_caller(f"demask() returns the network's {form}: {size:,} parameters, where one graph has "
+                f'{least:,} (result="graph"){advice}')  # fmt: skip
     return own
 
 
-def _check_is_smaller(own: nn.Module, candidate: SmallerProgram) -> None:
-    """Raise ProgramMismatch, with a warning, where a network of the caller's class keeps all
-    parameters and MACs, of which a graph saves many, and has no methods that a graph lacks."""
-    before, here = candidate.record.before, provenance_of(own).after
-    least = candidate.record.after
-    sizes = {"parameters": (before.parameters, here.parameters, least.parameters),
-             "MACs": (before.macs, here.macs, least.macs)}  # fmt: skip
-    if has_methods(own) or any(size < full for full, size, _ in sizes.values()):
-        return
-    for unit, (full, _, fewer) in sizes.items():
+def _describe_loss(own: Sizes, graph: Provenance) -> str:
+    """What a network of the caller's class keeps, if it keeps all parameters and MACs and a graph
+    saves many of either; else ""."""
+    before, after = graph.before, graph.after
+    if own.parameters < before.parameters or own.macs < before.macs:
+        return ""
+    for unit, full, fewer in (("parameters", before.parameters, after.parameters),
+                              ("MACs", before.macs, after.macs)):  # fmt: skip
         if full - fewer >= max(1, LEAST_OF_MODULE * full):
-            text = f"its own class would keep all {full:,} {unit}"
-            advice = advise(find_preserved_shapes(candidate.target))
-            warn_caller(f"demask() returns a graph with {fewer:,} {unit}: {text} "
-                        f'(result="class"){advice}')  # fmt: skip
-            raise ProgramMismatch(text)
+            return f"the network's class would keep all {full:,} {unit}, of which it has {fewer:,}"
+    return ""
 
 
 def _with_small_graphs(call: DemaskCall, candidate: SmallerProgram, own: nn.Module) -> nn.Module:

@@ -188,22 +188,22 @@ def _mask_positions(name: str, tensor: Tensor, cuts: Mapping[str, Cut]) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class PreservedShape:
-    """A place where a program preserves a shape by more than smaller layers: the module, the effect
-    ("scatter"), and the layers that would have to be masked alike to avoid it."""
+    """A module in which a program preserves a shape by more than smaller layers, and the layers
+    that would have to be masked alike to avoid it."""
 
     path: str
-    effect: str
     layers: tuple[str, ...]
 
 
 def find_preserved_shapes(program: Program) -> list[PreservedShape]:
-    """The places where a program preserves shapes by more than smaller layers."""
+    """Where a program preserves shapes by more than smaller layers. Border maps, which constants of
+    one layer cause, are not among them."""
     shapes: dict[PreservedShape, None] = {}
     for node in program.graph.nodes:
-        if (effect := node.meta.get("effect")) is not None:
-            sources = (source for user in node.users for source in user.all_input_nodes)
+        if node.meta.get("effect", "border map") != "border map":
+            sources = [n for call in (node, *node.users) for n in call.all_input_nodes]
             layers = tuple(sorted({*map(_source_layer, sources)} - {""}))
-            shapes.setdefault(PreservedShape(_reading_module(node), effect, layers))
+            shapes.setdefault(PreservedShape(_reading_module(node), layers))
     return list(shapes)
 
 
@@ -239,11 +239,13 @@ def _source_layer(node: fx.Node) -> str:
         if here in seen:
             continue
         seen.add(here)
-        read = [source for source in here.all_input_nodes if source.op == "get_attr"]
-        if read and "effect" not in here.meta and path_of(here):
-            if any(source.meta["val"].ndim > 1 for source in read):
-                return path_of(here)
-            others.append(path_of(here))
+        path = path_of(here)
+        own = (n for n in here.all_input_nodes if n.op == "get_attr")
+        read = [n.meta["val"].ndim for n in own if str(n.target).startswith(f"{path}.")]
+        if path and read and "effect" not in here.meta:
+            if max(read) > 1:
+                return path
+            others.append(path)
         stack.extend(reversed(here.all_input_nodes))
     return others[min(1, len(others) - 1)]
 

@@ -52,8 +52,8 @@ def keep_parametrizations(
         computed.with_sources(_cut_all(sources, choice)).attach(module)
         for name, source in sources.items():
             if any(axis is not None for axis in choice[name]):
-                whole = computed.source_name(name)
-                below[whole] = Cut(whole, tuple(source.shape), choice[name])
+                path = computed.source_name(name)
+                below[path] = Cut(path, tuple(source.shape), choice[name])
     return below
 
 
@@ -67,9 +67,9 @@ def find_source_cuts(
     what is removed is zero, so that training would leave it what it is: a removed column of zeros
     adds nothing to the norm of a row, one of other numbers does.
     """
-    whole: dict[str, Axes] = {n: (None,) * t.ndim for n, t in computed.sources().items()}
+    uncut: dict[str, Axes] = {n: (None,) * t.ndim for n, t in computed.sources().items()}
     if all(axis is None for axis in axes):
-        return whole if _is_close(computed.value(), value, _rounding(value)) else None
+        return uncut if _is_close(computed.value(), value, _rounding(value)) else None
     try:
         with torch.random.fork_rng(devices=()):
             choice = _choose(computed, axes)
@@ -141,12 +141,12 @@ def _commutes(
     sources = computed.sources()
     for training, k in itertools.product((False, True), range(DRAWS + 1)):
         drawn = {name: _draw(source, choice[name], k) for name, source in sources.items()}
-        whole = computed.with_sources(drawn)
+        uncut = computed.with_sources(drawn)
         part = computed.with_sources(_cut_all(drawn, choice))
         with torch.no_grad():
-            expected = cut(whole.value(training=training), axes)
+            expected = cut(uncut.value(training=training), axes)
             actual = part.value(training=training)
-        after = _cut_all(whole.sources(), choice)  # buffers may have changed
+        after = _cut_all(uncut.sources(), choice)  # buffers may have changed
         pairs = [(expected, actual), *((after[n], t) for n, t in part.sources().items())]
         if not all(_is_close(a, b, RELATIVE) for a, b in pairs):
             return False

@@ -8,7 +8,7 @@ the same inputs, so nothing around it changes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from demask.graph.module_copy import structural_copy
 from demask.graph.result.computed_tensors import remove_parametrizations
 from demask.graph.result.resize import put_module
 
-METHODS = ("generate", "save_pretrained")
+CALLERS = ("generate",)  # methods that call modules in other ways than forward does
 LEAST_OF_MODULE, LEAST_OF_NETWORK = 0.2, 0.03  # parameters that a graph must save
 
 Demasked = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], nn.Module]
@@ -87,9 +87,10 @@ def _take_hooks(module: nn.Module) -> dict[str, Any]:
     return hooks
 
 
-def has_methods(network: nn.Module) -> bool:
-    """Whether a network has methods of its own that call its modules in other ways."""
-    return any(hasattr(module, method) for module in network.modules() for method in METHODS)
+def has_methods(network: nn.Module, names: Sequence[str] = CALLERS) -> bool:
+    """Whether a network has methods of its own: by default, such that call its modules in other
+    ways."""
+    return any(hasattr(module, name) for module in network.modules() for name in names)
 
 
 def _count_parameters(network: nn.Module) -> dict[str, int]:

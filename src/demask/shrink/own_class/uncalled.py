@@ -84,17 +84,17 @@ def let_uncalled_follow(
     differ: how two networks differ for the same inputs; "" if they do not.
     """
     with _WithoutDropout(), contextlib.suppress(Exception):  # it may have no class, or no export
-        whole = in_train_mode(model, uncalled)
-        called = set[str]() if whole is None else _find_called(whole, inputs, uncalled)
+        original = in_train_mode(model, uncalled)
+        called = set[str]() if original is None else _find_called(original, inputs, uncalled)
         others = [path for path in uncalled if path not in called]
-        if whole is None or not called or not _differ(own, whole, uncalled, differ):
+        if original is None or not called or not _differ(own, original, uncalled, differ):
             return {}, others
-        other = smaller(whole)
+        other = smaller(original)
         before = {path: own.get_submodule(path) for path in called}
         after = {path: _with_modes(other.get_submodule(path), m) for path, m in before.items()}
         for path, module in after.items():
             put_module(own, path, module)
-        if not _differ(own, whole, uncalled, differ):
+        if not _differ(own, original, uncalled, differ):
             cuts = provenance_of(other).cuts
             return {name: how for name, how in cuts.items() if is_below(name, called)}, others
         for path, module in before.items():
@@ -131,14 +131,14 @@ def _find_called(network: nn.Module, inputs: Inputs, paths: Sequence[str]) -> se
 
 def _differ(
     own: nn.Module,
-    whole: nn.Module,
+    original: nn.Module,
     uncalled: Sequence[str],
     differ: Callable[[nn.Module, nn.Module], str],
 ) -> bool:
-    """Whether a smaller network differs from `whole` in the same mode, or fails there."""
+    """Whether a smaller network differs from `original` in the same mode, or fails there."""
     try:
         smaller: Any = in_train_mode(own, uncalled)
-        return bool(differ(smaller, whole))
+        return bool(differ(smaller, original))
     except Exception:  # layers that do not fit each other
         return True
 
