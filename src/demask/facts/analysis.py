@@ -133,7 +133,7 @@ class Analysis:
     @cached_property
     def ranges(self) -> Ranges:
         """The bounds of every value."""
-        return compute_ranges(self.program.graph, self.constants, self.table)
+        return compute_ranges(self.program.graph.nodes, self.constants, self.table)
 
 
 def _values_before_padding(relations: Relations, *, carriers: bool) -> set[fx.Node]:

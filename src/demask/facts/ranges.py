@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 from typing import Any, NamedTuple
 
@@ -41,11 +41,13 @@ ANY = Range(-inf, inf)
 Ranges = dict[fx.Node, Range]
 
 
-def compute_ranges(graph: fx.Graph, constants: Mapping[str, Tensor], table: Table) -> Ranges:
+def compute_ranges(
+    nodes: Iterable[fx.Node], constants: Mapping[str, Tensor], table: Table
+) -> Ranges:
     """The range of every tensor that a graph computes.
 
     Args:
-        graph: a functional graph with fake values.
+        nodes: of a functional graph with fake values, operands before the calls that read them.
         constants: by get_attr target; read only where a rule needs them.
         table: the op table.
 
@@ -56,11 +58,11 @@ def compute_ranges(graph: fx.Graph, constants: Mapping[str, Tensor], table: Tabl
         >>> from demask.ops import TABLE
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU6())
         >>> program = capture(net, (torch.ones(1, 2),))
-        >>> print(*compute_ranges(program.graph, {}, TABLE).values(), sep=", ")
+        >>> print(*compute_ranges(program.graph.nodes, {}, TABLE).values(), sep=", ")
         -inf to inf, -inf to inf, -inf to inf, -inf to inf, 0 to 6
     """
     bounds: Ranges = {}
-    for node in graph.nodes:
+    for node in nodes:
         if node.op == "call_function" and _dtype(node) is not None:
             bounds[node] = _call_range(node, bounds, constants, table)
         elif isinstance(node.meta.get("val"), Tensor):
