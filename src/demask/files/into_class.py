@@ -25,6 +25,7 @@ from demask.graph.result.resize import (
     update_attributes,
 )
 from demask.shrink.own_class.pretrained import fitting_configs
+from demask.shrink.saving import check_saves
 
 Numbers = Mapping[str, Mapping[str, Any]]
 
@@ -105,6 +106,7 @@ def resize(
     for module, training in modes.items():
         update_attributes(module)
         module.training = training
+    check_saves(copy)
     for _ in fitting_configs(copy):
         if _agrees(copy, numbers):
             return copy

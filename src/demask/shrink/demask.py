@@ -25,6 +25,7 @@ from demask.shrink.on_device import CPU, move_tensors, run_through_cpu
 from demask.shrink.own_class.depth import without_dead_layers
 from demask.shrink.own_class.pretrained import fit_config
 from demask.shrink.program_size import measure_module
+from demask.shrink.saving import check_saves
 from demask.shrink.strategies import DemaskCall, first_result
 from demask.shrink.submodules import part_dynamic_shapes, replace_submodules
 from demask.shrink.training.pieces import remember_original
@@ -162,6 +163,7 @@ def _with_origin(slim: nn.Module, unmasked: Any, model: Any, masks: Masks) -> nn
     before = measure_module(unmasked, record.before.macs)
     after = measure_module(slim, record.after.macs)
     vars(slim)["demasked"] = replace(record, before=before, after=after)
+    check_saves(slim, model)
     return remember_original(slim, unmasked, model, masks)
 
 

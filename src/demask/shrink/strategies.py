@@ -43,7 +43,7 @@ from demask.shrink.own_class.build import (
 )
 from demask.shrink.own_class.numbers import is_below
 from demask.shrink.own_class.parametrizations import keep_parametrizations
-from demask.shrink.own_class.pretrained import SAVE, CheckedSave, check_saves
+from demask.shrink.own_class.pretrained import SAVE
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
 from demask.shrink.own_class.small_graphs import (
     CALLERS,
@@ -74,7 +74,7 @@ class DemaskCall:
     """A call of demask() for a network that is captured as one program.
 
     stated: what the caller states of inputs. state: whether the network keeps state in Python.
-    smaller: demask() itself, for modules of a class result.
+    smaller: demask() itself, for modules of a class result. fixed: what keeps its size in a class.
     """
 
     model: nn.Module | ExportedProgram
@@ -87,6 +87,7 @@ class DemaskCall:
     check: bool
     smaller: Callable[..., nn.Module]
     state: bool = False
+    fixed: FixedSizes = field(default_factory=FixedSizes)
     _captured: list[Program] = field(default_factory=list, init=False)
     _more: Iterator[Program] | None = field(default=None, init=False)
 
@@ -160,13 +161,13 @@ def as_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
             raise ProgramMismatch(f"its code depends on a size ({branch})")
         branching, (call, program) = program, proved
         notes = (f"its code depends on a size ({branch}): the example's sizes were compared",)
-    else:
+    elif not call.fixed.shapes:
         target, record = candidate.target, candidate.record
         if candidate.has_side:
             target, record = shrink_program(program, call.table, sides=False)
         with contextlib.suppress(ProgramMismatch):
             return _proved_class(call, model, program, (target, record))
-    fixed = FixedSizes()
+    fixed = call.fixed
     while True:
         smaller = shrink_program(program, call.table, fixed=fixed)
         try:
@@ -202,7 +203,6 @@ def as_unchanged_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module
     notes = (f"nothing is removed: {candidate.reasons[-1]}", *record.notes)
     record = replace(record, form="class", notes=notes)
     record_call(own, record, call.args, call.kwargs)
-    check_saves(own)
     return own
 
 
@@ -313,8 +313,6 @@ def as_graph(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
         slim = check_result(
             slim, candidate.program, call.model, call.args, call.kwargs, call.stated
         )
-    if hasattr(call.model, SAVE):
-        vars(slim)[SAVE] = CheckedSave(slim)
     return slim
 
 
