@@ -23,7 +23,7 @@ from demask.compat.dispatch import OpOverload
 from demask.facts.masks import Fact
 from demask.facts.ranges import compute_ranges
 from demask.numerics import is_all
-from demask.ops import TABLE, Declined, Relation, op_name, schema
+from demask.ops import Declined, Relation, op_name, schema
 
 Position = Any  # of an axis: a name for any position, a number, or ("+", name, number)
 Expression = Any  # a number, a position, or a tuple of a name and what it depends on
@@ -63,7 +63,7 @@ def shows_each_query(
     mask = call["attn_mask"]
     if _is_shown(_Elements(relations, facts).of(mask, tuple(at))):
         return True
-    return mask.meta["val"].is_floating_point() and _is_finite(mask, facts)
+    return mask.meta["val"].is_floating_point() and _is_finite(mask, relations, facts)
 
 
 def _is_shown(value: Expression) -> bool:
@@ -72,7 +72,11 @@ def _is_shown(value: Expression) -> bool:
     return value if isinstance(value, bool) else _is_number(value) and math.isfinite(value)
 
 
-def _is_finite(node: fx.Node, facts: Mapping[tuple[fx.Node, int], Fact]) -> bool:
+def _is_finite(
+    node: fx.Node,
+    relations: Mapping[fx.Node, Relation | Declined],
+    facts: Mapping[tuple[fx.Node, int], Fact],
+) -> bool:
     """Whether no element of a tensor is infinite for any input."""
     before, stack = {node}, [node]
     while stack:
@@ -85,7 +89,9 @@ def _is_finite(node: fx.Node, facts: Mapping[tuple[fx.Node, int], Fact]) -> bool
         if operand.op == "get_attr" and is_all(facts[operand, 0].known)
     }
     nodes = [operand for operand in node.graph.nodes if operand in before]
-    return all(map(math.isfinite, compute_ranges(nodes, constants, TABLE)[node]))
+    bound = [relations.get(operand) for operand in nodes]
+    table = {op_name(r.node.target): r.entry for r in bound if isinstance(r, Relation)}
+    return all(map(math.isfinite, compute_ranges(nodes, constants, table)[node]))
 
 
 def _is_number(value: Expression) -> bool:

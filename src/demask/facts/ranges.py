@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from demask.compat.dispatch import OpOverload
-from demask.ops import Declined, Entry, Table, op_name, schema
+from demask.ops import Declined, Entry, op_name, schema
 from demask.ops.schema import Operand
 
 _LARGEST_INTEGER = 2.0**53  # float64 represents all integers up to here
@@ -42,14 +42,14 @@ Ranges = dict[fx.Node, Range]
 
 
 def compute_ranges(
-    nodes: Iterable[fx.Node], constants: Mapping[str, Tensor], table: Table
+    nodes: Iterable[fx.Node], constants: Mapping[str, Tensor], table: Mapping[str, Entry]
 ) -> Ranges:
     """The range of every tensor that a graph computes.
 
     Args:
         nodes: of a functional graph with fake values, operands before the calls that read them.
         constants: by get_attr target; read only where a rule needs them.
-        table: the op table.
+        table: the op table, or the entries of the ops that are called.
 
     Calls of several outputs have one range for all outputs of their dtype; other values have none.
 
@@ -103,7 +103,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _call_range(
-    node: fx.Node, bounds: Ranges, constants: Mapping[str, Tensor], table: Table
+    node: fx.Node, bounds: Ranges, constants: Mapping[str, Tensor], table: Mapping[str, Entry]
 ) -> Range:
     """The range of the output of a call, within that of its dtype."""
     dtype = _dtype(node)

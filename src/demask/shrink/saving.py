@@ -23,7 +23,7 @@ from demask.graph.example_inputs import draw_examples
 from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Provenance
 from demask.graph.result.resize import assign_tensor, tensors_of
-from demask.ops import TABLE
+from demask.ops import Table
 from demask.shrink.check import describe_difference
 from demask.shrink.layout.class_layout import FixedSizes
 from demask.shrink.own_class.pretrained import (
@@ -47,6 +47,7 @@ class CheckedSave:
     """`save_pretrained` of a demasked network: writes what its class reads, or raises BadInput."""
 
     network: nn.Module
+    table: Table
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         network: Any = self.network
@@ -58,7 +59,7 @@ class CheckedSave:
         if save is not None:
             wrong = "" if adapters_alone else find_misfit(network, state)
         if wrong and save is not None and "state_dict" not in kwargs and len(args) < 3:
-            padded = pad_to_config(network)
+            padded = pad_to_config(network, self.table)
             if padded is not None:
                 sizes = [sum(p.numel() for p in n.parameters()) for n in (network, padded)]
                 warn_caller(f"save_pretrained writes zeros that this network does not have: "
@@ -71,14 +72,14 @@ class CheckedSave:
         return save(network, *args, **kwargs)  # type: ignore[misc]
 
 
-def check_saves(network: nn.Module, original: Any = None) -> None:
+def check_saves(network: nn.Module, table: Table, original: Any = None) -> None:
     """Check what a demasked network and the models in it write with `save_pretrained`, in place.
     original: the network that a graph was computed from."""
     for module in network.modules():
         if callable(getattr(type(module), SAVE, None)):
-            vars(module)[SAVE] = CheckedSave(module)
+            vars(module)[SAVE] = CheckedSave(module, table)
     if hasattr(original, SAVE):
-        vars(network)[SAVE] = CheckedSave(network)
+        vars(network)[SAVE] = CheckedSave(network, table)
 
 
 def find_misfit(model: Any, state: Mapping[str, Tensor]) -> str:
@@ -125,7 +126,7 @@ def find_misfit(model: Any, state: Mapping[str, Tensor]) -> str:
     return ""
 
 
-def pad_to_config(network: Any) -> nn.Module | None:
+def pad_to_config(network: Any, table: Table) -> nn.Module | None:
     """A network that computes the same as a demasked one, and whose class reads it from its config:
     with zeros where the smallest config with room for it has more heads, units or channels. None
     where there is none, or the sizes are not those that `demask()` returned."""
@@ -136,7 +137,7 @@ def pad_to_config(network: Any) -> nn.Module | None:
     for config, fresh in larger_configs(network, full.config):
         shapes = {name: tuple(t.shape) for name, t in tensors_of(fresh)}
         try:
-            padded = _cut_to(full, shapes, args, kwargs)
+            padded = _cut_to(full, shapes, args, kwargs, table)
             copy_numbers(padded, fresh, config)
             differs = describe_difference(padded, network, args, kwargs)
         except MemoryError:
@@ -184,12 +185,14 @@ def _with_original_sizes(network: Any) -> Any | None:
     return copy
 
 
-def _cut_to(full: nn.Module, shapes: Mapping[str, tuple[int, ...]], args: Any, kwargs: Any) -> Any:
+def _cut_to(
+    full: nn.Module, shapes: Mapping[str, tuple[int, ...]], args: Any, kwargs: Any, table: Table
+) -> Any:
     """A network with zeros, cut to tensors of some shapes."""
     if all(shapes.get(name) == tuple(tensor.shape) for name, tensor in tensors_of(full)):
         return full
     fixed = FixedSizes(shapes=frozenset(shapes.items()))
-    call = DemaskCall(full, args, kwargs, None, TABLE, "zeros", {}, True, _no_parts, fixed=fixed)
+    call = DemaskCall(full, args, kwargs, None, table, "zeros", {}, True, _no_parts, fixed=fixed)
     return first_result(call, "smaller class")
 
 
