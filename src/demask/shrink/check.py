@@ -74,9 +74,8 @@ def check_result(
         ]
     except Exception as error:  # the user's code: on a draw that it refuses, say
         draws = _example_draw(model, example)
-        if not draws and "not implemented" not in str(error):  # an op for a dtype, on the CPU
-            raise BadInput(f"the model itself fails on the example: {described(error)}") from error
         if not draws:
+            _refuse(error)
             return _add_note(
                 slim, f"this result was not checked: the model fails ({described(error)})"
             )
@@ -91,6 +90,22 @@ def check_result(
     if _is_rounding(reference, slim, draws, FLIPS if _has_rounding(program) else 0.0):
         return slim
     return _return_captured(slim, program, wrong)
+
+
+def refuse_failing(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> None:
+    """Raise BadInput where the model fails on the example, before anything is captured."""
+    try:
+        run_seeded(copy_in_eval(model), draw_examples((model,), args, dict(kwargs or {})))
+    except MemoryError:
+        raise
+    except Exception as error:
+        _refuse(error)
+
+
+def _refuse(error: Exception) -> None:
+    """Raise BadInput for an error of the model itself, but for an op that the CPU does not have."""
+    if "not implemented" not in str(error):
+        raise BadInput(f"the model itself fails on the example: {described(error)}") from error
 
 
 def describe_difference(

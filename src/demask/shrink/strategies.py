@@ -28,7 +28,7 @@ from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import build
 from demask.graph.result.restore_modules import originals_of
 from demask.ops import Table
-from demask.shrink.check import check_result, describe_difference
+from demask.shrink.check import check_result, describe_difference, refuse_failing
 from demask.shrink.layout.class_layout import EVERYTHING, FixedSizes
 from demask.shrink.own_class.build import (
     advise,
@@ -125,6 +125,8 @@ def first_result(call: DemaskCall, result: str) -> nn.Module:
     """What the first strategy for `result` returns that has a result, for the first program that
     can be demasked. Raises NeedsGraph where there is none, CaptureDiffers where no program computes
     what the model does."""
+    if call.check and isinstance(call.model, nn.Module):
+        refuse_failing(call.model, call.args, call.kwargs)
     differs: CaptureDiffers | None = None
     for candidate in _candidates(call):
         failure: ProgramMismatch | None = None
