@@ -167,9 +167,9 @@ def _with_original_sizes(network: Any) -> Any | None:
             continue
         if shape is None or cut is None or cut.shape != shape:
             return None
-        positions = [sorted(range(n) if kept is None else kept)
-                     for n, kept in zip(shape, cut.kept, strict=True)]  # fmt: skip
-        if [len(kept) for kept in positions] != list(own.shape):
+        positions = [sorted(range(n) if axis is None else axis)
+                     for n, axis in zip(shape, cut.kept, strict=True)]  # fmt: skip
+        if [len(axis) for axis in positions] != list(own.shape):
             return None
         zeros = own.detach().new_zeros(shape)
         zeros[torch.meshgrid(*map(torch.tensor, positions), indexing="ij")] = own.detach()
