@@ -108,7 +108,8 @@ def copy_tensors(program: Program, of: Iterable[Constant] | None = None) -> Prog
     for name, constant in program.constants.items():
         tensor = constant.tensor
         if shared is None or tensor.untyped_storage().data_ptr() in shared:
-            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            memory = tensor.data_ptr() or id(tensor)  # empty tensors have none
+            key = (memory, tensor.dtype, tensor.shape, tensor.stride())
             constant = replace(constant, tensor=clones.setdefault(key, tensor.clone()))
         constants[name] = constant
     return program.with_graph(program.graph, constants)

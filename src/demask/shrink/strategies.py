@@ -22,7 +22,7 @@ from demask.failures import Log, described, is_strict, warn_caller
 from demask.graph.capture.declared_masks import Masks
 from demask.graph.input_domains import Domains
 from demask.graph.input_specs import input_specs
-from demask.graph.program import Program
+from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import Cut, Provenance, Sizes, provenance_of
 from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import build
@@ -308,7 +308,8 @@ def as_graph(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
         record = replace(record, notes=(note, *record.notes))
     record = replace(record, graph_reasons=candidate.reasons)
     originals = originals_of(call.model, candidate.program)
-    slim = build(candidate.target, record, originals=originals)
+    target = copy_tensors(candidate.target, candidate.program.constants.values())
+    slim = build(target, record, originals=originals)
     if call.check:
         slim = check_result(
             slim, candidate.program, call.model, call.args, call.kwargs, call.stated
