@@ -126,18 +126,18 @@ def first_result(call: DemaskCall, result: str) -> nn.Module:
     what the model does."""
     differs: CaptureDiffers | None = None
     for candidate in _candidates(call):
-        failure: ProgramMismatch | None = None
+        failure = ""
         for strategy in STRATEGIES[result]:
             try:
                 return strategy(call, candidate)
             except CaptureDiffers as error:
-                differs, failure = differs or error, None
+                differs, failure = differs or error, ""
             except ProgramMismatch as error:
-                failure = error
-                candidate = replace(candidate, reasons=(*candidate.reasons, str(error)))
-        if failure is not None:
+                failure = str(error)  # the error itself refers to what was built
+                candidate = replace(candidate, reasons=(*candidate.reasons, failure))
+        if failure:
             text = f"this network can only be returned as a graph: {failure}"
-            raise NeedsGraph(text, candidate.reasons) from failure
+            raise NeedsGraph(text, candidate.reasons)
     assert differs is not None  # there is a candidate, or the first program raised
     raise differs
 
@@ -168,9 +168,9 @@ def as_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
             return _proved_class(call, model, program, (target, record))
     fixed = FixedSizes()
     while True:
-        smaller = shrink_program(program, call.table, fixed=fixed)
+        shrink = partial(shrink_program, program, call.table, fixed=fixed)
         try:
-            own = _proved_class(call, model, program, smaller, branching)
+            own = _proved_class(call, model, program, shrink(), branching)
         except ProgramMismatch as error:
             fixed = fixed.widened(error.place, model)
             if fixed is None:

@@ -61,13 +61,12 @@ def fitting_configs(model: nn.Module) -> Iterator[None]:
     """Set the config of a model with cut tensors to its sizes, and the numbers of its modules to
     those of a model with this config; yields after each config with such tensors.
 
-    If the caller accepts none, the model has its old config and numbers again, so that
-    `save_pretrained`, which is checked from now on, raises BadInput.
+    If the caller accepts none, the model has its old config and numbers again, so that a checked
+    `save_pretrained` raises BadInput.
     """
     config = getattr(model, "config", None)
     if config is None or not callable(getattr(type(model), SAVE, None)):
         return
-    check_saves(model)
     old = copies.deepcopy(config)
     numbers = {path: numbers_of(module) for path, module in model.named_modules()}
     fitting = _find_config(model, old)
@@ -82,6 +81,7 @@ def fitting_configs(model: nn.Module) -> Iterator[None]:
 def fit_config(network: nn.Module, is_same: Callable[[], bool]) -> None:
     """Fit the config of a network of which modules were replaced, if it has one. is_same: whether
     the network computes what it did, with the numbers of a config."""
+    check_saves(network)
     for _ in fitting_configs(network):
         if is_same():
             return
