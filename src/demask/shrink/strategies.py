@@ -366,6 +366,7 @@ def _proved_class(
         )  # fmt: skip
         cuts |= more
         record = replace(record, notes=(*describe_uncalled(model, rest, cuts), *record.notes))
+    check_saves(own)  # last: it refers to itself from now on, and is freed late
     numbers = changed_numbers(model, own)
     record = replace(record, form="class", numbers=numbers, effects={}, cuts=cuts)
     record_call(own, record, call.args, call.kwargs)

@@ -32,7 +32,6 @@ from demask.graph.result.resize import (
 )
 from demask.shrink.emit.constant_store import cut, select
 from demask.shrink.own_class.numbers import calls_of, fit_numbers, is_below
-from demask.shrink.own_class.pretrained import check_saves
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
 
 
@@ -41,7 +40,6 @@ def own_class(model: nn.Module, proof: Proof) -> nn.Module:
     where there is none."""
     copy = resize(model, proof)
     fit_numbers(copy, proof)
-    check_saves(copy)  # of a network that is returned: it refers to itself from now on
     return copy
 
 

@@ -81,10 +81,10 @@ def fitting_configs(model: nn.Module) -> Iterator[None]:
 def fit_config(network: nn.Module, is_same: Callable[[], bool]) -> None:
     """Fit the config of a network of which modules were replaced, if it has one. is_same: whether
     the network computes what it did, with the numbers of a config."""
-    check_saves(network)
     for _ in fitting_configs(network):
         if is_same():
-            return
+            break
+    check_saves(network)
 
 
 def find_misfit(model: Any, state: Mapping[str, Tensor]) -> str:
