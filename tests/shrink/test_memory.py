@@ -149,6 +149,20 @@ def test_empty_tensors_are_not_tied_by_a_copy(residual):
     assert one.tensor is not two.tensor
 
 
+def test_views_of_one_tensor_are_not_tied_by_a_copy(chain):
+    program, tensor = chain[1], torch.randn(2, 3)
+    first, second, third = list(program.constants.values())[:3]
+    constants = {
+        c.name: c.moved(lambda _, t=t: t)
+        for c, t in ((first, tensor), (second, tensor.view(6)), (third, tensor))
+    }
+    copied = copy_tensors(program.with_graph(program.graph, constants), []).constants.values()
+    one, two, three = (c.tensor for c in copied)
+    assert one is three is tensor
+    assert torch.equal(two, tensor.flatten())
+    assert not memories([one]) & memories([two])
+
+
 def test_modules_that_stay_have_their_own_tensors_everywhere(residual):
     """A recurrent layer has its weights in a list, too."""
     network, args = residual
