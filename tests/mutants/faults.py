@@ -50,7 +50,7 @@ WRITTEN = (
           "known = all_along(known & (fill == first), [k], keepdim=True)",
           "known = all_along(known, [k], keepdim=True)", "laws", "micro"),
     fault("infinite-fills-are-known", "facts/masks.py",
-          "known = known if is_all(finite) else known & finite",
+          "known = known & torch.isfinite(to_computable(fill))",
           "known = known", "fills"),
     # the table
     fault("tile-end-rounds-down", "ops/regions.py",
@@ -82,6 +82,14 @@ WRITTEN = (
     fault("example-not-taken", "graph/capture/export_guards.py", "if not are_true([guard], sizes)",
           "if False", "guards"),
     # shrink
+    fault("graph-shares-weights", "shrink/strategies.py",
+          "target = copy_tensors(candidate.target, candidate.program.constants.values())",
+          "target = candidate.target", "memory"),
+    fault("class-shares-weights", "shrink/own_class/build.py",
+          "after = copy_tensors(proof.after, before.constants.values())",
+          "after = proof.after", "memory"),
+    fault("parts-share-the-rest", "shrink/submodules.py",
+          "structural_copy(sharing, share=False", "structural_copy(sharing, share=True", "memory"),
     fault("join-sign", "shrink/emit/join.py", "torch.zeros((), dtype=fill.dtype)) * signs[k]",
           "torch.zeros((), dtype=fill.dtype))", "joins"),
     fault("scaled-identity", "shrink/emit/join.py", "if scaled and k == 0:", "if False:", "joins"),
