@@ -17,7 +17,7 @@ PLACES: tuple[tuple, ...] = (
     ("graph/result/module_calls.py", "result_modules",
      ("guard", 'if "running_mean" in self.tensors:')),
     ("graph/result/demasked_module.py", "outputs", ("guard", "if constant.parameter:")),
-    ("graph/program.py", "memory outputs results tied", ("connective",
+    ("graph/program.py", "shared_weights outputs results tied", ("connective",
      "own[key] = tensor.clone() if taken is None or storage in taken else tensor")),
     # shrink
     ("shrink/emit/contraction.py", "stride_raise",
