@@ -4,8 +4,8 @@
     python -m benchmarks run own_network --parts time speed  two of them
 
 time: seconds of demask() for networks of several sizes (YOLO where ultralytics is installed).
-memory: demask(), by what comes back, and verify() of a LLaMA of 1.1 billion parameters in bfloat16,
-beyond the model and with the result; needs 12 GiB.
+memory: demask(), per form of the result, and verify() of a LLaMA of 1.1 billion parameters in
+bfloat16, the result included and the model not; needs 12 GiB.
 speed: one image through the masked network, its own class back, and a graph, in turns.
 Writes benchmarks/results/own_network.md.
 """
