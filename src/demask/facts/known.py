@@ -176,7 +176,7 @@ def forward(
         return [created_fact(relation)] * count
     if relation.moved:
         return [moved_fact(relation, k, inputs) for k in range(count)]
-    if entry.fill == "none" or not any(has_any(fact.known | fact.zero) for fact in inputs):
+    if entry.fill == "none" or not any(has_any(f.known) or has_any(f.zero) for f in inputs):
         return [None] * count
     if entry.fill == "sum":
         return [_contract(relation, inputs)]

@@ -29,7 +29,7 @@ from demask.facts.masks import Fact, all_over, any_over, mixed, project, spread
 from demask.facts.movement import moved_axis
 from demask.facts.recurrent import add_recurrent_needs, deciding_output
 from demask.failures import attributed
-from demask.numerics import has_any
+from demask.numerics import has_any, without_repeats
 from demask.ops import Relation, schema
 
 Edge = tuple[fx.Node, int]  # a call and which of its operands
@@ -60,7 +60,8 @@ def needed(
     needed or not. There they need their true operands instead of fills. Raises CallFailed where a
     rule fails.
     """
-    needs = Needs({k: torch.zeros_like(f.known) for k, f in facts.items()}, {}, {})
+    nothing = {k: torch.zeros([1] * f.known.ndim, dtype=torch.bool) for k, f in facts.items()}
+    needs = Needs(nothing, {}, {})
     for node in reversed(list(graph.nodes)):
         if node.op == "output":
             for source in node.all_input_nodes:
@@ -69,7 +70,7 @@ def needed(
             with attributed(node):
                 _add_needs_of_operands(node, relations.get(node), facts, needs, computed.get(node))
     for key, need in needs.value.items():
-        needs.live[key] = need & ~facts[key].known
+        needs.live[key] = need & ~without_repeats(facts[key].known)
     return needs
 
 

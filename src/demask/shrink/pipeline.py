@@ -197,7 +197,8 @@ NORMAL_FORMS = (uniform, canonical, fixed_point)
 
 def build_shrunk(program: Program, table: Table) -> Demasked:
     """The module of the smallest program that computes the same as a functional, folded one."""
-    return build(*shrink_program(program, table))
+    smaller, record = shrink_program(program, table)
+    return build(copy_tensors(smaller, program.constants.values()), record)
 
 
 def shrink_program(
@@ -220,16 +221,14 @@ def shrink_program(
 
     Passes are repeated until one removes nothing: what a pass adds to preserve shapes (a border
     map, a vector of constants) may itself have zeros. So demasking twice gives the same as
-    demasking once. Where nothing became smaller, the result is the original program.
+    demasking once. Where nothing became smaller, the result is the original program. Tensors that
+    stay whole are shared: `copy_tensors` before they are handed out.
     """
     log = Log() if log is None else log
     first = _measure(whole, table)
-    plain = replace(first, program=copy_tensors(whole), cuts=_whole_cuts(whole))
     step = log.attempt(
-        "demasking", lambda: _shrink_repeatedly(first, table, (borders, sides, fixed), log), plain
+        "demasking", lambda: _shrink_repeatedly(first, table, (borders, sides, fixed), log), first
     )
-    if step.program is whole:
-        step = replace(plain, reasons=step.reasons)
     program = (
         None
         if fixed is not None

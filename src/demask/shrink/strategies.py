@@ -22,7 +22,7 @@ from demask.failures import Log, described, is_strict, warn_caller
 from demask.graph.capture.declared_masks import Masks
 from demask.graph.input_domains import Domains
 from demask.graph.input_specs import input_specs
-from demask.graph.program import Program
+from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import Cut, Provenance, Sizes, provenance_of
 from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import build
@@ -129,18 +129,18 @@ def first_result(call: DemaskCall, result: str) -> nn.Module:
         refuse_failing(call.model, call.args, call.kwargs)
     differs: CaptureDiffers | None = None
     for candidate in _candidates(call):
-        failure: ProgramMismatch | None = None
+        failure = ""
         for strategy in STRATEGIES[result]:
             try:
                 return strategy(call, candidate)
             except CaptureDiffers as error:
-                differs, failure = differs or error, None
+                differs, failure = differs or error, ""
             except ProgramMismatch as error:
-                failure = error
-                candidate = replace(candidate, reasons=(*candidate.reasons, str(error)))
-        if failure is not None:
+                failure = str(error)  # the error itself refers to what was built
+                candidate = replace(candidate, reasons=(*candidate.reasons, failure))
+        if failure:
             text = f"this network can only be returned as a graph: {failure}"
-            raise NeedsGraph(text, candidate.reasons) from failure
+            raise NeedsGraph(text, candidate.reasons)
     assert differs is not None  # there is a candidate, or the first program raised
     raise differs
 
@@ -171,9 +171,9 @@ def as_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
             return _proved_class(call, model, program, (target, record))
     fixed = call.fixed
     while True:
-        smaller = shrink_program(program, call.table, fixed=fixed)
+        shrink = partial(shrink_program, program, call.table, fixed=fixed)
         try:
-            own = _proved_class(call, model, program, smaller, branching)
+            own = _proved_class(call, model, program, shrink(), branching)
         except ProgramMismatch as error:
             fixed = fixed.widened(error.place, model)
             if fixed is None:
@@ -310,7 +310,8 @@ def as_graph(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
         record = replace(record, notes=(note, *record.notes))
     record = replace(record, graph_reasons=candidate.reasons)
     originals = originals_of(call.model, candidate.program)
-    slim = build(candidate.target, record, originals=originals)
+    target = copy_tensors(candidate.target, candidate.program.constants.values())
+    slim = build(target, record, originals=originals)
     if call.check:
         slim = check_result(
             slim, candidate.program, call.model, call.args, call.kwargs, call.stated

@@ -135,7 +135,7 @@ def _reached_layout(context: EmitContext, relation: Relation, layout: Layout) ->
             inside = inside & spread(mask, (letters,), order, relation.size)
     letters = relation.outs[0][axis]
     reached = any_over(live & inside, order, set(order) - set(letters))
-    reached = project(reached, (letters,), order, relation.size)
+    reached = project(reached, (letters,), order, relation.size).expand(_size(relation))
     wanted = layout[axis]
     rows = [p for p in (range(_size(relation)) if wanted is None else wanted) if bool(reached[p])]
     return tuple(whole(rows, _size(relation)) if k == axis else p for k, p in enumerate(layout))

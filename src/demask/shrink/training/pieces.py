@@ -19,7 +19,7 @@ from demask.graph.provenance import Cut, Positions, Provenance
 from demask.graph.result.computed_tensors import parametrized_tensors, remove_parametrizations
 from demask.graph.result.origin import Origin, OriginalParameter, Piece, set_origin
 from demask.graph.result.resize import tensors_of
-from demask.shrink.emit.constant_store import cut
+from demask.shrink.emit.constant_store import select
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _find_piece(
         # Computed from the source in another way than by slicing; a buffer is like a new one then.
         return Piece(source, shape, (None,) * value.ndim, raw) if raw else None
     orders = (positions, _ascending(positions))
-    parts = [(order, cut(value, order).reshape(tensor.shape)) for order in dict.fromkeys(orders)]
+    parts = [(order, select(value, order).reshape(tensor.shape)) for order in dict.fromkeys(orders)]
     agreeing = [(order, part) for order, part in parts if _agree(tensor, part)]
     is_shifted = not agreeing and value.ndim == 1 and tensor.is_floating_point()
     positions, part = (agreeing or parts)[0]
@@ -146,7 +146,7 @@ def _find_piece(
     is_masked = (
         stored is not None
         and stored.shape == value.shape
-        and _agree(part, cut(stored, positions).reshape(tensor.shape))
+        and _agree(part, select(stored, positions).reshape(tensor.shape))
     )
     offset = torch.where(tensor == 0, torch.zeros_like(part), tensor - part) if is_shifted else None
     fits = bool(agreeing) or is_shifted
@@ -167,7 +167,7 @@ def _ascending(positions: Sequence[Positions]) -> tuple[Positions, ...]:
 
 def _agree(masked: Tensor, whole: Tensor) -> bool:
     """Whether a tensor has another's elements, or zeros in their place."""
-    return bool(((masked == whole) | (masked == 0)).all())
+    return torch.equal(masked, whole) or bool(((masked == whole) | (masked == 0)).all())
 
 
 def _find_rows(tensor: Tensor, table: Tensor, how: Cut | None) -> tuple[Positions, ...] | None:
@@ -176,7 +176,7 @@ def _find_rows(tensor: Tensor, table: Tensor, how: Cut | None) -> tuple[Position
     if how is None or table.ndim != 2 or how.shape[-1:] != table.shape[1:]:
         return None
     columns = how.kept[-1]
-    values = cut(table, (None, columns))
+    values = select(table, (None, columns))
     if tensor.shape[-1:] != values.shape[1:]:
         return None
     rows = tensor.reshape(-1, values.shape[1])
