@@ -2,7 +2,8 @@
 
 A constant channel that enters a zero-padded convolution is not constant after it, as windows at the
 border read zeros. A border map adds what dropped channels contributed. A carrier needs no added
-call: one constant channel p stays, and its kernel takes the products of all dropped ones,
+call: one constant channel p stays (of each group), and its kernel takes the products of all dropped
+ones,
 
     W'[:, p] = W[:, p] + Σ_c (fill_c / fill_p) · W[:, c]
 
@@ -20,9 +21,9 @@ from demask.ops import Relation
 
 
 def carries_constants(relation: Relation) -> bool:
-    """Whether a call is a padded convolution in which one constant channel can stand for others:
-    without groups, and of a weight that no other call reads."""
-    if relation.entry.fill != "sum" or relation.is_grouped or relation.complete:
+    """Whether a call is a padded convolution in which one constant channel (of each group) can
+    stand for others: not depthwise, and of a weight that no other call reads."""
+    if relation.entry.fill != "sum" or relation.complete:
         return False
     first, second = relation.factors
     channels = any(set(axis) & relation.contracted for axis in relation.ins[first])
@@ -52,6 +53,13 @@ def constant_channels(relation: Relation, facts: Facts) -> tuple[int, Tensor, Te
         return axis, torch.zeros(size, dtype=torch.bool), torch.zeros(size)
     known, fill = known.reshape(-1).expand(size), fill.reshape(-1).expand(size)
     return axis, known & (fill != 0), fill
+
+
+def output_channels(relation: Relation) -> int:
+    """The output axis of the weight's output letter."""
+    letters = relation.letters(relation.ins[relation.factors[1]])
+    return next(k for k, axis in enumerate(relation.outs[0])
+                if set(axis) & letters and not set(axis) & relation.window)  # fmt: skip
 
 
 def one_value(relation: Relation, fact: Fact) -> Fact:

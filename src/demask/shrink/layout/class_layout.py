@@ -19,12 +19,13 @@ from torch import Tensor, fx, nn
 
 from demask.compat.dispatch import OpOverload
 from demask.facts.analysis import Analysis
-from demask.facts.carriers import carries_constants, constant_channels
+from demask.facts.carriers import carries_constants, constant_channels, output_channels
 from demask.facts.known import Key, key_of
 from demask.facts.needed import Needs
 from demask.graph.program import path_of
 from demask.ops import Relation, schema
 from demask.ops.positions import IndexMap
+from demask.shrink.layout.group_packs import choose_packs
 from demask.shrink.layout.placement import CellAxes, Placer
 
 Operand = tuple[fx.Node, int]  # a call, and the number of one of its operands
@@ -87,19 +88,29 @@ class _Joined:
     move: IndexMap
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _GroupedAxes:
-    """The axes of a grouped convolution: cells of its input's and its output's channels."""
+    """The axes of a grouped convolution: cells of its input's and its output's channels.
+
+    taps: weights per pair of an input and an output. packs: which groups become one, once chosen.
+    """
 
     count: int
     axes: tuple[tuple[int, ...], tuple[int, ...]]
+    taps: int
+    packs: list[list[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _CarriedConstants:
-    """Cells of the channels that a padded window reads, which are one constant, and which one."""
+    """Cells of the channels that a padded window reads, which are one constant, and which one.
+
+    outs: cells of its output channels. count: of groups.
+    """
 
     cells: tuple[int, ...]
+    outs: tuple[int, ...]
+    count: int
     constant: Tensor
     fill: Tensor
 
@@ -138,16 +149,21 @@ class ClassPlacer(Placer):
 
     def _tie_call(self, node: fx.Node, relation: Relation) -> None:
         """Tie what a call needs tied beyond the letters that its operands share."""
-        if (node, 0) in self.slot and relation.entry.fill == "sum" and carries_constants(relation):
+        is_sum = (node, 0) in self.slot and (node, 0) in self.value and relation.entry.fill == "sum"
+        count = schema.arguments(node)["groups"] if relation.is_grouped else 1
+        if is_sum and carries_constants(relation):
             axis, constant, fill = constant_channels(relation, self.facts)
             if bool(constant.any()):
-                cells = self.slot[node, relation.factors[0]][axis]
-                self.carried.append(_CarriedConstants(cells, constant, fill))
-        if relation.is_grouped and (node, 0) in self.value and (node, 0) in self.slot:
+                out = output_channels(relation)
+                self.carried.append(_CarriedConstants(
+                    self.slot[node, relation.factors[0]][axis], self.value[node, 0][out], count,
+                    constant, fill))  # fmt: skip
+        if is_sum and relation.is_grouped:
             pairs = ((relation.ins[0], self.slot[node, 0]), (relation.outs[0], self.value[node, 0]))
             ins, outs = (next(c for a, c in zip(axes, cells, strict=True) if len(a) > 1)
                          for axes, cells in pairs)  # fmt: skip
-            self.groups.append(_GroupedAxes(schema.arguments(node)["groups"], (ins, outs)))
+            taps = math.prod(schema.arguments(node)["weight"].meta["val"].shape[2:])
+            self.groups.append(_GroupedAxes(count, (ins, outs), taps))
         for k in range(len(relation.outs)):
             if (node, k) in self.value and relation.moved and k < len(relation.moves):
                 for letter, move in relation.moves[k].items():
@@ -237,25 +253,31 @@ class ClassPlacer(Placer):
         return {}
 
     def _settle(self) -> None:
-        """Add positions until every constraint holds: each of them only adds some."""
-        before: list[int | None] = []
-        while before != (before := self.cells.counts()):
-            self.cells.need_one()
-            for cells, more in self._missing():
-                self.cells.need(cells, more)
+        """Add positions until every constraint holds: each of them only adds some. Groups become
+        packs after all else holds."""
+        for packed in (False, True):
+            before: list[int | None] = []
+            while before != (before := self.cells.counts()):
+                self.cells.need_one()
+                for cells, more in self._missing():
+                    self.cells.need(cells, more)
+                for group in self.groups if packed else ():
+                    for cells, more in self._even_groups(group):
+                        self.cells.need(cells, more)
 
     def _missing(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Positions that a constraint needs: equally many in every group, a carrier for dropped
-        constants, and those of joined parts where their union has them, and the other way round."""
-        for group in self.groups:
-            yield from self._even_groups(group)
+        """Positions that a constraint needs: a carrier for dropped constants of each group, and
+        those of joined parts where their union has them, and the other way round."""
         for carried in self.carried:
-            line, constant = self.cells.line(carried.cells), carried.constant
-            if line is None or len(line) != len(constant):
+            line, outs = self.cells.line(carried.cells), self.cells.line(carried.outs)
+            if line is None or outs is None or len(line) != len(carried.constant):
                 continue
-            if bool((constant & ~line).any()) and not bool((constant & line).any()):
-                largest = torch.where(constant, carried.fill.abs(), -1).argmax()
-                yield carried.cells, torch.arange(len(line)) == largest
+            live, constant = (mask.view(carried.count, -1) for mask in (line, carried.constant))
+            lacks = (constant & ~live).any(1) & ~(constant & live).any(1)
+            lacks = lacks & outs.view(carried.count, -1).any(1)
+            fill = torch.where(carried.constant, carried.fill.abs(), -1).view(carried.count, -1)
+            places = torch.arange(fill.shape[1]) == fill.argmax(1, keepdim=True)
+            yield carried.cells, (places & lacks[:, None]).reshape(-1)
         for joined in self.joined:
             line = self.cells.line(joined.out)
             parts = {j: self.cells.line(cells) for j, cells in joined.parts.items()}
@@ -274,17 +296,44 @@ class ClassPlacer(Placer):
                 yield joined.parts[j], back
 
     def _even_groups(self, group: _GroupedAxes) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Positions for which every pack has equally many inputs, and equally many outputs."""
         lines = [self.cells.line(cells) for cells in group.axes]
         if lines[0] is None or lines[1] is None:
             return
         parts = [line.reshape(group.count, -1) for line in lines if line is not None]
-        lives = parts[0].any(1) | parts[1].any(1)
-        for cells, part in zip(group.axes, parts, strict=True):
-            most, even = max(1, int(part.sum(1).max())), part.clone()
-            for g in lives.nonzero().squeeze(1).tolist():
-                spare = (~part[g]).nonzero().squeeze(1)
-                even[g, spare[: most - int(part[g].sum())]] = True
+        ins, outs = (part.sum(1).tolist() for part in parts)
+        if group.packs is None:
+            weights = group.taps, *(self._count_parameters(cells) for cells in group.axes)
+            most = parts[0].shape[1], parts[1].shape[1]
+            group.packs = choose_packs(ins, outs, most, weights)
+        living = [g for g, pair in enumerate(zip(ins, outs, strict=True)) if any(pair)]
+        packs = group.packs
+        sizes = [max([1, *(sum(n[g] for g in pack) for pack in packs)]) for n in (ins, outs)]
+        room = [len(pack) * part.shape[1] >= size
+                for part, size in zip(parts, sizes, strict=True) for pack in packs]  # fmt: skip
+        if not all(room) or not {*living} <= {g for pack in packs for g in pack}:
+            packs = [[g] for g in living]
+            sizes = [max([1, *n]) for n in (ins, outs)]
+        for cells, part, size in zip(group.axes, parts, sizes, strict=True):
+            even = part.clone()
+            for pack in packs:
+                channels = even[pack].reshape(-1)
+                spare = (~channels).nonzero().squeeze(1)
+                channels[spare[: size - int(channels.sum())]] = True
+                even[pack] = channels.view(len(pack), -1)
             yield cells, even.reshape(-1)
+
+    def _count_parameters(self, cells: tuple[int, ...]) -> int:
+        """The numbers in weights of other calls per position of an axis."""
+        leaves, total = set(self.cells.leaves(cells)), 0
+        for axes in self.weights.values():
+            lines = [self.cells.line(axis) for axis in axes]
+            counts = [1 if line is None else int(line.sum()) for line in lines]
+            for k, axis in enumerate(axes):
+                if leaves & set(self.cells.leaves(axis)):
+                    total += math.prod(counts[:k] + counts[k + 1 :])
+                    break
+        return total
 
 
 def _is_opaque(node: fx.Node) -> bool:
