@@ -347,6 +347,8 @@ def _attempts(
         )
         if other:
             yield from _attempts(other, log, tried | {name}, sides=sides)
+    if not analysis.carriers and (carrying := replace(analysis, carriers=True)).carried:
+        yield from _try_layouts(carrying.again(analysis.program), log)
     side = (
         sides
         and analysis.borders
@@ -375,7 +377,7 @@ def _one_call_each(analysis: LayoutAnalysis, log: Log) -> Iterator[Rewritten]:
             layouts = analysis.needs, analysis.placer.placement()
             try:
                 result, more = rewrite_for_class(
-                    program, relations, analysis.known, *layouts, fixed
+                    program, relations, analysis.known, *layouts, fixed, analysis.carried
                 )
             except CallFailed as failure:
                 analysis = analysis.without(failure)
@@ -469,7 +471,9 @@ def _emit_smaller(analysis: LayoutAnalysis, log: Log, tied: bool) -> Rewritten:
         placement = _place_tied(analysis) if tied else analysis.placer.placement()
         program, relations = analysis.program, analysis.relations
         try:
-            return rewrite(program, relations, analysis.known, analysis.needs, placement)
+            return rewrite(
+                program, relations, analysis.known, analysis.needs, placement, analysis.carried
+            )
         except CallFailed as failure:
             analysis = analysis.without(failure)
             log.add(analysis.failed)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 import operator
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from demask.facts.carriers import CarriedChannels
 from demask.facts.known import Facts, Key, Relations, key_of
 from demask.facts.needed import Needs
 from demask.failures import attributed
@@ -37,10 +39,11 @@ def rewrite_for_class(
     needs: Needs,
     placement: Placement,
     fixed: FixedSizes,
+    carried: Mapping[fx.Node, CarriedChannels],
 ) -> tuple[Rewritten, FixedSizes]:
     """The program that computes the same outputs in the layouts of `placement`, and what has to
     keep its size for every call to stay one call: `fixed` if this is so. Raises CallFailed."""
-    context = ClassRewriter(program, relations, facts, needs, placement)
+    context = ClassRewriter(program, relations, facts, needs, placement, carried)
     for node in program.graph.nodes:
         with attributed(node):
             context.visit(node)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from demask.facts.carriers import carries_constants, constant_channels, output_channels
+from demask.facts.carriers import output_channels
 from demask.facts.known import key_of
 from demask.facts.masks import any_over, project, spread
 from demask.graph.program import Constant
@@ -42,7 +40,7 @@ def emit_contraction(context: EmitContext, relation: Relation) -> None:
         return
     if relation.is_grouped:
         groups = _live_groups(context, relation)
-        constants = absorb_constants(relation, context.facts, groups.slot)
+        constants = _absorb_dropped(context, relation, groups.slot)
         constants = _without_dead_kernel(relation, constants, groups.layout)
         value, constants = _emit_groups(context, relation, groups, constants)
         value = add_constants(context, relation, groups.layout, value, constants)
@@ -64,54 +62,51 @@ def emit_contraction(context: EmitContext, relation: Relation) -> None:
 
 
 def emit_one_contraction(context: EmitContext, relation: Relation) -> None:
-    """Emit a contraction as one call, if the layouts allow it: its bias absorbs constants, and in a
-    padded window the kernels of constant channels those of all that are dropped
-    (`facts.carriers`)."""
+    """Emit a contraction as one call, if the layouts allow it: its bias absorbs constants, and the
+    weights of channels that stay those of all that these carry (`facts.carriers`)."""
     node, layout = relation.node, context.placement.value[relation.node, 0]
-    groups = _packed_groups(context, relation) if relation.is_grouped else None
-    slot = context.placement.slot.get((node, relation.factors[0]))
-    constants, weight = Absorbed(None, None), None
-    if slot is not None:
-        constants = absorb_constants(relation, context.facts, slot)
-        if constants.kernel is not None and carries_constants(relation):
-            weight = _carrying_weight(context, relation, slot, constants.kernel)
-            constants = replace(constants, kernel=None)
-    if groups is not None:
-        value, constants = _emit_groups(context, relation, groups, constants, weight)
+    constants = _absorb_dropped(context, relation)
+    if relation.is_grouped:
+        value, constants = _emit_groups(
+            context, relation, _packed_groups(context, relation), constants
+        )
     else:
-        second = relation.factors[1]
-        want = context.placement.slot.get((node, second))
-        added = {} if weight is None or want is None else {second: context.store.read(
-            context.store.add(weight.moved(lambda tensor: cut(tensor, want))))}  # fmt: skip
-        value = _emit_dense(context, relation, layout, constants, added)
+        value = _emit_dense(context, relation, layout, constants)
         if _fits_bias(relation, constants):
             constants = replace(constants, bias=None)
     _emit_as(context, node, add_constants(context, relation, layout, value, constants), layout)
 
 
-def _carrying_weight(
-    context: EmitContext, relation: Relation, slot: Layout, kernel: Tensor
-) -> Constant:
-    """The weight of a padded convolution in which a remaining constant channel of each group
-    carries the products of its dropped ones. slot: of the first factor. kernel: the sum of the
-    products, as in `Absorbed`."""
-    axis, constant, fill = constant_channels(relation, context.facts)
-    remaining = torch.zeros(len(constant), dtype=torch.bool)
-    remaining[slice(None) if slot[axis] is None else list(slot[axis] or ())] = True
-    count, fan_in, fan_out = _counts(relation) if relation.is_grouped else (1, len(constant), 0)
-    largest = torch.where(constant & remaining, fill.abs(), 0).reshape(count, fan_in)
-    old = context.store.source[str(_weight(relation).target)]
-    summed = old.tensor.to(torch.float64, copy=True)
-    transposed = "output_padding" in schema.arguments(relation.node)
-    for g in largest.any(1).nonzero().squeeze(1).tolist():
-        carrier = g * fan_in + int(largest[g].argmax())
-        outs = slice(g * fan_out, (g + 1) * fan_out) if fan_out else slice(None)
-        extra = kernel.double() / float(fill[carrier])
-        if transposed:
-            summed[carrier] += extra[0, outs]
-        else:
-            summed[outs, carrier % fan_in] += extra[outs, 0]
-    return replace(old, tensor=summed.to(old.tensor.dtype))
+def _carry(context: EmitContext, relation: Relation, slot: Layout, constants: Absorbed) -> Absorbed:
+    """The constants that a contraction has to add after its weight was replaced by one in which
+    channels that stay carry the products of dropped ones. slot: of the first factor."""
+    carried, second = context.carried.get(relation.node), relation.factors[1]
+    if carried is None:
+        return constants
+    live = torch.zeros(carried.valid.numel(), dtype=torch.bool)
+    live[slice(None) if slot[carried.axis] is None else list(slot[carried.axis] or ())] = True
+    target = str(relation.operands[second].value.target)
+    old = context.store.source[target]
+    summed = old.tensor.to(torch.float64, copy=True).contiguous()
+    groups = len(carried.valid)
+    axis = next(k for k, a in enumerate(relation.ins[second]) if set(a) & relation.contracted)
+    if groups > 1 and axis == 1:  # [(group output), input, ...]
+        parts = summed.view(groups, -1, *summed.shape[1:]).movedim(2, 1)
+    else:  # [(group input), output, ...], or one group
+        first = summed.movedim(axis, 0)
+        parts = first.view(groups, -1, *first.shape[1:]) if groups > 1 else first[None]
+    for g, dropped, carriers, factors, constant in carried.combinations(live):
+        products = parts[g][dropped]
+        parts[g][carriers] += torch.einsum("dc,d...->c...", factors, products)
+        context.store.source[target] = replace(old, tensor=summed.to(old.tensor.dtype))
+        if carried.has_constant:
+            shift = torch.einsum("d,d...->...", constant, products)
+            shift = shift.reshape(len(shift), -1).sum(1)
+            out, rank = output_channels(relation), relation.node.meta["val"].ndim
+            bias = shift.view([-1 if k == out else 1 for k in range(rank)])
+            bias = bias if constants.bias is None else constants.bias + bias
+            constants = replace(constants, bias=bias)
+    return replace(constants, kernel=None) if carried.has_all_constants else constants
 
 
 def _without_dead_kernel(relation: Relation, constants: Absorbed, layout: Layout) -> Absorbed:
@@ -131,6 +126,8 @@ def _emit_as(context: EmitContext, node: fx.Node, value: fx.Node, layout: Layout
 
 def _reached_layout(context: EmitContext, relation: Relation, layout: Layout) -> Layout:
     """The layout without output channels that only constants reach (a border map suffices)."""
+    if relation.node in context.carried:  # any of them may read a carrier
+        return layout
     first, second = relation.factors
     order, axis = list(relation.size), output_channels(relation)
     weight = context.facts[key_of(relation.operands[second].value)]
@@ -178,13 +175,15 @@ def _emit_rows(
     return mark_effect(value, "scatter-add")
 
 
-def _absorb_dropped(context: EmitContext, relation: Relation) -> Absorbed:
-    layout = context.placement.slot.get((relation.node, relation.factors[0]))
-    return (
-        Absorbed(None, None)
-        if layout is None
-        else absorb_constants(relation, context.facts, layout)
-    )
+def _absorb_dropped(
+    context: EmitContext, relation: Relation, slot: Layout | None = None
+) -> Absorbed:
+    """What dropped channels add to a contraction that channels that stay do not carry. slot: the
+    layout of the first factor, if it is not that of the placement."""
+    slot = slot or context.placement.slot.get((relation.node, relation.factors[0]))
+    if slot is None:
+        return Absorbed(None, None)
+    return _carry(context, relation, slot, absorb_constants(relation, context.facts, slot))
 
 
 def _bias_of(relation: Relation) -> str | None:
@@ -210,12 +209,10 @@ def _emit_dense(
     relation: Relation,
     layout: Layout,
     constants: Absorbed,
-    existing: Mapping[int, fx.Node] = types.MappingProxyType({}),
 ) -> fx.Node:
-    """The contraction, its own bias with constants added. existing: operands that exist already."""
+    """The contraction, its own bias with constants added."""
     bias_name = _bias_of(relation) if _fits_bias(relation, constants) else None
-    values = [None if operand.name == bias_name
-              else existing.get(k) or _operand(context, relation, k, layout)
+    values = [None if operand.name == bias_name else _operand(context, relation, k, layout)
               for k, operand in enumerate(relation.operands)]  # fmt: skip
     more = (
         {} if bias_name is None else {bias_name: _bias(context, relation, layout, constants.bias)}
@@ -443,11 +440,9 @@ def _emit_groups(
     relation: Relation,
     groups: _Groups,
     constants: Absorbed,
-    weight: Constant | None = None,
 ) -> tuple[fx.Node, Absorbed]:
     """A grouped convolution: one for each run of groups with equally many inputs and outputs,
-    concatenated. Returns the value, and what its bias could not absorb. weight: what its weight is
-    computed from, if it is not the old one."""
+    concatenated. Returns the value, and what its bias could not absorb."""
     x_axis, out_axis = _axis_of(relation.ins[0]), _axis_of(relation.outs[0])
     runs = _runs(groups)
     x = context.adapter.adapt(relation.operands[0].value, groups.slot)
@@ -467,9 +462,7 @@ def _emit_groups(
         )
         start += width
         suffix = "" if len(runs) == 1 else f"_g{run.outputs[0][0] // _counts(relation)[2]}"
-        pieces.append(
-            _emit_run(context, relation, run, part, groups.layout, (weight, vector), suffix)
-        )
+        pieces.append(_emit_run(context, relation, run, part, groups.layout, vector, suffix))
     value = (
         pieces[0] if len(pieces) == 1 else context.editor.call(aten.cat.default, pieces, out_axis)
     )
@@ -520,19 +513,17 @@ def _emit_run(
     run: _GroupRun,
     x: fx.Node,
     layout: Layout,
-    constants: tuple[Constant | None, Constant | None],
+    vector: Constant | None,
     suffix: str,
 ) -> fx.Node:
-    """One grouped convolution. constants: of which its weight (None: the old one) and its bias are
-    cut. suffix: of their names."""
+    """One grouped convolution. vector: of which its bias is cut. suffix: of names of constants."""
     node, arguments = relation.node, schema.arguments(relation.node)
     old = context.store.source[str(_weight(relation).target)]
-    weight, vector = constants
     transposed = "output_padding" in arguments
-    kernel = (weight or old).moved(lambda tensor: _group_weight(relation, tensor, run, transposed))
+    kernel = old.moved(lambda tensor: _group_weight(relation, tensor, run, transposed))
     name = context.store.add(replace(kernel, name=f"{old.name}{suffix}"))
     cut_old = _group_cut(relation, old, run, transposed)
-    if weight is None and cut_old is not None:
+    if cut_old is not None:
         context.store.cuts[name] = cut_old
     flat, bias = tuple(p for group in run.outputs for p in group), arguments["bias"]
     if vector is not None:

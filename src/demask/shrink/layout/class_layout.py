@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from demask.compat.dispatch import OpOverload
 from demask.facts.analysis import Analysis
-from demask.facts.carriers import carries_constants, constant_channels, output_channels
+from demask.facts.carriers import CarriedChannels, output_channels
 from demask.facts.known import Key, key_of
 from demask.facts.needed import Needs
 from demask.graph.program import path_of
@@ -102,17 +102,12 @@ class _GroupedAxes:
 
 
 @dataclass(frozen=True, slots=True)
-class _CarriedConstants:
-    """Cells of the channels that a padded window reads, which are one constant, and which one.
-
-    outs: cells of its output channels. count: of groups.
-    """
+class _CarriedAxis:
+    """Cells of the channels that a sum reads, and of its output channels."""
 
     cells: tuple[int, ...]
     outs: tuple[int, ...]
-    count: int
-    constant: Tensor
-    fill: Tensor
+    channels: CarriedChannels
 
 
 class ClassPlacer(Placer):
@@ -125,7 +120,8 @@ class ClassPlacer(Placer):
         self.fixed = fixed
         self.joined: list[_Joined] = []
         self.groups: list[_GroupedAxes] = []
-        self.carried: list[_CarriedConstants] = []
+        self.channels = analysis.carried
+        self.carried: list[_CarriedAxis] = []
 
     def live(self, key: Key) -> bool:
         return key in self.needs.live
@@ -151,13 +147,10 @@ class ClassPlacer(Placer):
         """Tie what a call needs tied beyond the letters that its operands share."""
         is_sum = (node, 0) in self.slot and (node, 0) in self.value and relation.entry.fill == "sum"
         count = schema.arguments(node)["groups"] if relation.is_grouped else 1
-        if is_sum and carries_constants(relation):
-            axis, constant, fill = constant_channels(relation, self.facts)
-            if bool(constant.any()):
-                out = output_channels(relation)
-                self.carried.append(_CarriedConstants(
-                    self.slot[node, relation.factors[0]][axis], self.value[node, 0][out], count,
-                    constant, fill))  # fmt: skip
+        if is_sum and (channels := self.channels.get(node)) is not None:
+            cells = self.slot[node, relation.factors[0]][channels.axis]
+            outs = self.value[node, 0][output_channels(relation)]
+            self.carried.append(_CarriedAxis(cells, outs, channels))
         if is_sum and relation.is_grouped:
             pairs = ((relation.ins[0], self.slot[node, 0]), (relation.outs[0], self.value[node, 0]))
             ins, outs = (next(c for a, c in zip(axes, cells, strict=True) if len(a) > 1)
@@ -270,14 +263,12 @@ class ClassPlacer(Placer):
         those of joined parts where their union has them, and the other way round."""
         for carried in self.carried:
             line, outs = self.cells.line(carried.cells), self.cells.line(carried.outs)
-            if line is None or outs is None or len(line) != len(carried.constant):
+            valid = carried.channels.valid
+            if line is None or outs is None or len(line) != valid.numel():
                 continue
-            live, constant = (mask.view(carried.count, -1) for mask in (line, carried.constant))
-            lacks = (constant & ~live).any(1) & ~(constant & live).any(1)
-            lacks = lacks & outs.view(carried.count, -1).any(1)
-            fill = torch.where(carried.constant, carried.fill.abs(), -1).view(carried.count, -1)
-            places = torch.arange(fill.shape[1]) == fill.argmax(1, keepdim=True)
-            yield carried.cells, (places & lacks[:, None]).reshape(-1)
+            is_read = outs.view(len(valid), -1).any(1)
+            live = line.view(valid.shape) | ~is_read[:, None]
+            yield carried.cells, carried.channels.lacking(live.reshape(-1))
         for joined in self.joined:
             line = self.cells.line(joined.out)
             parts = {j: self.cells.line(cells) for j, cells in joined.parts.items()}
@@ -303,7 +294,8 @@ class ClassPlacer(Placer):
         parts = [line.reshape(group.count, -1) for line in lines if line is not None]
         ins, outs = (part.sum(1).tolist() for part in parts)
         if group.packs is None:
-            weights = group.taps, *(self._count_parameters(cells) for cells in group.axes)
+            before, after = (self._count_parameters(cells) for cells in group.axes)
+            weights = group.taps, before, after
             most = parts[0].shape[1], parts[1].shape[1]
             group.packs = choose_packs(ins, outs, most, weights)
         living = [g for g, pair in enumerate(zip(ins, outs, strict=True)) if any(pair)]
