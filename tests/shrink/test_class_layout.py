@@ -384,6 +384,32 @@ def test_a_graph_comes_in_place_of_a_class_that_keeps_all_macs(method: str) -> N
     assert difference(net(x), slim(x)) <= 1e-12
 
 
+def test_what_comes_back_is_chosen_by_parameters_or_by_macs() -> None:
+    """The blocks have most of the MACs, and few of the parameters."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.stem = conv(3, N)
+            self.blocks = nn.Sequential(*(Block() for _ in range(2)))
+            self.last = nn.Linear(N, 8000)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.blocks(self.stem(x)).mean((2, 3)))
+
+    net, x = Net().double().eval(), torch.randn(2, 3, 16, 16).double()
+    slim: Any = demask.demask(net, (x,))
+    assert type(slim) is Net and not graphs(slim)
+    with pytest.warns(UserWarning, match=r"2 of its modules as graphs: [\d,]+ MACs, where one"):
+        fast: Any = demask.demask(net, (x,), objective="macs")
+    assert type(fast) is Net and graphs(fast) == ["blocks.0", "blocks.1"]
+    assert fast.demasked.after.macs < 0.8 * slim.demasked.after.macs
+    assert difference(net(x), fast(x)) <= 1e-12
+    with pytest.raises(demask.BadInput, match="'parameters' or 'macs', got 'speed'"):
+        demask.demask(net, (x,), objective="speed")
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
