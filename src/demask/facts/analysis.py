@@ -141,20 +141,23 @@ class Analysis:
     @cached_property
     def _carried_positions(self) -> Mapping[Edge, Tensor]:
         """Of each such call, the positions that it does not need. With border maps, carriers are
-        chosen here: the last call that reads a channel decides for those before it."""
+        chosen here: the last call that reads the channels of a window decides for those before."""
         edges: dict[Edge, Tensor] = {}
         relations = {n: r for n, r in self.relations.items() if isinstance(r, Relation)}
         for node, channels in self.carried.items():
             edges[node, relations[node].factors[0]] = channels.valid.reshape(
                 [-1 if k == channels.axis else 1
                  for k in range(len(relations[node].ins[relations[node].factors[0]]))])  # fmt: skip
-        for node, channels in [*self.carried.items()][::-1] if self.borders else ():
-            edge = node, relations[node].factors[0]
+        readers: dict[fx.Node | None, list[fx.Node]] = {}
+        for node, channels in self.carried.items() if self.borders else ():
+            readers.setdefault(channels.window, []).append(node)
+        while readers := {window: nodes for window, nodes in readers.items() if nodes}:
             needs = needed(self.program.graph, self.relations, self.known, carried=edges)
-            value = needs.live[key_of(relations[node].operands[edge[1]].value)]
-            live = along(value, channels.axis).expand(channels.valid.numel())
-            stays = channels.lacking(live).view(edges[edge].shape)
-            edges[edge] = edges[edge] & ~stays
+            for node in [nodes.pop() for nodes in readers.values()]:
+                channels, edge = self.carried[node], (node, relations[node].factors[0])
+                value = needs.live[key_of(relations[node].operands[edge[1]].value)]
+                live = along(value, channels.axis).expand(channels.valid.numel())
+                edges[edge] = edges[edge] & ~channels.lacking(live).view(edges[edge].shape)
         return edges
 
     @cached_property

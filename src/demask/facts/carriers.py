@@ -35,13 +35,14 @@ class CarriedChannels:
 
     axis: of the channels, in the first factor. values: float64 [groups, channels of each, places],
     what they are at each kind of place. valid: bool, of the first two axes: channels of which that
-    is known. has_constant: whether a bias can take constants. has_all_constants: whether all
-    constants that are dropped are among the channels.
+    is known. window: whose border they differ at, None for constants. has_constant: whether a bias
+    can take constants. has_all_constants: whether all constants that are dropped are among them.
     """
 
     axis: int
     values: Tensor
     valid: Tensor
+    window: fx.Node | None
     has_constant: bool
     has_all_constants: bool
 
@@ -141,7 +142,8 @@ def _carried_channels(
             return None
     groups = schema.arguments(relation.node)["groups"] if relation.is_grouped else 1
     return CarriedChannels(axis, values.reshape(groups, -1, values.shape[1]),
-                           valid.view(groups, -1), not is_padded, has_all)  # fmt: skip
+                           valid.view(groups, -1), responses and responses.window,
+                           not is_padded, has_all)  # fmt: skip
 
 
 def _without_weights(relation: Relation, facts: Facts, axis: int) -> Tensor:
