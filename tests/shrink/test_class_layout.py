@@ -218,6 +218,25 @@ def test_constants_of_a_weight_with_two_readers_stay() -> None:
     check_class(Twice().double().eval(), (torch.randn(2, 3, 6, 6).double(),))
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_units_of_which_every_other_is_a_gate_are_cut_in_pairs(first: int) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down = nn.Linear(6, 16), nn.Linear(8, 4)
+            with torch.no_grad():
+                self.up.weight[[2, 3, 6, 7 - first]] = self.up.bias[[2, 3, 6, 7 - first]] = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.up(x)
+            return self.down(x[..., 1::2] * torch.sigmoid(x[..., ::2]))
+
+    slim = check_class(Gated().double().eval(), (torch.randn(2, 6).double(),))
+    # Unit 3 has a gate of which a zero is left, unless it is 0 itself.
+    assert (slim.up.out_features, slim.down.in_features) == ((14, 7), (12, 6))[not first]
+
+
 class Joined(nn.Module):
     """A value that a join and another layer read; the layer behind the join ignores some of it."""
 

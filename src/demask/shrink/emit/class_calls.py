@@ -101,8 +101,8 @@ class ClassRewriter(Rewriter):
         self.finish(node, node.target, args, kwargs, layouts)
 
     def _take_parts(self, relation: Relation) -> bool:
-        """Append a call that takes parts of an axis one after another (a slice, a split), with the
-        sizes that the parts have now. False where parts are none of these."""
+        """Append a call that takes parts of an axis one after another, or every n-th position (a
+        slice, a split), with the sizes that the parts have now. False where it takes others."""
         node, arguments = relation.node, dict(schema.arguments(relation.node))
         if len(relation.operands) != 1 or any(len(moves) != 1 for moves in relation.moves):
             return False
@@ -121,12 +121,15 @@ class ClassRewriter(Rewriter):
             rows = move.position.tolist()
             rows = rows if want is None else [rows[p] for p in want]
             taken.append(rows if offsets is None else [offsets.get(p, -1) for p in rows])
-        runs = [part and list(range(part[0], part[0] + len(part))) for part in taken]
-        if not all(taken) or taken != runs:
+        steps = [part[1] - part[0] if len(part) > 1 else 1 for part in taken]
+        is_slice = node.target is torch.ops.aten.slice.Tensor
+        if not all(taken) or min(steps) < 1 or (max(steps) > 1 and not is_slice):
+            return False
+        if taken != [list(range(p[0], p[-1] + 1, n)) for p, n in zip(taken, steps, strict=True)]:
             return False
         sizes = [len(part) for part in taken]
-        if node.target is torch.ops.aten.slice.Tensor:
-            arguments |= {"start": taken[0][0], "end": taken[0][-1] + 1, "step": 1}
+        if is_slice:
+            arguments |= {"start": taken[0][0], "end": taken[0][-1] + 1, "step": steps[0]}
         elif "split_size" in arguments:
             arguments["split_size"] = (
                 sizes[0] if isinstance(arguments["split_size"], int) else sizes

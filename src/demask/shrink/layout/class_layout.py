@@ -193,25 +193,27 @@ class ClassPlacer(Placer):
                     parts.setdefault(j, cells)
         if out is not None and len(parts) > 1:
             self.joined.append(_Joined(out, parts, move))
-        elif out is not None and len(parts) == 1 and self._is_equal_part(move, parts, out):
+        elif out is not None and len(parts) == 1 and (step := self._step_of_part(move, parts, out)):
             ((_, cells),) = parts.items()
             number = self.cells.new(math.prod(self._sizes(cells)) // len(move.source))
             self.cells.force([number])
-            self._unify((number, *out), cells)
+            self._unify((number, *out) if step == 1 else (*out, number), cells)
         else:
             self._force([() if out is None else out, *parts.values()])
 
-    def _is_equal_part(
+    def _step_of_part(
         self, move: IndexMap, parts: dict[int, tuple[int, ...]], out: tuple[int, ...]
-    ) -> bool:
-        """Whether an output is one of several equal parts of an axis, as of a chunk."""
+    ) -> int:
+        """How far apart the positions are that an output takes: 1 if it is one of several equal
+        parts of an axis, as of a chunk; n if it is every n-th position; 0 if it is neither."""
         ((_, cells),) = parts.items()
         sizes, n, position = self._sizes(cells), len(move.source), move.position
         if not all(sizes) or not all(self._sizes(out)) or n < 2 or bool((move.source != 0).any()):
-            return False
-        first = int(position[0])
-        return (math.prod(sizes) % n == 0 and first % n == 0
-                and torch.equal(position, torch.arange(first, first + n)))  # fmt: skip
+            return 0
+        first, step = int(position[0]), int(position[1] - position[0])
+        is_even = first % n == 0 if step == 1 else first < step and n * step == math.prod(sizes)
+        is_even = is_even and math.prod(sizes) % n == 0 and step > 0
+        return step if is_even and torch.equal(position, first + step * torch.arange(n)) else 0
 
     def _sizes(self, cells: Sequence[int]) -> list[int]:
         """The sizes of an axis's cells, 0 for a dynamic one."""
