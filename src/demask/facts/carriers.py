@@ -85,21 +85,19 @@ def _pivots(rows: Tensor, basis: Tensor) -> tuple[list[int], Tensor]:
     """The rows, those with the largest rest first, of which all others are combinations, together
     with those of `basis`; and what they span with these: orthonormal rows."""
     rest, sizes, chosen = rows.clone(), rows.norm(dim=1), []
-    directions = [row / row.norm() for row in basis]
-    for direction in directions * 2:  # twice: rounding leaves some of large rows
-        rest -= (rest @ direction)[:, None] * direction
-    while len(rest) and bool((over := rest.norm(dim=1) > EXACT * sizes).any()):
-        largest = int(torch.where(over, rest.norm(dim=1), -1).argmax())
-        direction = rest[largest] / rest[largest].norm()
-        for other in directions:
-            direction = direction - (direction @ other) * other
+    basis = torch.linalg.qr(basis.T).Q.T
+    for _ in range(2):  # rounding leaves some of large rows
+        rest -= rest @ basis.T @ basis
+    while len(rest) and bool((over := (norms := rest.norm(dim=1)) > EXACT * sizes).any()):
+        largest = int(torch.where(over, norms, -1).argmax())
+        direction = rest[largest] - rest[largest] @ basis.T @ basis
         direction = direction / direction.norm()
         for _ in range(2):
-            rest -= (rest @ direction)[:, None] * direction
+            rest -= torch.outer(rest @ direction, direction)
         rest[largest] = 0
         chosen.append(largest)
-        directions.append(direction)
-    return chosen, torch.stack(directions) if directions else rows[:0]
+        basis = torch.cat([basis, direction[None]])
+    return chosen, basis
 
 
 def find_carried(

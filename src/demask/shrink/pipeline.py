@@ -347,8 +347,6 @@ def _attempts(
         )
         if other:
             yield from _attempts(other, log, tried | {name}, sides=sides)
-    if not analysis.carriers and (carrying := replace(analysis, carriers=True)).carried:
-        yield from _try_layouts(carrying.again(analysis.program), log)
     side = (
         sides
         and analysis.borders
