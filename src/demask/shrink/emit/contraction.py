@@ -391,7 +391,7 @@ def _border_map(
 
 
 @dataclass(frozen=True, slots=True)
-class _Groups:
+class _ConvGroups:
     """The groups of a grouped convolution: per group, old positions along the input and the output
     axis; and the layouts of its input and output, whose channels are sorted by group."""
 
@@ -401,7 +401,7 @@ class _Groups:
     layout: Layout
 
 
-def _live_groups(context: EmitContext, relation: Relation) -> _Groups:
+def _live_groups(context: EmitContext, relation: Relation) -> _ConvGroups:
     """Groups with live outputs. One with constant inputs only has one of them, so that it is a
     group."""
     layout = space_evenly(relation, context.placement.value[relation.node, 0])
@@ -417,11 +417,11 @@ def _live_groups(context: EmitContext, relation: Relation) -> _Groups:
         return tuple(whole(flat, size) if k == axis else p for k, p in enumerate(other))
 
     ins, outs = [i for i, _ in pairs], [o for _, o in pairs]
-    return _Groups(ins, outs, with_groups(slot, x_axis, ins, count * fan_in),
+    return _ConvGroups(ins, outs, with_groups(slot, x_axis, ins, count * fan_in),
                    with_groups(layout, out_axis, outs, count * fan_out))  # fmt: skip
 
 
-def _packed_groups(context: EmitContext, relation: Relation) -> _Groups:
+def _packed_groups(context: EmitContext, relation: Relation) -> _ConvGroups:
     """The groups of a convolution with equally many channels in each: several of the old ones
     where these have different numbers (`layout.group_packs`)."""
     layout = context.placement.value[relation.node, 0]
@@ -432,13 +432,13 @@ def _packed_groups(context: EmitContext, relation: Relation) -> _Groups:
     packs = even_packs([len(i) for i in ins], [len(o) for o in outs])
     inputs, outputs = ([[p for g in pack for p in groups[g]] for pack in packs]
                        for groups in (ins, outs))  # fmt: skip
-    return _Groups(inputs, outputs, slot, layout)
+    return _ConvGroups(inputs, outputs, slot, layout)
 
 
 def _emit_groups(
     context: EmitContext,
     relation: Relation,
-    groups: _Groups,
+    groups: _ConvGroups,
     constants: Absorbed,
 ) -> tuple[fx.Node, Absorbed]:
     """A grouped convolution: one for each run of groups with equally many inputs and outputs,
@@ -497,7 +497,7 @@ class _GroupRun:
     outputs: list[list[int]]
 
 
-def _runs(groups: _Groups) -> list[_GroupRun]:
+def _runs(groups: _ConvGroups) -> list[_GroupRun]:
     runs: list[_GroupRun] = []
     for i, o in zip(groups.inputs, groups.outputs, strict=True):
         if not runs or (len(runs[-1].inputs[0]), len(runs[-1].outputs[0])) != (len(i), len(o)):
