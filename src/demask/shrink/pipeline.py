@@ -347,6 +347,8 @@ def _attempts(
         )
         if other:
             yield from _attempts(other, log, tried | {name}, sides=sides)
+    plain = list(_try_layouts(analysis, log, essential=True)) if analysis.carried else []
+    yield from plain  # a side network would compute what others stand for
     side = (
         sides
         and analysis.borders
@@ -354,8 +356,9 @@ def _attempts(
     )
     if side and (split := log.attempt("a side network", partial(analysis.again, side), None)):
         yield from (replace(smaller, has_side_network=True) for smaller in _try_layouts(split, log))
-    plain = list(_try_layouts(analysis, log, essential=True))
-    yield from plain
+    if not analysis.carried:
+        plain = list(_try_layouts(analysis, log, essential=True))
+        yield from plain
     if plain and _has_split_tensors(plain[0]):
         yield from _try_layouts(analysis, log, tied=True)
     if analysis.has_matrices:
