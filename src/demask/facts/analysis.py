@@ -42,7 +42,7 @@ class Analysis:
         table: the op table that relations are bound by.
         frugal: whether known values that would have to be stored as matrices are computed instead.
         borders: False: values that would leave a border map count as unknown.
-        carriers: whether channels stand for others (`facts.carriers`); with borders=False, also for
+        carriers: whether channels carry others (`facts.carriers`); with borders=False, also for
             constants before padding.
         bound: relations that exist already, such as those of calls whose rules failed.
     """
@@ -132,7 +132,7 @@ class Analysis:
 
     @cached_property
     def carried(self) -> Mapping[fx.Node, CarriedChannels]:
-        """The channels of each call that others can stand for, if carriers are used."""
+        """The channels of each call that others can carry, if carriers are used."""
         if not self.carriers:
             return {}
         graph, constants = self.program.graph, not self.borders

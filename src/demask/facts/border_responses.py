@@ -39,16 +39,16 @@ class Responses:
 
 def find_responses(graph: fx.Graph, relations: Relations, facts: Facts) -> dict[Key, Responses]:
     """The responses of all values that have some which are no constants. Raises CallFailed."""
-    found: dict[Key, Responses] = {}
+    earlier: dict[Key, Responses] = {}
     for node in graph.nodes:
         relation = relations.get(node)
         if not isinstance(relation, Relation) or len(relation.outs) != 1:
             continue
         with attributed(node):
-            responses = _respond(relation, facts, found)
+            responses = _respond(relation, facts, earlier)
             if responses is not None and bool(_varies(responses).any()):
-                found[node, 0] = responses
-    return found
+                earlier[node, 0] = responses
+    return earlier
 
 
 def _varies(responses: Responses) -> Tensor:
@@ -57,14 +57,14 @@ def _varies(responses: Responses) -> Tensor:
     return responses.valid & (values != values[:, :1]).any(1)
 
 
-def _respond(relation: Relation, facts: Facts, found: dict[Key, Responses]) -> Responses | None:
+def _respond(relation: Relation, facts: Facts, earlier: dict[Key, Responses]) -> Responses | None:
     """The responses of a call's output, or None."""
     entry, node = relation.entry, relation.node
     value = node.meta["val"]
     if value.ndim < 2 or not value.is_floating_point() or not isinstance(value.shape[1], int):
         return None
     sources = [o.value for o in relation.operands if isinstance(o.value, fx.Node)]
-    several = [found[key_of(source)] for source in sources if key_of(source) in found]
+    several = [earlier[key_of(source)] for source in sources if key_of(source) in earlier]
     if entry.reads_padding(node) and entry.region == "conv" and value.ndim > 2:
         return _of_window(relation, facts)
     if not several:
@@ -76,16 +76,16 @@ def _respond(relation: Relation, facts: Facts, found: dict[Key, Responses]) -> R
         keeps = not relation.moved and channels == relation.outs[0][1:2] and channels[0]
         inside = not set(channels[0]) & (relation.window | relation.complete) if channels else False
         return replace(first, is_linear=True) if keeps and inside else None
-    apart = relation.contracted | relation.complete | relation.window | relation.moved
-    if apart or relation.back or entry.fill != "run" or entry.free or first.is_linear:
+    mixing = relation.contracted | relation.complete | relation.window | relation.moved
+    if mixing or relation.back or entry.fill != "run" or entry.free or first.is_linear:
         return None
     if any(other.window is not first.window or other.is_linear for other in several):
         return None
-    return _of_pointwise(relation, facts, found, first)
+    return _of_pointwise(relation, facts, earlier, first)
 
 
 def _of_pointwise(
-    relation: Relation, facts: Facts, found: dict[Key, Responses], first: Responses
+    relation: Relation, facts: Facts, earlier: dict[Key, Responses], first: Responses
 ) -> Responses | None:
     """The responses after a pointwise call, whose other operands are constants of each channel."""
     (letters, count), rank = (relation.outs[0][1], len(first.valid)), len(relation.outs[0])
@@ -96,7 +96,7 @@ def _of_pointwise(
         axes = relation.ins[k]
         if not isinstance(operand.value, fx.Node):
             values.append(operand.value)
-        elif (responses := found.get(key_of(operand.value))) is not None:
+        elif (responses := earlier.get(key_of(operand.value))) is not None:
             if (
                 len(axes) != rank
                 or axes[1] != letters
@@ -140,9 +140,10 @@ def _of_window(relation: Relation, facts: Facts) -> Responses | None:
     space = x.ndim - 2
     if "weight" in arguments:
         weight = inputs[relation.factors[1]]
-        if not bool(weight.known.all()):
+        sizes = relation.operands[1].value.meta["val"].shape
+        if sizes[1] != 1 or not bool(weight.known.all()):
             return None
-        kernel = weight.fill.double().expand(relation.operands[1].value.meta["val"].shape)
+        kernel = weight.fill.double().expand(sizes)
         groups = arguments["groups"]
         parts = kernel.reshape(groups, -1, *kernel.shape[1:])  # [group, output, input, taps ...]
         into = fill.view(groups, 1, -1, *[1] * space)

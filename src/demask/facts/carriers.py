@@ -9,7 +9,7 @@ ones,
 
 which is exact at the border, too: fill_p is read wherever each fill_c was. So it is for channels
 that differ at borders before the sum (`border_responses`): those stay whose responses the others
-are linear combinations of, and a constant rest goes into the bias of a sum without padding.
+are linear combinations of, and the bias of a sum without padding takes a constant rest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXACT = 1e-12  # of a response: what rounding leaves of one that is a combinatio
 
 @dataclass(frozen=True, slots=True)
 class CarriedChannels:
-    """Channels that a sum reads, of which some can stand for others.
+    """Channels that a sum reads, of which some can carry others.
 
     axis: of the channels, in the first factor. values: float64 [groups, channels of each, places],
     what they are at each kind of place. valid: bool, of the first two axes: channels of which that
@@ -103,7 +103,7 @@ def _pivots(rows: Tensor, basis: Tensor) -> tuple[list[int], Tensor]:
 def find_carried(
     graph: fx.Graph, relations: Relations, facts: Facts, *, constants: bool
 ) -> dict[fx.Node, CarriedChannels]:
-    """The channels of calls that can stand for others. constants: whether constants before padding
+    """The channels of calls that can carry others. constants: whether constants before padding
     are among them, which need border maps else. Raises CallFailed where a rule fails."""
     responses, carried = find_responses(graph, relations, facts), {}
     for node, relation in relations.items():
@@ -119,11 +119,13 @@ def find_carried(
 def _carried_channels(
     relation: Relation, facts: Facts, responses: Responses | None, with_constants: bool
 ) -> CarriedChannels | None:
-    """The channels of one call that can stand for others: constants before padding, and those with
+    """The channels of one call that can carry others: constants before padding, and those with
     responses."""
+    is_padded = relation.entry.reads_padding(relation.node)
+    if responses is None and not (is_padded and with_constants):
+        return None
     axis, known, constants = constant_channels(relation, facts)
     valid, values = known & (constants != 0), constants.double()[:, None]
-    is_padded = relation.entry.reads_padding(relation.node)
     if responses is not None and axis == 1 and not (is_padded and responses.is_linear):
         places = responses.values.shape[1]
         values = torch.where(known[:, None], values.expand(-1, places), responses.values)
@@ -148,7 +150,10 @@ def _without_weights(relation: Relation, facts: Facts, axis: int) -> Tensor:
     """Which channels along an axis of the first factor have weights of zero alone."""
     first, second = relation.factors
     weight, order = facts[key_of(relation.operands[second].value)], list(relation.size)
-    channels = relation.ins[first][axis]
+    channels, axes = relation.ins[first][axis], relation.ins[second]
+    if channels in axes:
+        others = tuple(k for k, letters in enumerate(axes) if letters != channels)
+        return weight.all_over(others, zero=True).reshape(-1)
     zero = spread(weight.zero, relation.ins[second], order, relation.size)
     zero = all_over(zero, order, set(order) - set(channels))
     return project(zero, (channels,), order, relation.size)
@@ -156,7 +161,7 @@ def _without_weights(relation: Relation, facts: Facts, axis: int) -> Tensor:
 
 def carries_constants(relation: Relation) -> bool:
     """Whether constants that enter a padded window need no border map: one constant channel (of
-    each group) can stand for others, or all of them stay (a depthwise convolution)."""
+    each group) can carry others, or all of them stay (a depthwise convolution)."""
     if relation.entry.fill != "sum" or relation.complete:
         return False
     channels = relation.letters(relation.ins[relation.factors[0]]) & relation.contracted

@@ -59,7 +59,7 @@ def needed(
 
     computed: of calls that are not finite for all operands, masks per output of what is computed,
     needed or not. There they need their true operands instead of fills. carried: positions of
-    operands that a call can do without, if others stand for them. Raises CallFailed where a rule
+    operands that a call can do without, if others carry them. Raises CallFailed where a rule
     fails.
     """
     needs = Needs({k: torch.zeros_like(f.known) for k, f in facts.items()}, {}, {})

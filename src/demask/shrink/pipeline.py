@@ -348,7 +348,7 @@ def _attempts(
         if other:
             yield from _attempts(other, log, tried | {name}, sides=sides)
     plain = list(_try_layouts(analysis, log, essential=True)) if analysis.carried else []
-    yield from plain  # a side network would compute what others stand for
+    yield from plain  # a side network would compute what others carry
     side = (
         sides
         and analysis.borders

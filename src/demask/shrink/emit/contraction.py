@@ -556,8 +556,8 @@ def _group_weight(relation: Relation, weight: Tensor, run: _GroupRun, transposed
         pairs = [(torch.tensor(ins), fan_in), (torch.tensor(outs), fan_out)]
         (rows, each), (columns, other) = pairs if transposed else pairs[::-1]
         block = weight[rows.to(weight.device)][:, (columns % other).to(weight.device)]
-        apart = (rows // each)[:, None] != (columns // other)[None, :]
-        wide = apart.view(*apart.shape, *[1] * (weight.ndim - 2)).to(weight.device)
+        separate = (rows // each)[:, None] != (columns // other)[None, :]
+        wide = separate.view(*separate.shape, *[1] * (weight.ndim - 2)).to(weight.device)
         parts.append(block.masked_fill(wide, 0))
     return torch.cat(parts).contiguous()
 

@@ -54,7 +54,7 @@ def rewrite(
     carried: Mapping[fx.Node, CarriedChannels] = types.MappingProxyType({}),
 ) -> Rewritten:
     """The program that computes the same outputs in the layouts of `placement`. carried: channels
-    that stand for others. Raises CallFailed where the rule of a call fails."""
+    that carry others. Raises CallFailed where the rule of a call fails."""
     context = Rewriter(program, relations, facts, needs, placement, carried)
     for node in program.graph.nodes:
         with attributed(node):

@@ -204,7 +204,7 @@ class ClassPlacer(Placer):
     def _step_of_part(
         self, move: IndexMap, parts: dict[int, tuple[int, ...]], out: tuple[int, ...]
     ) -> int:
-        """How far apart the positions are that an output takes: 1 if it is one of several equal
+        """The distance between positions that an output takes: 1 if it is one of several equal
         parts of an axis, as of a chunk; n if it is every n-th position; 0 if it is neither."""
         ((_, cells),) = parts.items()
         sizes, n, position = self._sizes(cells), len(move.source), move.position

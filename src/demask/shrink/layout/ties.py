@@ -34,7 +34,7 @@ def needed_products(relation: Relation, facts: Facts, needs: Needs) -> Tensor:
     """Over letters: the products of a contraction that a live output needs at run time.
 
     Products of two known factors are constants, which a bias or a border map absorbs (weights of a
-    mix have neither); those of carried channels others stand for.
+    mix have neither); those of carried channels are not needed.
     """
     order = list(relation.size)
     inputs = operand_facts(relation, facts)
