@@ -44,6 +44,7 @@ def demask(
     check: bool = True,
     masks: Masks = "zeros",
     result: str = "auto",
+    objective: str = "parameters",
     inputs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """A smaller network with the outputs of `model` in eval mode, for the same arguments.
@@ -84,6 +85,8 @@ def demask(
             keeps every parameter and MAC and a graph has 20 % fewer of either; both not for models
             with `generate` or `save_pretrained`. A warning says where the class costs more than
             5 %.
+        objective: the size by which `result="auto"` chooses: "parameters" (default), or "macs", the
+            multiply-adds of one call on the example inputs, with the same shares.
         inputs: the values that inputs may have, by name of an argument of forward, for the random
             inputs of the check: (low, high), both included, or "mask" (zeros and ones), "one-hot",
             "sorted" or "distinct". Default: None, for what the example shows: integers stay in its
@@ -110,7 +113,10 @@ def demask(
     unmasked, model = model, apply_masks(model, masks)
     if result not in ("auto", "class", "graph"):
         raise BadInput(f"expected result to be 'auto', 'class' or 'graph', got {result!r}")
-    options = {"dynamic_shapes": dynamic_shapes, "table": table, "check": check, "result": result}
+    if objective not in ("parameters", "macs"):
+        raise BadInput(f"expected objective to be 'parameters' or 'macs', got {objective!r}")
+    options = {"dynamic_shapes": dynamic_shapes, "table": table, "check": check, "result": result,
+               "objective": objective}  # fmt: skip
     stated = state_domains(model, args, kwargs, inputs)
     # What becomes of modules is checked in the network.
     smaller = partial(demask, dynamic_shapes=part_dynamic_shapes(None), table=table, check=False,
@@ -131,7 +137,8 @@ def demask(
     slim = run_through_cpu(demask, model, args, kwargs, **moved, **options)
     if slim is not None:
         return _with_origin(slim, unmasked, model, masks, table)
-    call = DemaskCall(model, args, kwargs, dynamic_shapes, table, masks, stated, check, smaller)
+    call = DemaskCall(model, args, kwargs, dynamic_shapes, table, masks, stated, check, smaller,
+                      objective)  # fmt: skip
     try:
         slim = first_result(call, result)
     except KeepsState as error:

@@ -346,6 +346,8 @@ def _attempts(
         )
         if other:
             yield from _attempts(other, log, tried | {name}, sides=sides)
+    plain = list(_try_layouts(analysis, log, essential=True)) if analysis.carried else []
+    yield from plain  # a side network would compute what others carry
     side = (
         sides
         and analysis.borders
@@ -353,8 +355,9 @@ def _attempts(
     )
     if side and (split := log.attempt("a side network", partial(analysis.again, side), None)):
         yield from (replace(smaller, has_side_network=True) for smaller in _try_layouts(split, log))
-    plain = list(_try_layouts(analysis, log, essential=True))
-    yield from plain
+    if not analysis.carried:
+        plain = list(_try_layouts(analysis, log, essential=True))
+        yield from plain
     if plain and _has_split_tensors(plain[0]):
         yield from _try_layouts(analysis, log, tied=True)
     if analysis.has_matrices:
@@ -374,7 +377,7 @@ def _one_call_each(analysis: LayoutAnalysis, log: Log) -> Iterator[Rewritten]:
             layouts = analysis.needs, analysis.placer.placement()
             try:
                 result, more = rewrite_for_class(
-                    program, relations, analysis.known, *layouts, fixed
+                    program, relations, analysis.known, *layouts, fixed, analysis.carried
                 )
             except CallFailed as failure:
                 analysis = analysis.without(failure)
@@ -468,7 +471,9 @@ def _emit_smaller(analysis: LayoutAnalysis, log: Log, tied: bool) -> Rewritten:
         placement = _place_tied(analysis) if tied else analysis.placer.placement()
         program, relations = analysis.program, analysis.relations
         try:
-            return rewrite(program, relations, analysis.known, analysis.needs, placement)
+            return rewrite(
+                program, relations, analysis.known, analysis.needs, placement, analysis.carried
+            )
         except CallFailed as failure:
             analysis = analysis.without(failure)
             log.add(analysis.failed)

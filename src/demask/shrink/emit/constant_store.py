@@ -24,7 +24,7 @@ class ConstantStore:
     """Constants and sizes of a graph that is being emitted. Each is added once and read by name."""
 
     def __init__(self, editor: GraphEditor):
-        self.editor, self.source = editor, editor.program.constants
+        self.editor, self.source = editor, dict(editor.program.constants)
         self.constants = editor.constants
         self.cuts: dict[str, Cut] = {}
         self._modules: set[str] = set()  # paths that names of constants begin with
