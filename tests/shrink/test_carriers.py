@@ -59,14 +59,15 @@ class Padded(nn.Module):
     [
         # One channel carries constants and their averages alike.
         ("pool", 3, 1, 16 + 1),
-        # A kernel of 9 taps has 9 responses, of which a bias takes the one that is a constant.
-        ("depthwise", 3, 1, 16 + 8),
-        ("depthwise", 3, 2, 16 + 8),
+        # A kernel of 9 taps has 9 responses, of which a bias takes the one that is a constant; 4
+        # more stay, of which combinations would let rounding grow.
+        ("depthwise", 3, 1, 16 + 8 + 4),
+        ("depthwise", 3, 2, 16 + 8 + 4),
         ("depthwise", 1, 1, 16),
         # No bias takes constants before padding.
-        ("padded", 3, 1, 16 + 9),
+        ("padded", 3, 1, 16 + 9 + 3),
         # Along an axis 4 kinds of places, two neighbors or one or none: 16, a bias takes one.
-        ("silu", 3, 1, 16 + 15),
+        ("silu", 3, 1, 16 + 15 + 1),
         # Of the constants' channels, every other one has a scale that no input decides: 8 of them.
         ("excite", 3, 1, 16 + 16),
     ],
@@ -85,7 +86,7 @@ def test_channels_are_carried(kind: str, kernel: int, stride: int, channels: int
 def test_one_image_size_has_fewer_kinds_of_places() -> None:
     net = Padded("silu").double().eval()
     slim = check_class(net, (torch.randn(2, 3, 9, 9).double(),))
-    assert slim.first.out_channels == 16 + 8  # 9 kinds of places
+    assert slim.first.out_channels == 16 + 8 + 3  # 9 kinds of places
 
 
 def test_a_graph_has_no_more_channels_than_the_class() -> None:
@@ -120,3 +121,26 @@ def test_carriers_span_what_is_dropped() -> None:
     assert not bool(biased.lacking(live).any())
     ((_, dropped, carriers, factors, constant),) = biased.combinations(live)
     torch.testing.assert_close(factors @ values[carriers] + constant[:, None], values[dropped])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_combinations_do_not_grow_rounding(seed: int) -> None:
+    """Carriers that are nearly parallel span what others need with factors of 1e8: such channels
+    stay, as those do of which a combination is much larger in its summands."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randn(1, 40, 3, generator=draw, dtype=torch.float64)
+    rows = rows @ torch.randn(1, 3, 25, generator=draw, dtype=torch.float64)
+    rows[0, 1] = rows[0, 0] * 2 + rows[0, 2] * 1e-8
+    rows[0, 2:9] = rows[0, 0] + rows[0, 2:9] * 1e-3
+    valid = torch.rand(1, 40, generator=draw) < 0.9
+    channels = CarriedChannels(1, rows, valid, None, bool(seed % 2), False)
+    live = torch.zeros(40, dtype=torch.bool)
+    live[: 1 + seed % 4] = True
+    live |= channels.lacking(live)
+    assert not bool(channels.lacking(live).any())
+    assert int(live.sum()) < 20, "hardly any channel goes"
+    for _, dropped, carriers, factors, constant in channels.combinations(live):
+        summands = factors.abs() @ rows[0, carriers].norm(dim=1)
+        assert float((summands / rows[0, dropped].norm(dim=1)).max()) <= 4
+        made = factors @ rows[0, carriers] + constant[:, None]
+        torch.testing.assert_close(made, rows[0, dropped], rtol=1e-9, atol=1e-9)

@@ -27,6 +27,7 @@ from demask.failures import attributed
 from demask.ops import Relation, schema
 
 EXACT = 1e-12  # of a response: what rounding leaves of one that is a combination of others
+GROWTH = 4.0  # summands of a combination, in all, relative to their sum: so rounding stays small
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,16 @@ class CarriedChannels:
         """Channels that have to stay besides the live ones: bool [channels]."""
         stays, result = live.view(self.valid.shape), torch.zeros_like(self.valid)
         for g in (self.valid & ~stays).any(1).nonzero().squeeze(1).tolist():
-            dropped, carriers = self._places(g, ~stays[g]), self._places(g, stays[g])
+            dropped, carriers = self._channels(g, ~stays[g]), self._channels(g, stays[g])
             _, basis = _pivots(self.values[g, carriers], self._constant_rows())
             more, _ = _pivots(self.values[g, dropped], basis)
             result[g, dropped[more]] = True
+            while len(dropped := self._channels(g, ~stays[g] & ~result[g])):
+                carriers = self._channels(g, stays[g] | result[g])
+                growth = self._combine(g, dropped, carriers)[1]
+                if float(growth.max()) <= GROWTH:
+                    break
+                result[g, dropped[growth.argmax()]] = True
         return result.reshape(-1)
 
     def combinations(self, live: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
@@ -62,17 +69,23 @@ class CarriedChannels:
         float64 [dropped]."""
         stays = live.view(self.valid.shape)
         for g in (self.valid & ~stays).any(1).nonzero().squeeze(1).tolist():
-            dropped, carriers = self._places(g, ~stays[g]), self._places(g, stays[g])
-            chosen, _ = _pivots(self.values[g, carriers], self._constant_rows())
-            carriers = carriers[chosen]
-            rows = torch.cat([self.values[g, carriers], self._constant_rows()])
-            sizes = rows.norm(dim=1, keepdim=True)
-            solved = torch.linalg.lstsq((rows / sizes).T, self.values[g, dropped].T).solution
-            factors = (solved / sizes).T
+            dropped, carriers = self._channels(g, ~stays[g]), self._channels(g, stays[g])
+            factors, _ = self._combine(g, dropped, carriers)
             constant = factors[:, len(carriers) :].sum(1)
             yield g, dropped, carriers, factors[:, : len(carriers)], constant
 
-    def _places(self, group: int, mask: Tensor) -> Tensor:
+    def _combine(self, group: int, dropped: Tensor, carriers: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest factors of dropped channels as combinations of carriers and of a constant:
+        float64 [dropped, carriers]; and how much larger the summands are than what they sum to, by
+        which rounding grows: float64 [dropped]."""
+        wanted = self.values[group, dropped]
+        rows = torch.cat([self.values[group, carriers], self._constant_rows()])
+        sizes = rows.norm(dim=1, keepdim=True)
+        # of least norm; with its own driver torch may miss a rank where it is deficient
+        solved = torch.linalg.lstsq((rows / sizes).T, wanted.T, driver="gelsd").solution
+        return (solved / sizes).T, solved.abs().sum(0) / wanted.norm(dim=1)
+
+    def _channels(self, group: int, mask: Tensor) -> Tensor:
         """The valid channels of a group in a mask."""
         return (self.valid[group] & mask).nonzero().squeeze(1)
 
