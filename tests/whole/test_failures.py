@@ -155,8 +155,7 @@ def drop_a_live_unit(monkeypatch):
                 live[..., -1] = False
         return needs
 
-    for module in ("demask.facts.analysis", "demask.shrink.layout.placement"):
-        monkeypatch.setattr(f"{module}.needed", planted)
+    monkeypatch.setattr("demask.facts.analysis.needed", planted)
 
 
 def test_a_wrong_result_is_caught(monkeypatch):
@@ -210,13 +209,14 @@ class Counted(nn.Module):
         return x
 
 
-def test_the_check_takes_three_calls_of_each():
+def test_the_check_takes_few_calls_of_each():
+    """One before the model is captured, which refuses examples that fail, and three to compare."""
     net, x = nn.Sequential(Net(), Counted()), torch.randn(4, 6)
     Counted.calls = 0
     to_graph(net, (x,), check=False)
     before, Counted.calls = Counted.calls, 0
     to_graph(net, (x,))
-    assert (before, Counted.calls) == (0, 3)
+    assert (before, Counted.calls) == (0, 1 + 3)
 
 
 class Chaotic(nn.Module):
