@@ -5,36 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from demask.files.onnx.edit.protos import attributes_of, set_attribute
-from demask.shrink.layout.cells import Layout, Positions
-
-if TYPE_CHECKING:
-    from demask.files.onnx.edit.editor import Editor
-
-
-class Unsupported(Exception):
-    """A node that no handler can cut: its operands and outputs stay whole."""
-
-
-class MustCompute(Exception):
-    """A known value of dynamic size that a node reads whole: it is computed. args: its name."""
-
-
-def require(condition: object, reason: str) -> None:
-    """Raise Unsupported with the reason unless the condition is true."""
-    if not condition:
-        raise Unsupported(reason)
-
-
-def all_positions(positions: Positions, size: int) -> list[int]:
-    """Positions as a list, the whole axis included.
-
-    >>> all_positions(None, 3), all_positions((2, 0), 3)
-    ([0, 1, 2], [2, 0])
-    """
-    return list(range(size)) if positions is None else list(positions)
+from demask.files.onnx.edit.editor import Editor
+from demask.files.onnx.edit.protos import (
+    attributes_of,
+    copy_of,
+    graph_reads,
+    op_of,
+    set_attribute,
+)
+from demask.files.onnx.edit.refusals import Unsupported, require
+from demask.shrink.layout.cells import Layout
 
 
 @dataclass(frozen=True)
@@ -62,8 +44,10 @@ class NodeEdit:
     @property
     def layout(self) -> Layout:
         """The wanted layout of the first output."""
-        require(self.wanted and self.wanted[0] is not None, "its first output is not computed")
-        return self.wanted[0]  # type: ignore[return-value]
+        layout = self.wanted[0] if self.wanted else None
+        if layout is None:
+            raise Unsupported("its first output is not computed")
+        return layout
 
     def name(self, k: int) -> str:
         """The name of operand k; "" where the node has none."""
@@ -145,3 +129,15 @@ class Handlers(dict[str, Handler]):
 
 
 HANDLERS = Handlers()
+
+
+def handle(
+    editor: Editor, node: Any, wanted: Sequence[Layout | None]
+) -> tuple[Any, Sequence[Layout | None]]:
+    """The edited node, and the layouts of its outputs. Raises Unsupported."""
+    handler = HANDLERS.get(op_of(node))
+    if handler is None or graph_reads(node):
+        raise Unsupported("no handler")
+    edit = NodeEdit(editor, node, copy_of(node), wanted)
+    layouts = handler(edit)
+    return edit.new, layouts

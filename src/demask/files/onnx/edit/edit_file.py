@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,32 +14,36 @@ import numpy as np
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.files.onnx.edit.calls import MustCompute, Unsupported
+from demask.files.atomic_write import check_writable, write
 from demask.files.onnx.edit.constants import evaluated
 from demask.files.onnx.edit.editor import Editor
 from demask.files.onnx.edit.foreign import opaque_outputs
 from demask.files.onnx.edit.names import NamedValues, name_values
-from demask.files.onnx.edit.ops import HANDLERS
-from demask.files.onnx.edit.protos import graph_reads
+from demask.files.onnx.edit.ops import handle
+from demask.files.onnx.edit.protos import copy_of, graph_reads
+from demask.files.onnx.edit.refusals import MustCompute, Unsupported
 from demask.files.onnx.read.reader import installed, parse_model, read
 from demask.ops import Table
 
 PASSES = 4
+ALIGNED = 4096  # bytes, as weights are mapped in pages
 
 
 @dataclass(frozen=True, slots=True)
 class EditedFile:
     """A file, edited.
 
-    model: its ModelProto. nodes: how many nodes it has, of these `kept` are those of the original,
+    model: its ModelProto. nodes: how many nodes it has, of these `unchanged` are those of the original,
     byte for byte. barriers: nodes that stay whole with operands that do not, and why. foreign: ops
-    that demask could not capture, by an output.
+    that demask could not capture, by an output. external: tensors that the original stores in other
+    files.
     """
 
     model: Any
     nodes: int
-    kept: int
+    unchanged: int
     barriers: tuple[tuple[str, str], ...]
+    external: frozenset[str]
     foreign: frozenset[str]
 
 
@@ -77,8 +82,10 @@ def edit_file(
     if model is original:
         return None
     nodes = {node.SerializeToString() for node in original.graph.node}
-    kept = sum(node.SerializeToString() in nodes for node in model.graph.node)
-    return EditedFile(model, len(model.graph.node), kept, barriers, foreign)
+    unchanged = sum(node.SerializeToString() in nodes for node in model.graph.node)
+    declared = onnx.load(os.fspath(path), load_external_data=False).graph.initializer
+    external = frozenset(t.name for t in declared if t.data_location == t.EXTERNAL)
+    return EditedFile(model, len(model.graph.node), unchanged, barriers, external, foreign)
 
 
 def _edited(model: Any, named: NamedValues, feeds: dict[str, np.ndarray]) -> Editor:
@@ -89,7 +96,7 @@ def _edited(model: Any, named: NamedValues, feeds: dict[str, np.ndarray]) -> Edi
     run = evaluated(model, names & producers, producers, feeds)
     computed: list[str] = []
     while True:
-        editor = Editor(model, named, run, HANDLERS, computed)
+        editor = Editor(model, named, run, handle, computed)
         try:
             editor.walk()
             return editor
@@ -102,7 +109,7 @@ def _edited(model: Any, named: NamedValues, feeds: dict[str, np.ndarray]) -> Edi
 
 
 def _check_order(model: Any) -> None:
-    """Raise BadInput unless every node is behind those that it reads."""
+    """Raise BadInput unless every node follows those that it reads."""
     known = {t.name for t in model.graph.initializer} | {v.name for v in model.graph.input}
     known |= {t.values.name for t in model.graph.sparse_initializer}
     for node in model.graph.node:
@@ -110,3 +117,32 @@ def _check_order(model: Any) -> None:
         if late:
             raise BadInput(f"node {node.name!r} reads {min(late)!r} before it is computed")
         known |= set(node.output)
+
+
+def save_edited(edited: EditedFile, path: str | os.PathLike[str]) -> None:
+    """Write an edited file, tensors that were in other files to one in its folder."""
+    model = edited.model
+    external = [t for t in model.graph.initializer if t.name in edited.external]
+    if external:
+        model = copy_of(model)
+        external = [t for t in model.graph.initializer if t.name in edited.external]
+        _move_out(external, check_writable(path))
+    with write(path) as file:
+        file.write(model.SerializeToString())
+
+
+def _move_out(tensors: Sequence[Any], path: Path) -> None:
+    """Write the bytes of tensors to a file named with their hash, each at a multiple of 4096."""
+    from onnx import external_data_helper
+
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.raw_data)
+    name = f"{path.stem}.{digest.hexdigest()[:12]}.weights"
+    with write(path.with_name(name)) as file:
+        for tensor in tensors:
+            file.write(b"\0" * (-file.tell() % ALIGNED))
+            offset, length = file.tell(), len(tensor.raw_data)
+            file.write(tensor.raw_data)
+            external_data_helper.set_external_data(tensor, name, offset, length)
+            tensor.ClearField("raw_data")

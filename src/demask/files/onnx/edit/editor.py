@@ -11,14 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from demask.files.onnx.edit.calls import (
-    Handlers,
-    MustCompute,
-    NodeEdit,
-    Unsupported,
-    all_positions,
-    require,
-)
 from demask.files.onnx.edit.constants import FileConstants
 from demask.files.onnx.edit.names import NamedValues, Size
 from demask.files.onnx.edit.protos import (
@@ -27,16 +19,21 @@ from demask.files.onnx.edit.protos import (
     graph_reads,
     is_standard,
 )
+from demask.files.onnx.edit.refusals import MustCompute, Unsupported, all_positions, require
+from demask.files.onnx.values import NUMPY
 from demask.shrink.layout.cells import Layout, Positions, whole
 
 SLICE_INPUTS, PAD_INPUTS = 10, 11  # op sets since which Slice and Pad take operands
+
+Handle = Callable[["Editor", Any, Sequence[Layout | None]], tuple[Any, Sequence[Layout | None]]]
 
 
 class Editor:
     """The state of one walk over the nodes of a file.
 
     model: the file; it is not changed. values: facts and layouts. runtime_values: what the runtime
-    computes for some names, for known elements. handlers: by op. computed: names that are
+    computes for some names, for known elements. handle: edits a node.
+    computed: names that are
     computed whole although they are known.
     """
 
@@ -45,12 +42,12 @@ class Editor:
         model: Any,
         named: NamedValues,
         runtime_values: Mapping[str, np.ndarray],
-        handlers: Handlers,
+        handle: Handle,
         computed: Sequence[str] = (),
     ):
         self.model, self.graph = model, model.graph
         self.named, self.values = named, named.values
-        self.runtime_values, self.handlers = runtime_values, handlers
+        self.runtime_values, self.handle = runtime_values, handle
         self.constants = FileConstants(model)
         self.opset = next((e.version for e in model.opset_import if is_standard(e)), 1)
         self.outputs = {value.name for value in self.graph.output}
@@ -134,7 +131,8 @@ class Editor:
             infos = (*graph.value_info, *graph.input, *graph.output)
             self._types = {v.name: v.type.tensor_type.elem_type for v in infos}
         number = self._types.get(name, 0)
-        require(number, f"the element type of {name!r} is not known")
+        if not number:
+            return NUMPY[self.values[name].dtype]
         return helper.tensor_dtype_to_np_dtype(number)
 
     # new nodes and tensors
@@ -285,13 +283,13 @@ class Editor:
         """A value with other positions of one axis; known elements replace those it lacks."""
         size = self.shape(name)[axis]
         present, wanted = all_positions(current[axis], size), all_positions(positions, size)
-        kept = [p for p in wanted if p in set(present)]
-        if len(kept) == len(wanted):
+        shared = [p for p in wanted if p in set(present)]
+        if len(shared) == len(wanted):
             index = {p: k for k, p in enumerate(present)}
             return self._select(source, axis, [index[p] for p in wanted], name)
-        if len(kept) < len(present):
+        if len(shared) < len(present):
             index = {p: k for k, p in enumerate(present)}
-            source, present = self._select(source, axis, [index[p] for p in kept], name), kept
+            source, present = self._select(source, axis, [index[p] for p in shared], name), shared
         fill = self.fill(name)
         for other in range(fill.ndim):
             now = wanted if other == axis else current[other]
@@ -345,16 +343,14 @@ class Editor:
             return
         marks = self._mark()
         try:
-            handler = self.handlers.get(node.op_type) if is_standard(node) else None
-            require(handler is not None and mapped and not graph_reads(node), "no handler")
-            edit = NodeEdit(self, node, copy_of(node), wanted)
-            layouts = handler(edit)  # type: ignore[misc]
-            self._record(edit.new, layouts)
+            require(mapped, "outputs that are no tensors")
+            new, layouts = self.handle(self, node, wanted)
+            self._record(new, layouts)
         except Unsupported as reason:
             self._roll_back(marks)
             if any(p is not None for layout in wanted if layout is not None for p in layout):
                 self.barriers.append((outputs[0], str(reason)))
-            self._keep_whole(node)
+            self._leave_whole(node)
 
     def _record(self, new: Any, layouts: Sequence[Layout | None]) -> None:
         """Add a node, and the layouts of its outputs."""
@@ -367,7 +363,7 @@ class Editor:
                 new.output[k] = self.renamed[name] = self.fresh(name, "cut")
         self.nodes.append(new)
 
-    def _keep_whole(self, node: Any) -> None:
+    def _leave_whole(self, node: Any) -> None:
         copy = copy_of(node)
         for k, name in enumerate(node.input):
             copy.input[k] = self.whole(name) if name else ""

@@ -26,9 +26,8 @@ def opaque_outputs(
     producers = set(readers)
     operands = {n for name in names for n in _operands(readers[name])}
     wanted = {n for n in (*names, *operands) if n in producers}
-    runs = [
-        evaluated(model, wanted, producers, f) | f for f in (dict(feeds), _longer(model, feeds))
-    ]
+    examples = (dict(feeds), longer_inputs(model, feeds))
+    runs = [evaluated(model, wanted, producers, example) | example for example in examples]
     outputs = {}
     for name in names:
         tensors = _operands(readers[name])
@@ -104,7 +103,7 @@ def _same_size(k: int, size: Any, operands: list[str], name: str, declared: Any,
     return None
 
 
-def _longer(model: Any, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def longer_inputs(model: Any, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The example with more of each size that the file leaves open, each by another number."""
     added: dict[str, int] = {}
     longer = {}

@@ -37,12 +37,13 @@ OpaqueOutputs = Mapping[str, OpaqueOutput]  # by name; without those that are no
 class NamedValue:
     """One tensor of a file.
 
-    shape: its sizes. known, fill: where elements are equal for every input, and their values; of
-    the tensor's rank, each dimension 1 or full. layout: the positions to compute on each axis; None
-    where nothing reads the tensor but its known elements.
+    shape: its sizes. dtype: torch's. known, fill: where elements are equal for every input, and
+    their values; of the tensor's rank, each dimension 1 or full. layout: the positions to compute
+    on each axis; None where nothing reads the tensor but its known elements.
     """
 
     shape: tuple[Size, ...]
+    dtype: torch.dtype
     known: np.ndarray
     fill: np.ndarray
     layout: Layout | None
@@ -60,7 +61,13 @@ class NamedValue:
             )
         fill = fact.fill.detach()
         is_plain = not fill.is_floating_point() or fill.dtype == torch.float64
-        return cls(shape, fact.known.numpy(), (fill if is_plain else fill.double()).numpy(), layout)
+        return cls(
+            shape,
+            value.dtype,
+            fact.known.numpy(),
+            (fill if is_plain else fill.double()).numpy(),
+            layout,
+        )
 
 
 @dataclass(frozen=True, slots=True)

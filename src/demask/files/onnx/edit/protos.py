@@ -14,6 +14,11 @@ def is_standard(node: Any) -> bool:
     return node.domain in STANDARD
 
 
+def op_of(node: Any) -> str:
+    """The name of a node's op, with its domain unless that is ONNX's own."""
+    return node.op_type if is_standard(node) else f"{node.domain}.{node.op_type}"
+
+
 def copy_of(proto: Any) -> Any:
     """A copy of a message, equal byte for byte until it is changed."""
     copy = type(proto)()

@@ -1,6 +1,15 @@
 """Handlers of ONNX ops, one file per family."""
 
-from demask.files.onnx.edit.calls import HANDLERS
+from demask.files.onnx.edit.calls import HANDLERS, handle
 from demask.files.onnx.edit.ops import contraction, move, pointwise, quantized, reduce, window
 
-__all__ = ["HANDLERS", "contraction", "move", "pointwise", "quantized", "reduce", "window"]
+__all__ = [
+    "HANDLERS",
+    "contraction",
+    "handle",
+    "move",
+    "pointwise",
+    "quantized",
+    "reduce",
+    "window",
+]

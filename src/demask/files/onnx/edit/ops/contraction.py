@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from demask.files.onnx.edit.calls import HANDLERS, NodeEdit, all_positions, require
+from demask.files.onnx.edit.calls import HANDLERS, NodeEdit
 from demask.files.onnx.edit.protos import copy_of
+from demask.files.onnx.edit.refusals import all_positions, require
 from demask.shrink.layout.cells import Layout, Positions, whole
 
 NODE_BYTES = 160  # of a node that selects positions, and its constants
@@ -75,8 +76,8 @@ def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
         if is_padded:
             ones = editor.pad_end(edit.new.input[0], rank, 1, 1, edit.name(0), weights.dtype)
             edit.replace(0, ones)
-            kept = selected[:, read]
-            both = np.concatenate([kept, added[:, None].astype(weights.dtype)], 1)
+            present_weights = selected[:, read]
+            both = np.concatenate([present_weights, added[:, None].astype(weights.dtype)], 1)
             edit.replace(1, editor.replacement(both, edit.name(1)))
         else:
             old = editor.array(bias)[all_positions(rows, len(weights))] if bias else 0

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import sympy
 
-from demask.files.onnx.edit.calls import HANDLERS, NodeEdit, all_positions, require
+from demask.files.onnx.edit.calls import HANDLERS, NodeEdit
+from demask.files.onnx.edit.refusals import all_positions, require
 from demask.shrink.layout.cells import Layout, Positions, whole
 
 Group = tuple[list[int], list[int]]
@@ -206,18 +207,18 @@ def slice_axes(edit: NodeEdit) -> Sequence[Layout | None]:
         return [edit.layout]
     starts, ends = (edit.integers(k, name) for k, name in ((1, "starts"), (2, "ends")))
     steps = edit.integers(4, "steps") if edit.name(4) else [1] * len(starts)
-    operand, kept = list(edit.layout), []
+    operand, left_over = list(edit.layout), []
     for j, axis in enumerate(axes):
         positions, operand[axis] = edit.layout[axis], None
         if positions is None:
-            kept.append(j)
+            left_over.append(j)
             continue
         require(isinstance(shape[axis], int), "a dynamic size")
         selected = range(shape[axis])[slice(starts[j], max(ends[j], -(2**31)), steps[j])]
         operand[axis] = tuple(selected[p] for p in positions)
     edit.adapt(0, tuple(operand))
-    bounds = [[values[j] for j in kept] for values in (starts, ends, axes, steps)]
-    if not kept:
+    bounds = [[values[j] for j in left_over] for values in (starts, ends, axes, steps)]
+    if not left_over:
         edit.become("Identity", [edit.new.input[0]])
     elif "starts" in edit.attributes:
         for name, values in zip(("starts", "ends", "axes"), bounds, strict=False):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from demask.files.onnx.edit.calls import HANDLERS, NodeEdit, require
+from demask.files.onnx.edit.calls import HANDLERS, NodeEdit
 from demask.files.onnx.edit.editor import scale_layout
+from demask.files.onnx.edit.refusals import require
 from demask.shrink.layout.cells import Layout
 
 

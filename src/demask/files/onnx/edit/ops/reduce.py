@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from demask.files.onnx.edit.calls import HANDLERS, NodeEdit, require
+from demask.files.onnx.edit.calls import HANDLERS, NodeEdit
+from demask.files.onnx.edit.refusals import require
 from demask.shrink.layout.cells import Layout
 
 REDUCTIONS = (
