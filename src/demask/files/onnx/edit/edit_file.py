@@ -1,4 +1,4 @@
-"""An ONNX file with less in it: edited until nothing more goes."""
+"""An ONNX file with less in it: edited until nothing more is removed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ ALIGNED = 4096  # bytes, as weights are mapped in pages
 class EditedFile:
     """A file, edited.
 
-    model: its ModelProto. nodes: how many nodes it has, of these `unchanged` are those of the original,
-    byte for byte. barriers: nodes that stay whole with operands that do not, and why. foreign: ops
+    model: its ModelProto. nodes: how many nodes it has, of these `unchanged` are those of the
+    original, byte for byte. barriers: nodes that stay whole with operands that do not, and why. foreign: ops
     that demask could not capture, by an output. external: tensors that the original stores in other
     files.
     """

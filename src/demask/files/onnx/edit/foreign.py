@@ -38,7 +38,7 @@ def opaque_outputs(
         if arrays[0] is not None and arrays[0].dtype.kind in "OUS":
             continue
         if dims is None:
-            dims = [None] * arrays[0].ndim  # type: ignore[union-attr]
+            dims = [None] * np.ndim(arrays[0])
         kind = str(arrays[0].dtype) if arrays[0] is not None else _torch_name(dtype)
         if kind is None:
             continue

@@ -3,13 +3,6 @@
 from demask.files.onnx.edit.calls import HANDLERS, handle
 from demask.files.onnx.edit.ops import contraction, move, pointwise, quantized, reduce, window
 
-__all__ = [
-    "HANDLERS",
-    "contraction",
-    "handle",
-    "move",
-    "pointwise",
-    "quantized",
-    "reduce",
-    "window",
-]
+FAMILIES = (contraction, move, pointwise, quantized, reduce, window)
+
+__all__ = ["FAMILIES", "HANDLERS", "handle"]
