@@ -34,7 +34,7 @@ class EditedFile:
     """A file, edited.
 
     model: its ModelProto. nodes: how many nodes it has, of these `unchanged` are those of the
-    original, byte for byte. barriers: nodes that stay whole with operands that do not, and why. foreign: ops
+    original, byte for byte. barriers: nodes that stay whole, and why. foreign: ops
     that demask could not capture, by an output. external: tensors that the original stores in other
     files.
     """

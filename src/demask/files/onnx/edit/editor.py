@@ -192,9 +192,19 @@ class Editor:
         return self.emit("Gather", [name, self.integers(positions)], base, axis=axis)
 
     def pad_end(self, name: str, rank: int, axis: int, value: Any, base: str, dtype: Any) -> str:
-        """One more position at the end of an axis, of one value."""
+        """One more position at the end of an axis, of one value. Pad takes few types: others are
+        converted."""
+        from onnx import TensorProto, helper
+
         pads = [0] * (2 * rank)
         pads[rank + axis] = 1
+        if np.dtype(dtype).kind not in "fiu" or (
+            self.opset < PAD_INPUTS and np.dtype(dtype).kind != "f"
+        ):
+            number = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+            double = self.emit("Cast", [name], base, to=TensorProto.DOUBLE)
+            padded = self.pad_end(double, rank, axis, value, base, np.float64)
+            return self.emit("Cast", [padded], base, to=number)
         if self.opset < PAD_INPUTS:
             return self.emit("Pad", [name], base, pads=pads, value=float(value))
         constant = self.tensor(np.asarray(value, dtype), "value")
@@ -289,7 +299,8 @@ class Editor:
             return self._select(source, axis, [index[p] for p in wanted], name)
         if len(shared) < len(present):
             index = {p: k for k, p in enumerate(present)}
-            source, present = self._select(source, axis, [index[p] for p in shared], name), shared
+            present = shared or present[:1]
+            source = self._select(source, axis, [index[p] for p in present], name)
         fill = self.fill(name)
         for other in range(fill.ndim):
             now = wanted if other == axis else current[other]

@@ -247,11 +247,16 @@ def split(edit: NodeEdit) -> Sequence[Layout | None]:
         return [layout] * len(sizes)
     require(all(isinstance(n, int) for n in sizes), "a dynamic size")
     starts = np.cumsum([0, *sizes]).tolist()
-    present = all_positions(current, shape[axis])
-    parts = [[p for p in present if a <= p < b] for a, b in itertools.pairwise(starts)]
-    require([p for part in parts for p in part] == present, "positions in another order")
+    present = set(all_positions(current, shape[axis]))
+    for layout, start, size in zip(edit.wanted, starts, sizes, strict=False):
+        if layout is not None:
+            present |= {p + start for p in all_positions(layout[axis], size)}
+    order = all_positions(current, shape[axis])
+    if len(order) < len(present):
+        order = sorted(present)
+    parts = [[p for p in order if a <= p < b] for a, b in itertools.pairwise(starts)]
     require(all(parts), "an empty part")
-    edit.adapt(0, (*rest[:axis], current, *rest[axis:]))
+    edit.adapt(0, (*rest[:axis], tuple(p for part in parts for p in part), *rest[axis:]))
     counts = [len(part) for part in parts]
     if counts != sizes or "split" in edit.attributes or edit.name(1):
         _set_split(edit, counts)
