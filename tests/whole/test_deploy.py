@@ -144,7 +144,9 @@ def test_an_edited_file_that_is_wrong_is_not_written(given, tmp_path, monkeypatc
     def wrong(*args):
         edited = real(*args)
         bias = next(t for t in edited.model.graph.initializer if t.name == "head.bias")
-        bias.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(bias) + 0.01, bias.name))
+        bias.CopyFrom(
+            onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(bias) + 0.01, bias.name)
+        )
         return edited
 
     monkeypatch.setattr(deploying, "edit_file", wrong)
