@@ -81,7 +81,7 @@ class NodeEdit:
     def sum_with(self, constant: str, output: str) -> None:
         """Make the sum of the node's output, which has a new name, and a constant the last node."""
         inner = self.new.output[0]
-        self.new.output[0], self.new.name = output, self.editor.fresh(output, "sum")
+        self.new.output[0], self.new.name = output, self.editor.node_name(f"{output}_sum")
         self.become("Add", [inner, constant])
 
     def become(self, op: str, inputs: Sequence[str]) -> None:

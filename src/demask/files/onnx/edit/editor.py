@@ -65,6 +65,7 @@ class Editor:
             set(self.constants.names) | set(self.constants.producers) | self.inner_reads
             | {value.name for value in self.graph.input}
         )  # fmt: skip
+        self.node_names = {node.name for node in self.graph.node}
         self._types: dict[str, int] | None = None
         for name in computed:
             self._override(name, lambda n: None)
@@ -146,13 +147,22 @@ class Editor:
         self.taken.add(name)
         return name
 
+    def node_name(self, output: str) -> str:
+        """A name for a node, which differs from those of all others: that of its output if free."""
+        name = output
+        while name in self.node_names:
+            name = f"{name}_edit"
+        self.node_names.add(name)
+        return name
+
     def emit(self, op: str, inputs: Sequence[str], base: str, *, output: str | None = None,
              **attributes: Any) -> str:  # fmt: skip
         """Add a node; returns the name of its output."""
         from onnx import helper
 
         output = self.fresh(base, op.lower()) if output is None else output
-        self.nodes.append(helper.make_node(op, inputs, [output], name=output, **attributes))
+        name = self.node_name(output)
+        self.nodes.append(helper.make_node(op, inputs, [output], name=name, **attributes))
         return output
 
     def tensor(self, array: Any, base: str, suffix: str = "demask") -> str:
@@ -395,8 +405,6 @@ class Editor:
         if producer is not None and self.adapted.get((name, self._all(name))) == source:
             producer.output[list(producer.output).index(source)] = name
             self.adapted[name, self._all(name)] = name
-            if producer.name == source:
-                producer.name = name
         else:
             self.emit("Identity", [source], name, output=name)
         self.layouts[name] = self._all(name)

@@ -38,7 +38,7 @@ def opaque_outputs(
         if arrays[0] is not None and arrays[0].dtype.kind in "OUS":
             continue
         if dims is None:
-            dims = [None] * np.ndim(arrays[0])
+            dims = [None] * (0 if arrays[0] is None else arrays[0].ndim)
         kind = str(arrays[0].dtype) if arrays[0] is not None else _torch_name(dtype)
         if kind is None:
             continue
