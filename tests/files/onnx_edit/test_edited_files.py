@@ -73,7 +73,7 @@ def test_ops_of_others_stay_and_the_rest_is_cut(tmp_path):
     x = torch.randn(3, 16)
     result = optimize_onnx(path, out, (x,), minimal=True)
     if result.edited is not None:
-        assert gelu in onnx.load(out).graph.node
+        assert "BiasGelu" in {n.op_type for n in onnx.load(out).graph.node}
     np.testing.assert_allclose(run(out, x=x.numpy())[0], run(path, x=x.numpy())[0], atol=1e-5)
 
 
