@@ -119,3 +119,18 @@ def test_a_difference_is_a_mismatch(tmp_path, change):
     model.graph.initializer[1].CopyFrom(numpy_helper.from_array(weights, "v"))
     with pytest.raises(Mismatch, match="output 0 differs"):
         compare_files(str(path), model.SerializeToString(), (torch.randn(3, 16),), None)
+
+
+@pytest.mark.parametrize("k", range(2))
+def test_exports_of_tensors_with_the_exporters_names(tmp_path, k):
+    """The edit is larger than the file, so that it is exported anew."""
+    path, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    nodes = [node("MatMul", ["x", f"val_{k}"], ["a"]), node("MatMul", ["x", "v"], ["b"]),
+             node("Relu", ["a"], ["ra"]), node("Max", ["ra", "b"], ["m"]),
+             node("MatMul", ["m", "u"], ["y"])]  # fmt: skip
+    tensors = {f"val_{k}": half(8, 16, axis=1), "v": half(8, 16, axis=1)[:, ::-1].copy(),
+               "u": np.ones((16, 4), np.float32)}  # fmt: skip
+    write(path, nodes, [value("x", ["B", 8])], [value("y", ["B", 4])], tensors, opset=18)
+    x = torch.randn(3, 8)
+    optimize_onnx(path, out, (x,), minimal=True)
+    np.testing.assert_allclose(run(out, x=x.numpy())[0], run(path, x=x.numpy())[0], atol=1e-5)
