@@ -4,7 +4,8 @@
     python -m benchmarks run own_network --parts time speed  two of them
 
 time: seconds of demask() for networks of several sizes (YOLO where ultralytics is installed).
-memory: demask() and verify() of a LLaMA of 1.1 billion parameters in bfloat16; needs 12 GiB.
+memory: demask(), per form of the result, and verify() of a LLaMA of 1.1 billion parameters in
+bfloat16, the result included and the model not; needs 12 GiB.
 speed: one image through the masked network, its own class back, and a graph, in turns.
 Writes benchmarks/results/own_network.md.
 """
@@ -12,6 +13,7 @@ Writes benchmarks/results/own_network.md.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -158,11 +160,14 @@ def memory_rows(runs: int) -> Iterator[list[str]]:
     tokens = torch.randint(0, 32000, (2, 16))
     calls = {
         'demask(modules="auto")': lambda: demask.demask(model, (tokens,), modules="auto"),
+        'demask(result="class")': lambda: demask.demask(model, (tokens,), result="class"),
+        'demask(result="graph")': lambda: demask.demask(model, (tokens,), result="graph"),
         "verify()": lambda: demask.verify(model, slim, (tokens,)),
         "the model itself": lambda: model(tokens),
     }
     slim: Any = None
     for name, call in calls.items():
+        gc.collect()  # graphs refer to themselves
         with torch.no_grad():
             result, peak, seconds = peaked(call)
         if slim is None:

@@ -64,6 +64,19 @@ def to_computable(x: Tensor) -> Tensor:
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
 
 
+def has_only_finite(x: Tensor) -> bool:
+    """Whether no element is NaN or infinite, without a tensor that says so of each.
+
+    >>> has_only_finite(torch.tensor([1.0, 2.0])), has_only_finite(torch.tensor([1.0, torch.nan]))
+    (True, False)
+    """
+    x = to_computable(x)
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    if not (x.is_floating_point() and x.numel()):
+        return True
+    return all(math.isfinite(end) for end in torch.aminmax(x))
+
+
 def named_leaves(value: Any) -> list[tuple[str, Any]]:
     """The leaves of an output, each with its path. Objects that are no pytrees (a cache, a
     dataclass) are replaced by the tensors and numbers in their attributes, at any depth.
@@ -257,6 +270,7 @@ def any_along(mask: Tensor, axes: Sequence[int], *, keepdim: bool = False) -> Te
     """
     if not mask.numel():
         return mask.any(dim=list(axes), keepdim=keepdim)
+    mask = without_repeats(mask, axes)
     # The outermost axis on its own: together with inner ones it is read with a stride.
     codes = mask.view(torch.uint8)
     for part in ([k for k in axes if k == 0], [k for k in axes if k]):
@@ -271,9 +285,17 @@ def all_along(mask: Tensor, axes: Sequence[int], *, keepdim: bool = False) -> Te
 
 def has_any(mask: Tensor) -> bool:
     """Whether any element of a mask is true."""
-    return bool(mask.numel()) and bool(mask.view(torch.uint8).amax())
+    return bool(mask.numel()) and bool(without_repeats(mask).view(torch.uint8).amax())
 
 
 def is_all(mask: Tensor) -> bool:
     """Whether all elements of a mask are true."""
-    return not mask.numel() or bool(mask.view(torch.uint8).amin())
+    return not mask.numel() or bool(without_repeats(mask).view(torch.uint8).amin())
+
+
+def without_repeats(mask: Tensor, axes: Sequence[int] | None = None) -> Tensor:
+    """The mask with size 1 for those of some axes (None: of all) along which it is expanded."""
+    for axis in range(mask.ndim) if axes is None else axes:
+        if mask.shape[axis] > 1 and not mask.stride(axis):
+            mask = mask.narrow(axis, 0, 1)
+    return mask

@@ -45,7 +45,7 @@ from demask.numerics import (
 )
 from demask.ops import TABLE, Table
 from demask.shrink import demask
-from demask.shrink.emit.constant_store import cut
+from demask.shrink.emit.constant_store import select
 from demask.shrink.pipeline import capture_program as captured
 from demask.shrink.submodules import find_repeated_blocks, record_first_calls
 
@@ -511,7 +511,7 @@ def _is_cut(value: Tensor, how: Cut | None, whole: Mapping[str, Tensor]) -> bool
     source = None if how is None else whole.get(how.source)
     if how is None or source is None or tuple(source.shape) != how.shape:
         return False
-    return torch.equal(cut(source, how.kept), value)
+    return torch.equal(select(source, how.kept), value)
 
 
 def _literals(rounded: fx.Graph, exact: fx.Graph, eps: float) -> bool:

@@ -86,11 +86,15 @@ COMPUTED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "select": lambda y, n: y[:, :, :, n].zero_(),
     "narrow": lambda y, n: y.narrow(3, n, n).zero_(),
     "from the end": lambda y, n: y.narrow(3, -3, 2).zero_(),
+    "halves": lambda y, n: y.chunk(2, 2)[1].mul_(2),
+    "parts": lambda y, n: y.split([n, y.shape[3] - 2 * n, n], 3)[1].mul_(2),
+    "pieces": lambda y, n: y.tensor_split(3, 2)[2].add_(y.tensor_split(3, 2)[2]),
 }
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", COMPUTED)
+@torch.no_grad()  # autograd refuses writes into parts of splits
 def test_writes_at_places_that_sizes_tell(name):
     net, sizes = Rows(COMPUTED[name]).eval(), {0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO}
     slim = to_graph(net, (torch.randn(2, 3, 12, 12).double(),), dynamic_shapes=(sizes,))

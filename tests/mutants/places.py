@@ -17,8 +17,8 @@ PLACES: tuple[tuple, ...] = (
     ("graph/result/module_calls.py", "result_modules",
      ("guard", 'if "running_mean" in self.tensors:')),
     ("graph/result/demasked_module.py", "outputs", ("guard", "if constant.parameter:")),
-    ("graph/program.py", "outputs results tied", ("connective",
-     "if shared is None or tensor.untyped_storage().data_ptr() in shared:")),
+    ("graph/program.py", "shared_weights outputs results tied", ("connective",
+     "own[key] = tensor.clone() if taken is None or storage in taken else tensor")),
     # shrink
     ("shrink/emit/contraction.py", "stride_raise",
      ("guard", "if any(layout[axis] is not None for axis in strided_axes(relation)):")),

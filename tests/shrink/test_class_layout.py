@@ -218,6 +218,25 @@ def test_constants_of_a_weight_with_two_readers_stay() -> None:
     check_class(Twice().double().eval(), (torch.randn(2, 3, 6, 6).double(),))
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_units_of_which_every_other_is_a_gate_are_cut_in_pairs(first: int) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down = nn.Linear(6, 16), nn.Linear(8, 4)
+            with torch.no_grad():
+                self.up.weight[[2, 3, 6, 7 - first]] = self.up.bias[[2, 3, 6, 7 - first]] = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.up(x)
+            return self.down(x[..., 1::2] * torch.sigmoid(x[..., ::2]))
+
+    slim = check_class(Gated().double().eval(), (torch.randn(2, 6).double(),))
+    # Unit 3 has a gate of which a zero is left, unless it is 0 itself.
+    assert (slim.up.out_features, slim.down.in_features) == ((14, 7), (12, 6))[not first]
+
+
 class Joined(nn.Module):
     """A value that a join and another layer read; the layer behind the join ignores some of it."""
 
@@ -240,16 +259,60 @@ def test_joined_parts_have_what_other_readers_need() -> None:
     assert (slim.a.out_features, slim.last.in_features, slim.other.in_features) == (4, 12, 4)
 
 
-def test_groups_have_equally_many_channels() -> None:
+def grouped(ins: list[int], outs: list[int], groups: int, **options: Any) -> nn.Sequential:
+    """A grouped convolution of 8 channels between two others. ins, outs: its dead channels; those
+    that it reads are constants other than 0."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.ReLU(),
+    middle = nn.Conv2d(8, 8, 3, groups=groups, **options)
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), norm(8), nn.ReLU(), middle, nn.ReLU(),
                         nn.Conv2d(8, 2, 1))  # fmt: skip
     with torch.no_grad():
-        for dead in (0, 1, 2, 4):  # three of the first group, one of the second
-            net[0].weight[dead], net[0].bias[dead] = 0, 0
-            net[2].weight[dead], net[2].bias[dead] = 0, 0
-    slim = check_class(net.double().eval(), (torch.randn(2, 3, 8, 8).double(),))
-    assert [slim[k].out_channels for k in (0, 2)] == [6, 6] and slim[2].groups == 2
+        net[0].weight[ins] = net[0].bias[ins] = middle.weight[outs] = 0
+        net[1].bias[:] = 1
+        if middle.bias is not None:
+            middle.bias[outs] = 0
+    return net.double().eval()
+
+
+def test_groups_have_equally_many_channels() -> None:
+    net = grouped([0, 1, 2, 4], [0, 4], 2)  # three of the first group are dead, one of the second
+    slim = check_class(net, (torch.randn(2, 3, 8, 8).double(),))
+    # One group of 4 inputs and 6 outputs would have 216 weights, two of 3 and 3 have 162.
+    assert (slim[0].out_channels, tuple(slim[3].weight.shape), slim[3].groups) == (
+        6,
+        (6, 3, 3, 3),
+        2,
+    )
+
+
+def test_uneven_groups_become_one() -> None:
+    net = grouped([0, 1, 2, 4], [0, 1, 2, 4], 2)
+    slim = check_class(net, (torch.randn(2, 3, 8, 8).double(),))
+    # Two groups of 3 and 3, filled up, would have 162 weights; one of 4 and 4 has 144.
+    assert (slim[0].out_channels, tuple(slim[3].weight.shape), slim[3].groups) == (
+        4,
+        (4, 4, 3, 3),
+        1,
+    )
+
+
+def test_one_channel_of_each_group_carries_its_constants() -> None:
+    x, other = torch.randn(2, 3, 8, 8).double(), torch.randn(3, 3, 5, 9).double()
+    net = grouped([0, 1, 4, 5], [], 2, padding=1, bias=False)
+    slim = check_class(net, (x,))
+    assert slim[0].out_channels == 2 * (2 + 1) and tuple(slim[3].weight.shape) == (8, 3, 3, 3)
+    assert difference(net(other), slim(other)) <= 1e-12
+    # Of a group without live outputs nothing stays, of one with constants alone their carrier.
+    slim = check_class(grouped([0, 1, 2, 3], [4, 5, 6, 7], 2, padding=1, bias=False), (x,))
+    assert tuple(slim[3].weight.shape) == (4, 1, 3, 3)
+
+
+def test_biases_of_groups_take_constants() -> None:
+    x = torch.randn(2, 3, 8, 8).double()
+    for result in ("class", "graph"):
+        slim: Any = demask.demask(grouped([0, 4], [], 2, bias=False), (x,), result=result)
+        assert not slim.demasked.effects and slim.get_parameter("3.bias").shape == (8,)
+        assert tuple(slim.get_parameter("3.weight").shape) == (8, 3, 3, 3)
 
 
 class Sized(nn.Module):
@@ -338,6 +401,32 @@ def test_a_graph_comes_in_place_of_a_class_that_keeps_all_macs(method: str) -> N
         slim: Any = demask.demask(net, (x,))
     assert (type(slim) is Net) == bool(method)
     assert difference(net(x), slim(x)) <= 1e-12
+
+
+def test_what_comes_back_is_chosen_by_parameters_or_by_macs() -> None:
+    """The blocks have most of the MACs, and few of the parameters."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.stem = conv(3, N)
+            self.blocks = nn.Sequential(*(Block() for _ in range(2)))
+            self.last = nn.Linear(N, 8000)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.blocks(self.stem(x)).mean((2, 3)))
+
+    net, x = Net().double().eval(), torch.randn(2, 3, 16, 16).double()
+    slim: Any = demask.demask(net, (x,))
+    assert type(slim) is Net and not graphs(slim)
+    with pytest.warns(UserWarning, match=r"2 of its modules as graphs: [\d,]+ MACs, where one"):
+        fast: Any = demask.demask(net, (x,), objective="macs")
+    assert type(fast) is Net and graphs(fast) == ["blocks.0", "blocks.1"]
+    assert fast.demasked.after.macs < 0.8 * slim.demasked.after.macs
+    assert difference(net(x), fast(x)) <= 1e-12
+    with pytest.raises(demask.BadInput, match="'parameters' or 'macs', got 'speed'"):
+        demask.demask(net, (x,), objective="speed")
 
 
 class Block(nn.Module):

@@ -59,3 +59,20 @@ def test_on_a_gpu() -> None:
     assert {t.device.type for t in slim.state_dict().values()} == {"cuda"}
     assert torch.allclose(slim(x), model(x), atol=1e-5)
     assert demask.verify(model, slim, (x,)).ok
+
+
+def test_a_model_that_fails_on_its_example_is_refused_before_it_is_captured():
+    captured = []
+
+    class Exported(nn.Module):
+        """Its captured form computes what it does not have itself: as experts in float64."""
+
+        def forward(self, x):
+            captured.append(torch.compiler.is_exporting())
+            if not captured[-1]:
+                raise RuntimeError("Expected Float32, got Double")
+            return x + 1
+
+    with pytest.raises(demask.BadInput, match="fails on the example: RuntimeError: Expected Float"):
+        demask.demask(Exported(), (torch.ones(2, 3),))
+    assert captured == [False]

@@ -42,7 +42,7 @@ def told(function: Function, *args: Tensor, table: Table = TABLE, **buffers: Ten
     net = Net(function, **buffers).eval()
     program = canonicalize_calls(fold_constants(functionalize(capture(net, args))))
     found = compute_ranges(
-        program.graph, {k: c.tensor for k, c in program.constants.items()}, table
+        program.graph.nodes, {k: c.tensor for k, c in program.constants.items()}, table
     )
     (made,) = program.graph.output_node().args[0]  # type: ignore[misc,union-attr]
     return found[made]  # type: ignore[index]

@@ -154,6 +154,15 @@ LARGER: dict[tuple[str, str], tuple[int, str]] = {
         1280,
         "constants pass a padded depthwise convolution: at its border they differ",
     ),
+    **{
+        (name, "head_constant"): (more, "the mask is an input, which may hide every key of a text")
+        for name, more in {
+            "albert": 2096,
+            "bert": 4192,
+            "distilbert": 4192,
+            "roberta": 4192,
+        }.items()
+    },
 }
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
 from torch import Tensor, fx
 
-from demask.facts.carriers import carries_constants
+from demask.facts.carriers import CarriedChannels, carries_constants, find_carried
 from demask.facts.input_independent import IndependentMasks, batch_sizes, find_input_independent
-from demask.facts.known import Facts, Relations, compute_facts
-from demask.facts.needed import Needs, needed
+from demask.facts.known import Facts, Relations, compute_facts, key_of
+from demask.facts.masks import along
+from demask.facts.needed import Edge, Needs, needed
 from demask.facts.ranges import Ranges, compute_ranges
 from demask.failures import CallFailed, attributed
 from demask.graph.program import Program, module_of
@@ -41,7 +42,8 @@ class Analysis:
         table: the op table that relations are bound by.
         frugal: whether known values that would have to be stored as matrices are computed instead.
         borders: False: values that would leave a border map count as unknown.
-        carriers: with borders=False, whether those that one channel can stand for are known.
+        carriers: whether channels carry others (`facts.carriers`); with borders=False, also for
+            constants before padding.
         bound: relations that exist already, such as those of calls whose rules failed.
     """
 
@@ -120,7 +122,43 @@ class Analysis:
     @cached_property
     def needed(self) -> Needs:
         """The needed positions of every value."""
-        return needed(self.program.graph, self.relations, self.known)
+        return self.needed_with({})
+
+    def needed_with(self, computed: Mapping[fx.Node, Sequence[Tensor]]) -> Needs:
+        """The needed positions if more is computed, as in `facts.needed`."""
+        return needed(
+            self.program.graph, self.relations, self.known, computed, self._carried_positions
+        )
+
+    @cached_property
+    def carried(self) -> Mapping[fx.Node, CarriedChannels]:
+        """The channels of each call that others can carry, if carriers are used."""
+        if not self.carriers:
+            return {}
+        graph, constants = self.program.graph, not self.borders
+        return find_carried(graph, self.relations, self.known, constants=constants)
+
+    @cached_property
+    def _carried_positions(self) -> Mapping[Edge, Tensor]:
+        """Of each such call, the positions that it does not need. With border maps, carriers are
+        chosen here: the last call that reads the channels of a window decides for those before."""
+        edges: dict[Edge, Tensor] = {}
+        relations = {n: r for n, r in self.relations.items() if isinstance(r, Relation)}
+        for node, channels in self.carried.items():
+            edges[node, relations[node].factors[0]] = channels.valid.reshape(
+                [-1 if k == channels.axis else 1
+                 for k in range(len(relations[node].ins[relations[node].factors[0]]))])  # fmt: skip
+        readers: dict[fx.Node | None, list[fx.Node]] = {}
+        for node, channels in self.carried.items() if self.borders else ():
+            readers.setdefault(channels.window, []).append(node)
+        while readers := {window: nodes for window, nodes in readers.items() if nodes}:
+            needs = needed(self.program.graph, self.relations, self.known, carried=edges)
+            for node in [nodes.pop() for nodes in readers.values()]:
+                channels, edge = self.carried[node], (node, relations[node].factors[0])
+                value = needs.live[key_of(relations[node].operands[edge[1]].value)]
+                live = along(value, channels.axis).expand(channels.valid.numel())
+                edges[edge] = edges[edge] & ~channels.lacking(live).view(edges[edge].shape)
+        return edges
 
     @cached_property
     def input_independent(self) -> IndependentMasks:
@@ -133,12 +171,12 @@ class Analysis:
     @cached_property
     def ranges(self) -> Ranges:
         """The bounds of every value."""
-        return compute_ranges(self.program.graph, self.constants, self.table)
+        return compute_ranges(self.program.graph.nodes, self.constants, self.table)
 
 
 def _values_before_padding(relations: Relations, *, carriers: bool) -> set[fx.Node]:
     """Values that a padded window reads, and values that are moved to such values. carriers:
-    without those of windows in which one channel can stand for others."""
+    without those of windows in which no border map is needed."""
     framed: set[fx.Node] = set()
     for node, relation in reversed(list(relations.items())):
         if not isinstance(relation, Relation):

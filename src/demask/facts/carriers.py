@@ -1,35 +1,195 @@
-"""Carriers: channels whose constant represents those of dropped channels.
+"""Carriers: channels whose values represent those of dropped channels, in sums that read them.
 
 A constant channel that enters a zero-padded convolution is not constant after it, as windows at the
 border read zeros. A border map adds what dropped channels contributed. A carrier needs no added
-call: one constant channel p stays, and its kernel takes the products of all dropped ones,
+call: one constant channel p stays (of each group), and its kernel takes the products of all dropped
+ones,
 
     W'[:, p] = W[:, p] + Σ_c (fill_c / fill_p) · W[:, c]
 
-which is exact at the border, too: fill_p is read wherever each fill_c was.
+which is exact at the border, too: fill_p is read wherever each fill_c was. So it is for channels
+that differ at borders before the sum (`border_responses`): those stay whose responses the others
+are linear combinations of, and the bias of a sum without padding takes a constant rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, fx
 
-from demask.facts.known import Facts, operand_facts, uniform_letters
-from demask.facts.masks import Fact, uniform_over
-from demask.ops import Relation
+from demask.facts.border_responses import Responses, find_responses
+from demask.facts.known import Facts, Relations, key_of, operand_facts, uniform_letters
+from demask.facts.masks import Fact, all_over, project, spread, uniform_over
+from demask.failures import attributed
+from demask.ops import Relation, schema
+
+EXACT = 1e-12  # of a response: what rounding leaves of one that is a combination of others
+GROWTH = 4.0  # summands of a combination, in all, relative to their sum: so rounding stays small
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedChannels:
+    """Channels that a sum reads, of which some can carry others.
+
+    axis: of the channels, in the first factor. values: float64 [groups, channels of each, places],
+    what they are at each kind of place. valid: bool, of the first two axes: channels of which that
+    is known. window: whose border they differ at, None for constants. has_constant: whether a bias
+    can take constants. has_all_constants: whether all constants that are dropped are among them.
+    """
+
+    axis: int
+    values: Tensor
+    valid: Tensor
+    window: fx.Node | None
+    has_constant: bool
+    has_all_constants: bool
+
+    def lacking(self, live: Tensor) -> Tensor:
+        """Channels that have to stay besides the live ones: bool [channels]."""
+        stays, result = live.view(self.valid.shape), torch.zeros_like(self.valid)
+        for g in (self.valid & ~stays).any(1).nonzero().squeeze(1).tolist():
+            dropped, carriers = self._channels(g, ~stays[g]), self._channels(g, stays[g])
+            _, basis = _pivots(self.values[g, carriers], self._constant_rows())
+            more, _ = _pivots(self.values[g, dropped], basis)
+            result[g, dropped[more]] = True
+            while len(dropped := self._channels(g, ~stays[g] & ~result[g])):
+                carriers = self._channels(g, stays[g] | result[g])
+                growth = self._combine(g, dropped, carriers)[1]
+                if float(growth.max()) <= GROWTH:
+                    break
+                result[g, dropped[growth.argmax()]] = True
+        return result.reshape(-1)
+
+    def combinations(self, live: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
+        """For each group with dropped channels: its number, these channels, their carriers, and the
+        dropped ones as combinations of these: float64 [dropped, carriers], and of a constant 1:
+        float64 [dropped]."""
+        stays = live.view(self.valid.shape)
+        for g in (self.valid & ~stays).any(1).nonzero().squeeze(1).tolist():
+            dropped, carriers = self._channels(g, ~stays[g]), self._channels(g, stays[g])
+            factors, _ = self._combine(g, dropped, carriers)
+            constant = factors[:, len(carriers) :].sum(1)
+            yield g, dropped, carriers, factors[:, : len(carriers)], constant
+
+    def _combine(self, group: int, dropped: Tensor, carriers: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest factors of dropped channels as combinations of carriers and of a constant:
+        float64 [dropped, carriers]; and how much larger the summands are than what they sum to, by
+        which rounding grows: float64 [dropped]."""
+        wanted = self.values[group, dropped]
+        rows = torch.cat([self.values[group, carriers], self._constant_rows()])
+        sizes = rows.norm(dim=1, keepdim=True)
+        # of least norm; with its own driver torch may miss a rank where it is deficient
+        solved = torch.linalg.lstsq((rows / sizes).T, wanted.T, driver="gelsd").solution
+        return (solved / sizes).T, solved.abs().sum(0) / wanted.norm(dim=1)
+
+    def _channels(self, group: int, mask: Tensor) -> Tensor:
+        """The valid channels of a group in a mask."""
+        return (self.valid[group] & mask).nonzero().squeeze(1)
+
+    def _constant_rows(self) -> Tensor:
+        """What a bias can take, as rows like those of channels."""
+        return torch.ones(int(self.has_constant), self.values.shape[2], dtype=torch.float64)
+
+
+def _pivots(rows: Tensor, basis: Tensor) -> tuple[list[int], Tensor]:
+    """The rows, those with the largest rest first, of which all others are combinations, together
+    with those of `basis`; and what they span with these: orthonormal rows."""
+    rest, sizes, chosen = rows.clone(), rows.norm(dim=1), []
+    basis = torch.linalg.qr(basis.T).Q.T
+    for _ in range(2):  # rounding leaves some of large rows
+        rest -= rest @ basis.T @ basis
+    while len(rest) and bool((over := (norms := rest.norm(dim=1)) > EXACT * sizes).any()):
+        largest = int(torch.where(over, norms, -1).argmax())
+        direction = rest[largest] - rest[largest] @ basis.T @ basis
+        direction = direction / direction.norm()
+        for _ in range(2):
+            rest -= torch.outer(rest @ direction, direction)
+        rest[largest] = 0
+        chosen.append(largest)
+        basis = torch.cat([basis, direction[None]])
+    return chosen, basis
+
+
+def find_carried(
+    graph: fx.Graph, relations: Relations, facts: Facts, *, constants: bool
+) -> dict[fx.Node, CarriedChannels]:
+    """The channels of calls that can carry others. constants: whether constants before padding
+    are among them, which need border maps else. Raises CallFailed where a rule fails."""
+    responses, carried = find_responses(graph, relations, facts), {}
+    for node, relation in relations.items():
+        if isinstance(relation, Relation) and _sums_channels(relation):
+            with attributed(node):
+                source = key_of(relation.operands[relation.factors[0]].value)
+                channels = _carried_channels(relation, facts, responses.get(source), constants)
+            if channels is not None and bool(channels.valid.any()):
+                carried[node] = channels
+    return carried
+
+
+def _carried_channels(
+    relation: Relation, facts: Facts, responses: Responses | None, with_constants: bool
+) -> CarriedChannels | None:
+    """The channels of one call that can carry others: constants before padding, and those with
+    responses."""
+    is_padded = relation.entry.reads_padding(relation.node)
+    if responses is None and not (is_padded and with_constants):
+        return None
+    axis, known, constants = constant_channels(relation, facts)
+    valid, values = known & (constants != 0), constants.double()[:, None]
+    if responses is not None and axis == 1 and not (is_padded and responses.is_linear):
+        places = responses.values.shape[1]
+        values = torch.where(known[:, None], values.expand(-1, places), responses.values)
+        valid = (valid | responses.valid) & (values != 0).any(1)
+    elif not is_padded:
+        return None
+    has_all = is_padded and with_constants
+    valid = valid if has_all else valid & ~known
+    valid = valid & ~_without_weights(relation, facts, axis).expand(len(valid))
+    if not is_padded:
+        bias = schema.arguments(relation.node).get("bias", relation.node)
+        takes = bias is None or (isinstance(bias, fx.Node) and bias.op == "get_attr")
+        if relation.is_grouped or not takes:
+            return None
+    groups = schema.arguments(relation.node)["groups"] if relation.is_grouped else 1
+    return CarriedChannels(axis, values.reshape(groups, -1, values.shape[1]),
+                           valid.view(groups, -1), responses and responses.window,
+                           not is_padded, has_all)  # fmt: skip
+
+
+def _without_weights(relation: Relation, facts: Facts, axis: int) -> Tensor:
+    """Which channels along an axis of the first factor have weights of zero alone."""
+    first, second = relation.factors
+    weight, order = facts[key_of(relation.operands[second].value)], list(relation.size)
+    channels, axes = relation.ins[first][axis], relation.ins[second]
+    if channels in axes:
+        others = tuple(k for k, letters in enumerate(axes) if letters != channels)
+        return weight.all_over(others, zero=True).reshape(-1)
+    zero = spread(weight.zero, relation.ins[second], order, relation.size)
+    zero = all_over(zero, order, set(order) - set(channels))
+    return project(zero, (channels,), order, relation.size)
 
 
 def carries_constants(relation: Relation) -> bool:
-    """Whether a call is a padded convolution in which one constant channel can stand for others:
-    without groups, and of a weight that no other call reads."""
-    if relation.entry.fill != "sum" or relation.is_grouped or relation.complete:
+    """Whether constants that enter a padded window need no border map: one constant channel (of
+    each group) can carry others, or all of them stay (a depthwise convolution)."""
+    if relation.entry.fill != "sum" or relation.complete:
+        return False
+    channels = relation.letters(relation.ins[relation.factors[0]]) & relation.contracted
+    return not channels or _sums_channels(relation)
+
+
+def _sums_channels(relation: Relation) -> bool:
+    """Whether a call is a sum over channels with a weight that no other call reads."""
+    if relation.entry.fill != "sum" or relation.complete or relation.back:
         return False
     first, second = relation.factors
     channels = any(set(axis) & relation.contracted for axis in relation.ins[first])
-    weight = relation.operands[second].value
-    if not channels or not relation.entry.reads_padding(relation.node):
-        return False
-    return isinstance(weight, fx.Node) and weight.op == "get_attr" and _has_one_reader(weight)
+    source, weight = relation.operands[first].value, relation.operands[second].value
+    is_weight = isinstance(weight, fx.Node) and weight.op == "get_attr"
+    return channels and isinstance(source, fx.Node) and is_weight and _has_one_reader(weight)
 
 
 def _has_one_reader(weight: fx.Node) -> bool:
@@ -39,8 +199,8 @@ def _has_one_reader(weight: fx.Node) -> bool:
 
 
 def constant_channels(relation: Relation, facts: Facts) -> tuple[int, Tensor, Tensor]:
-    """The axis of channels of the first factor, which of them are one constant other than 0 (bool
-    [channels]), and the constants."""
+    """The axis of channels of the first factor, which of them are one constant (bool [channels]),
+    and the constants."""
     first = relation.factors[0]
     fact = one_value(relation, operand_facts(relation, facts)[first])
     axis = next(d for d, a in enumerate(relation.ins[first]) if set(a) & relation.contracted)
@@ -50,8 +210,14 @@ def constant_channels(relation: Relation, facts: Facts) -> tuple[int, Tensor, Te
     known, fill = torch.broadcast_tensors(fact.known, fact.fill)
     if any(n != 1 for d, n in enumerate(known.shape) if d != axis):
         return axis, torch.zeros(size, dtype=torch.bool), torch.zeros(size)
-    known, fill = known.reshape(-1).expand(size), fill.reshape(-1).expand(size)
-    return axis, known & (fill != 0), fill
+    return axis, known.reshape(-1).expand(size), fill.reshape(-1).expand(size)
+
+
+def output_channels(relation: Relation) -> int:
+    """The output axis of the weight's output letter."""
+    letters = relation.letters(relation.ins[relation.factors[1]])
+    return next(k for k, axis in enumerate(relation.outs[0])
+                if set(axis) & letters and not set(axis) & relation.window)  # fmt: skip
 
 
 def one_value(relation: Relation, fact: Fact) -> Fact:

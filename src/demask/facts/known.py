@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from demask.facts.attention_masks import shows_each_query
 from demask.facts.fills import call, missing_letters, results_on_fills
 from demask.facts.masks import (
     Fact,
@@ -96,7 +97,7 @@ def compute_facts(
                 from_constants.add(node)
             if isinstance(relation, Relation):
                 with attributed(node):
-                    outputs = forward(relation, facts, weights=node in weights)
+                    outputs = forward(relation, facts, relations, weights=node in weights)
                     _put(facts, node, outputs, frugal or node in from_constants)
             else:
                 _put_nothing(facts, node)
@@ -155,9 +156,11 @@ def _uniform_along(letters: Collection[str], axes: Axes, fact: Fact) -> Fact:
     return uniform_over(fact, order, names) if names else fact
 
 
-def forward(relation: Relation, facts: Facts, *, weights: bool = False) -> list[Fact | None]:
-    """The facts of a call's outputs; None where nothing is known. weights: whether the call
-    computes weights from weights, of which only zeros count."""
+def forward(
+    relation: Relation, facts: Facts, relations: Relations, *, weights: bool = False
+) -> list[Fact | None]:
+    """The facts of a call's outputs; None where nothing is known. relations: of the calls before
+    it. weights: whether the call computes weights from weights, of which only zeros count."""
     inputs, count = operand_facts(relation, facts), len(relation.outs)
     entry = relation.entry
     if weights:
@@ -173,14 +176,17 @@ def forward(relation: Relation, facts: Facts, *, weights: bool = False) -> list[
         return [created_fact(relation)] * count
     if relation.moved:
         return [moved_fact(relation, k, inputs) for k in range(count)]
-    if entry.fill == "none" or not any(has_any(fact.known | fact.zero) for fact in inputs):
+    if entry.fill == "none" or not any(has_any(f.known) or has_any(f.zero) for f in inputs):
         return [None] * count
     if entry.fill == "sum":
         return [_contract(relation, inputs)]
     if entry.fill == "recur":
         return zero_unit_facts(relation, inputs)
     if entry.fill in ("same", "mix"):
-        return [_same(relation, inputs), *[None] * (count - 1)]
+        may_hide = _may_mask_all(relation, inputs) and not shows_each_query(
+            relation, relations, facts
+        )
+        return [_same(relation, inputs, zeros_alone=may_hide), *[None] * (count - 1)]
     return _run(relation, inputs)
 
 
@@ -214,13 +220,14 @@ def _reduced_letters(relation: Relation, operand: int, out: int = 0) -> set[str]
     return set(letters - relation.letters(relation.outs[out])) | set(letters & relation.window)
 
 
-def _same(relation: Relation, inputs: list[Fact]) -> Fact | None:
-    """The fact of a call that copies values; a window over one value returns that value."""
+def _same(relation: Relation, inputs: list[Fact], *, zeros_alone: bool) -> Fact | None:
+    """The fact of a call that copies values; a window over one value returns that value.
+    zeros_alone: whether other values may become zeros."""
     order = _order(relation)
     main = relation.entry.main
     wide = over_letters(relation, main, inputs[main])
     wide = uniform_over(wide, order, _reduced_letters(relation, main) | set(relation.complete))
-    if relation.entry.reads_padding(relation.node) or _may_mask_all(relation, inputs):
+    if relation.entry.reads_padding(relation.node) or zeros_alone:
         wide = Fact(wide.zero, wide.fill)
     return _project(relation, wide)
 

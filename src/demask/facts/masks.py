@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from demask.numerics import all_along, any_along, is_all, to_computable
+from demask.numerics import all_along, any_along, has_only_finite, is_all, to_computable
 from demask.ops.notation import Axes, Axis
 
 
@@ -36,13 +36,15 @@ class Fact:
 
     @cached_property
     def zero(self) -> Tensor:
-        """Where every element is exactly 0 (-0.0 too) and counts as removed."""
-        return self.known & (self.fill == 0) if self.removed is None else self.removed
+        """Where every element is exactly 0 (-0.0 too) and counts as removed. Like every mask that
+        is kept for a weight it is short: as large as the weight only for scattered zeros."""
+        is_zero = self.known & (self.fill == 0) if self.removed is None else self.removed
+        return shorten_mask(is_zero)
 
     @property
     def zeros_alone(self) -> Fact:
         """The fact in which known values other than 0 are unknown."""
-        return Fact(self.zero, torch.zeros_like(self.fill))
+        return Fact(self.zero, torch.zeros(self.zero.shape, dtype=self.fill.dtype))
 
     @property
     def untrained(self) -> Fact:
@@ -63,8 +65,9 @@ def shorten_mask(mask: Tensor) -> Tensor:
     """The mask with size 1 for every axis along which it does not vary."""
     for axis, n in enumerate(mask.shape):
         if n > 1:
-            first = mask.narrow(axis, 0, 1)
-            mask = first if is_all(mask == first) else mask
+            codes = mask.view(torch.uint8)
+            some, every = codes.amax(axis, keepdim=True), codes.amin(axis, keepdim=True)
+            mask = some.view(torch.bool) if torch.equal(some, every) else mask
     return mask
 
 
@@ -75,9 +78,8 @@ def unknown_fact(rank: int, dtype: torch.dtype) -> Fact:
 
 def finite_fact(known: Tensor, fill: Tensor) -> Fact:
     """The fact of finite values only: NaN and infinity count as unknown."""
-    if fill.is_floating_point() or fill.is_complex():
-        finite = torch.isfinite(to_computable(fill))
-        known = known if is_all(finite) else known & finite
+    if not has_only_finite(fill):
+        known = known & torch.isfinite(to_computable(fill))
     shape = torch.broadcast_shapes(known.shape, fill.shape)
     if not is_all(known):  # else no copy: constants are as large as the network
         fill = torch.where(known, fill, torch.zeros((), dtype=fill.dtype))
@@ -166,8 +168,5 @@ def uniform_over(fact: Fact, order: Sequence[str], letters: set[str] | frozenset
 
 def along(mask: Tensor, axis: int) -> Tensor:
     """A 1-D mask: any element at each position of one axis (length 1: the same all along)."""
-    for k in range(mask.ndim):
-        if k != axis and mask.stride(k) == 0 and mask.shape[k] > 1:  # expanded: one value
-            mask = mask.narrow(k, 0, 1)
     rest = [k for k in range(mask.ndim) if k != axis]
     return any_along(mask, rest) if rest else mask

@@ -29,7 +29,7 @@ from demask.facts.masks import Fact, all_over, any_over, mixed, project, spread
 from demask.facts.movement import moved_axis
 from demask.facts.recurrent import add_recurrent_needs, deciding_output
 from demask.failures import attributed
-from demask.numerics import has_any
+from demask.numerics import has_any, without_repeats
 from demask.ops import Relation, schema
 
 Edge = tuple[fx.Node, int]  # a call and which of its operands
@@ -53,23 +53,28 @@ def needed(
     relations: Relations,
     facts: Facts,
     computed: Mapping[fx.Node, Sequence[Tensor]] = MappingProxyType({}),
+    carried: Mapping[Edge, Tensor] = MappingProxyType({}),
 ) -> Needs:
     """What the graph's outputs need of every value.
 
     computed: of calls that are not finite for all operands, masks per output of what is computed,
-    needed or not. There they need their true operands instead of fills. Raises CallFailed where a
-    rule fails.
+    needed or not. There they need their true operands instead of fills. carried: positions of
+    operands that a call can do without, if others carry them. Raises CallFailed where a rule
+    fails.
     """
-    needs = Needs({k: torch.zeros_like(f.known) for k, f in facts.items()}, {}, {})
+    nothing = {k: torch.zeros([1] * f.known.ndim, dtype=torch.bool) for k, f in facts.items()}
+    needs = Needs(nothing, {}, {})
     for node in reversed(list(graph.nodes)):
         if node.op == "output":
             for source in node.all_input_nodes:
                 _need_whole(needs, source)
         elif node.op == "call_function" and node.target is not operator.getitem:
             with attributed(node):
-                _add_needs_of_operands(node, relations.get(node), facts, needs, computed.get(node))
+                _add_needs_of_operands(
+                    node, relations.get(node), facts, needs, computed.get(node), carried
+                )
     for key, need in needs.value.items():
-        needs.live[key] = need & ~facts[key].known
+        needs.live[key] = need & ~without_repeats(facts[key].known)
     return needs
 
 
@@ -85,6 +90,7 @@ def _add_needs_of_operands(
     facts: Facts,
     needs: Needs,
     computed: Sequence[Tensor] | None,
+    carried: Mapping[Edge, Tensor],
 ) -> None:
     keys = [(node, k) for k in range(len(schema.outputs(node))) if (node, k) in facts]
     if not keys:
@@ -110,6 +116,8 @@ def _add_needs_of_operands(
         if not isinstance(operand.value, fx.Node) or relation.entry.free:
             continue
         edge = _operand_need(relation, k, live, facts)
+        if (node, k) in carried:
+            edge = edge & ~carried[node, k]
         if computed is not None:
             edge = edge | _operand_need(relation, k, computed, facts, hidden=False)
         needs.edge[node, k] = edge

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from demask.compat.dispatch import OpOverload
-from demask.ops import Declined, Entry, Table, op_name, schema
+from demask.ops import Declined, Entry, op_name, schema
 from demask.ops.schema import Operand
 
 _LARGEST_INTEGER = 2.0**53  # float64 represents all integers up to here
@@ -41,13 +41,15 @@ ANY = Range(-inf, inf)
 Ranges = dict[fx.Node, Range]
 
 
-def compute_ranges(graph: fx.Graph, constants: Mapping[str, Tensor], table: Table) -> Ranges:
+def compute_ranges(
+    nodes: Iterable[fx.Node], constants: Mapping[str, Tensor], table: Mapping[str, Entry]
+) -> Ranges:
     """The range of every tensor that a graph computes.
 
     Args:
-        graph: a functional graph with fake values.
+        nodes: of a functional graph with fake values, operands before the calls that read them.
         constants: by get_attr target; read only where a rule needs them.
-        table: the op table.
+        table: the op table, or the entries of the ops that are called.
 
     Calls of several outputs have one range for all outputs of their dtype; other values have none.
 
@@ -56,11 +58,11 @@ def compute_ranges(graph: fx.Graph, constants: Mapping[str, Tensor], table: Tabl
         >>> from demask.ops import TABLE
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU6())
         >>> program = capture(net, (torch.ones(1, 2),))
-        >>> print(*compute_ranges(program.graph, {}, TABLE).values(), sep=", ")
+        >>> print(*compute_ranges(program.graph.nodes, {}, TABLE).values(), sep=", ")
         -inf to inf, -inf to inf, -inf to inf, -inf to inf, 0 to 6
     """
     bounds: Ranges = {}
-    for node in graph.nodes:
+    for node in nodes:
         if node.op == "call_function" and _dtype(node) is not None:
             bounds[node] = _call_range(node, bounds, constants, table)
         elif isinstance(node.meta.get("val"), Tensor):
@@ -101,7 +103,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _call_range(
-    node: fx.Node, bounds: Ranges, constants: Mapping[str, Tensor], table: Table
+    node: fx.Node, bounds: Ranges, constants: Mapping[str, Tensor], table: Mapping[str, Entry]
 ) -> Range:
     """The range of the output of a call, within that of its dtype."""
     dtype = _dtype(node)

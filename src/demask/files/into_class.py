@@ -24,6 +24,7 @@ from demask.graph.result.resize import (
     tensors_of,
     update_attributes,
 )
+from demask.shrink.demask import check_loaded_saves
 from demask.shrink.own_class.pretrained import fitting_configs
 
 Numbers = Mapping[str, Mapping[str, Any]]
@@ -105,6 +106,7 @@ def resize(
     for module, training in modes.items():
         update_attributes(module)
         module.training = training
+    check_loaded_saves(copy)
     for _ in fitting_configs(copy):
         if _agrees(copy, numbers):
             return copy

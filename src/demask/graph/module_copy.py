@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
 
 
-def structural_copy(model: nn.Module, *, share: bool) -> nn.Module:
-    """A copy of the module tree with shared or cloned tensors; tied tensors remain tied.
+def structural_copy(
+    model: nn.Module, *, share: bool, uncopied: Collection[nn.Module] = ()
+) -> nn.Module:
+    """A copy of the module tree with shared or cloned tensors; tied tensors remain tied. uncopied:
+    modules in it that are in the copy themselves.
 
     Unlike `copy.deepcopy` it accepts models with active pruning hooks, whose weights are computed
     tensors.
     """
-    memo: dict[int, object] = {}
+    memo: dict[int, object] = {id(module): module for module in uncopied}
+    memo |= {id(tensor): tensor for module in uncopied for tensor in _tensors(module)}
     for tensor in _tensors(model):
-        memo[id(tensor)] = tensor if share else _cloned(tensor)
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor if share else _cloned(tensor)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch warns of copied pytree specs
         return copy.deepcopy(model, memo)

@@ -101,14 +101,18 @@ def copy_graph(program: Program) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 def copy_tensors(program: Program, of: Iterable[Constant] | None = None) -> Program:
     """The program with copies of its tensors; tied tensors remain tied. of: copy only tensors that
-    share memory with these constants."""
-    shared = None if of is None else {c.tensor.untyped_storage().data_ptr() for c in of}
-    clones: dict[Any, Tensor] = {}
+    share memory with these constants, or with one another without being tied."""
+    taken = None if of is None else {c.tensor.untyped_storage().data_ptr() for c in of}
+    own: dict[Any, Tensor] = {}
     constants = {}
     for name, constant in program.constants.items():
         tensor = constant.tensor
-        if shared is None or tensor.untyped_storage().data_ptr() in shared:
-            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            constant = replace(constant, tensor=clones.setdefault(key, tensor.clone()))
-        constants[name] = constant
+        memory = tensor.data_ptr() or id(tensor)  # empty tensors have none
+        key = (memory, tensor.dtype, tensor.shape, tensor.stride())
+        if key not in own:
+            storage = tensor.untyped_storage().data_ptr()
+            own[key] = tensor.clone() if taken is None or storage in taken else tensor
+            if taken is not None:
+                taken.add(storage)
+        constants[name] = replace(constant, tensor=own[key])
     return program.with_graph(program.graph, constants)

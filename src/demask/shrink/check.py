@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,9 +75,8 @@ def check_result(
         ]
     except Exception as error:  # the user's code: on a draw that it refuses, say
         draws = _example_draw(model, example)
-        if not draws and "not implemented" not in str(error):  # an op for a dtype, on the CPU
-            raise BadInput(f"the model itself fails on the example: {described(error)}") from error
         if not draws:
+            _refuse(error)
             return _add_note(
                 slim, f"this result was not checked: the model fails ({described(error)})"
             )
@@ -87,10 +87,26 @@ def check_result(
             return _add_note(slim, _NOT_REPEATABLE)
         if not _is_same_in_double(program, model, draws):
             raise _capture_differs(wrong, model)
-    reference = build_plain(program)
-    if _is_rounding(reference, slim, draws, FLIPS if _has_rounding(program) else 0.0):
+    flips = FLIPS if _has_rounding(program) else 0.0
+    if _is_rounding(partial(build_plain, program), slim, draws, flips):
         return slim
     return _return_captured(slim, program, wrong)
+
+
+def refuse_failing(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> None:
+    """Raise BadInput where the model fails on the example, before anything is captured."""
+    try:
+        run_seeded(copy_in_eval(model), draw_examples((model,), args, dict(kwargs or {})))
+    except MemoryError:
+        raise
+    except Exception as error:
+        _refuse(error)
+
+
+def _refuse(error: Exception) -> None:
+    """Raise BadInput for an error of the model itself, but for an op that the CPU does not have."""
+    if "not implemented" not in str(error):
+        raise BadInput(f"the model itself fails on the example: {described(error)}") from error
 
 
 def describe_difference(
@@ -131,7 +147,8 @@ def describe_difference(
                 draws.append((name, inputs, expected))
     wrong = _difference(slim, draws, caches=caches)
     exact = wrong and not isinstance(model, ExportedProgram)
-    return "" if exact and _is_rounding(copy_in_eval(model, share=False), slim, draws) else wrong
+    new_reference = partial(copy_in_eval, model, share=False)
+    return "" if exact and _is_rounding(new_reference, slim, draws) else wrong
 
 
 def _other_sizes(program: Program, example: Inputs) -> Iterator[tuple[str, Inputs]]:
@@ -175,15 +192,21 @@ def _is_same_in_double(program: Program, model: nn.Module | ExportedProgram, dra
     if isinstance(model, ExportedProgram):
         return False
     try:
-        wide, captured = to_wide(copy_in_eval(model, share=False)), to_wide(build_plain(program))
-        for _, inputs, _ in draws:
-            doubles = pytree.tree_map(to_double, inputs)
-            rows = _pairs(run_seeded(wide, doubles), run_seeded(captured, doubles))
-            if any(_describe_leaf(a, b, torch.finfo(torch.float32).eps) for _, a, b in rows):
-                return False
+        both = [_run_in_double(partial(copy_in_eval, model, share=False), draws),
+                _run_in_double(partial(build_plain, program), draws)]  # fmt: skip
+        rows = [row for outputs in zip(*both, strict=True) for row in _pairs(*outputs)]
+        return not any(_describe_leaf(a, b, torch.finfo(torch.float32).eps) for _, a, b in rows)
     except Exception:
         return False
-    return True
+
+
+def _run_in_double(new_network: Callable[[], nn.Module], draws: Draws) -> list[Any]:
+    """The outputs of a network on each draw in float64, where it is twice as large or more: its
+    memory is freed at once. new_network: builds it, with tensors of its own."""
+    wide = to_wide(new_network())
+    outputs = [run_seeded(wide, pytree.tree_map(to_double, inputs)) for _, inputs, _ in draws]
+    wide.to("meta")  # graphs, and networks with `save_pretrained`, refer to themselves
+    return outputs
 
 
 def _capture_differs(wrong: str, model: nn.Module | ExportedProgram) -> CaptureDiffers:
@@ -289,29 +312,30 @@ def _describe_leaf(expected: Any, actual: Any, eps: float) -> str:
     return f"differs by {difference.ulps(eps):.3g} units in the last place of {kind}"
 
 
-def _is_rounding(reference: nn.Module, slim: nn.Module, draws: Draws, flips: float = 0.0) -> bool:
+def _is_rounding(
+    new_reference: Callable[[], nn.Module], slim: nn.Module, draws: Draws, flips: float = 0.0
+) -> bool:
     """Whether differences come from rounding alone: in float64 there are none but those of rounded
-    constants, or the network itself rounds as badly before demasking. reference: the network before
-    demasking, with tensors of its own.
+    constants, or the network itself rounds as badly before demasking. new_reference: builds the
+    network before demasking, with tensors of its own.
 
     A network that computes in float64 throughout has no wider type to be compared in: how badly it
     rounds is read off its error in float32, which is that many times as large.
     """
-    runner, small = copy_in_eval(slim), copy_in_eval(reference, share=False).float()
-    wide = [reference, copy_in_eval(slim, share=False)]
-    for network in wide:
-        to_wide(network)
     try:
-        for _, inputs, expected in draws:
-            doubles = pytree.tree_map(to_double, inputs)
-            exact, other = (pytree.tree_leaves(run_seeded(network, doubles)) for network in wide)
+        both = [_run_in_double(new_reference, draws),
+                _run_in_double(partial(copy_in_eval, slim, share=False), draws)]  # fmt: skip
+        runner = copy_in_eval(slim)
+        for (_, inputs, expected), exact, other in zip(draws, *both, strict=True):
             with _CoarsestType() as types:
-                after = pytree.tree_leaves(run_seeded(runner, inputs))
+                after = run_seeded(runner, inputs)
             eps, narrow = min(types.eps, _SINGLE), exact
             if eps < _SINGLE:
-                narrow = pytree.tree_leaves(run_seeded(small, pytree.tree_map(_to_single, inputs)))
-            rows = zip(pytree.tree_leaves(expected), after, exact, other, narrow, strict=True)
-            if not all(_is_rounded(*row, eps, flips) for row in rows):
+                small = new_reference().float()
+                narrow = run_seeded(small, pytree.tree_map(_to_single, inputs))
+            outputs = map(pytree.tree_leaves, (expected, after, exact, other, narrow))
+            rows = zip(*outputs, strict=True)
+            if not all(_is_rounded(*row, eps=eps, flips=flips) for row in rows):
                 return False
     except Exception:
         return False

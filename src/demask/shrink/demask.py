@@ -25,6 +25,7 @@ from demask.shrink.on_device import CPU, move_tensors, run_through_cpu
 from demask.shrink.own_class.depth import without_dead_layers
 from demask.shrink.own_class.pretrained import fit_config
 from demask.shrink.program_size import measure_module
+from demask.shrink.saving import check_saves
 from demask.shrink.strategies import DemaskCall, first_result
 from demask.shrink.submodules import part_dynamic_shapes, replace_submodules
 from demask.shrink.training.pieces import remember_original
@@ -43,6 +44,7 @@ def demask(
     check: bool = True,
     masks: Masks = "zeros",
     result: str = "auto",
+    objective: str = "parameters",
     inputs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """A smaller network with the outputs of `model` in eval mode, for the same arguments.
@@ -83,6 +85,8 @@ def demask(
             keeps every parameter and MAC and a graph has 20 % fewer of either; both not for models
             with `generate` or `save_pretrained`. A warning says where the class costs more than
             5 %.
+        objective: the size by which `result="auto"` chooses: "parameters" (default), or "macs", the
+            multiply-adds of one call on the example inputs, with the same shares.
         inputs: the values that inputs may have, by name of an argument of forward, for the random
             inputs of the check: (low, high), both included, or "mask" (zeros and ones), "one-hot",
             "sorted" or "distinct". Default: None, for what the example shows: integers stay in its
@@ -109,7 +113,10 @@ def demask(
     unmasked, model = model, apply_masks(model, masks)
     if result not in ("auto", "class", "graph"):
         raise BadInput(f"expected result to be 'auto', 'class' or 'graph', got {result!r}")
-    options = {"dynamic_shapes": dynamic_shapes, "table": table, "check": check, "result": result}
+    if objective not in ("parameters", "macs"):
+        raise BadInput(f"expected objective to be 'parameters' or 'macs', got {objective!r}")
+    options = {"dynamic_shapes": dynamic_shapes, "table": table, "check": check, "result": result,
+               "objective": objective}  # fmt: skip
     stated = state_domains(model, args, kwargs, inputs)
     # What becomes of modules is checked in the network.
     smaller = partial(demask, dynamic_shapes=part_dynamic_shapes(None), table=table, check=False,
@@ -120,17 +127,18 @@ def demask(
         if short is not None:
             slim = demask(short.network, args, kwargs, modules=modules, inputs=inputs, **options)
             vars(slim)["demasked"] = short.original_record(provenance_of(slim))
-            return _with_origin(slim, unmasked, model, masks)
+            return _with_origin(slim, unmasked, model, masks, table)
     if modules is not None:
         if stated:
             raise BadInput("inputs= is of the network as one, not of modules=: leave one out")
         slim = _demask_modules(model, args, kwargs, modules, masks, options)
-        return _with_origin(slim, unmasked, model, masks)
+        return _with_origin(slim, unmasked, model, masks, table)
     moved = {"masks": move_tensors(masks, CPU), "inputs": inputs}
     slim = run_through_cpu(demask, model, args, kwargs, **moved, **options)
     if slim is not None:
-        return _with_origin(slim, unmasked, model, masks)
-    call = DemaskCall(model, args, kwargs, dynamic_shapes, table, masks, stated, check, smaller)
+        return _with_origin(slim, unmasked, model, masks, table)
+    call = DemaskCall(model, args, kwargs, dynamic_shapes, table, masks, stated, check, smaller,
+                      objective)  # fmt: skip
     try:
         slim = first_result(call, result)
     except KeepsState as error:
@@ -152,16 +160,24 @@ def demask(
     if note := describe_plain(unmasked, slim):
         record = provenance_of(slim)
         vars(slim)["demasked"] = replace(record, notes=(note, *record.notes))
-    return _with_origin(slim, unmasked, model, masks)
+    return _with_origin(slim, unmasked, model, masks, table)
 
 
-def _with_origin(slim: nn.Module, unmasked: Any, model: Any, masks: Masks) -> nn.Module:
+def check_loaded_saves(network: nn.Module) -> None:
+    """Check what a network that was loaded writes with `save_pretrained`, in place."""
+    check_saves(network, TABLE)
+
+
+def _with_origin(
+    slim: nn.Module, unmasked: Any, model: Any, masks: Masks, table: Table
+) -> nn.Module:
     """A result with its sizes as those of the caller's network and its own, and with the link to
     that network. unmasked: the network without the masks that were passed."""
     record = provenance_of(slim)
     before = measure_module(unmasked, record.before.macs)
     after = measure_module(slim, record.after.macs)
     vars(slim)["demasked"] = replace(record, before=before, after=after)
+    check_saves(slim, table, model)
     return remember_original(slim, unmasked, model, masks)
 
 

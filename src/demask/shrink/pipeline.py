@@ -197,7 +197,8 @@ NORMAL_FORMS = (uniform, canonical, fixed_point)
 
 def build_shrunk(program: Program, table: Table) -> Demasked:
     """The module of the smallest program that computes the same as a functional, folded one."""
-    return build(*shrink_program(program, table))
+    smaller, record = shrink_program(program, table)
+    return build(copy_tensors(smaller, program.constants.values()), record)
 
 
 def shrink_program(
@@ -220,16 +221,14 @@ def shrink_program(
 
     Passes are repeated until one removes nothing: what a pass adds to preserve shapes (a border
     map, a vector of constants) may itself have zeros. So demasking twice gives the same as
-    demasking once. Where nothing became smaller, the result is the original program.
+    demasking once. Where nothing became smaller, the result is the original program. Tensors that
+    stay whole are shared: `copy_tensors` before they are handed out.
     """
     log = Log() if log is None else log
     first = _measure(whole, table)
-    plain = replace(first, program=copy_tensors(whole), cuts=_whole_cuts(whole))
     step = log.attempt(
-        "demasking", lambda: _shrink_repeatedly(first, table, (borders, sides, fixed), log), plain
+        "demasking", lambda: _shrink_repeatedly(first, table, (borders, sides, fixed), log), first
     )
-    if step.program is whole:
-        step = replace(plain, reasons=step.reasons)
     program = (
         None
         if fixed is not None
@@ -347,6 +346,8 @@ def _attempts(
         )
         if other:
             yield from _attempts(other, log, tried | {name}, sides=sides)
+    plain = list(_try_layouts(analysis, log, essential=True)) if analysis.carried else []
+    yield from plain  # a side network would compute what others carry
     side = (
         sides
         and analysis.borders
@@ -354,8 +355,9 @@ def _attempts(
     )
     if side and (split := log.attempt("a side network", partial(analysis.again, side), None)):
         yield from (replace(smaller, has_side_network=True) for smaller in _try_layouts(split, log))
-    plain = list(_try_layouts(analysis, log, essential=True))
-    yield from plain
+    if not analysis.carried:
+        plain = list(_try_layouts(analysis, log, essential=True))
+        yield from plain
     if plain and _has_split_tensors(plain[0]):
         yield from _try_layouts(analysis, log, tied=True)
     if analysis.has_matrices:
@@ -375,7 +377,7 @@ def _one_call_each(analysis: LayoutAnalysis, log: Log) -> Iterator[Rewritten]:
             layouts = analysis.needs, analysis.placer.placement()
             try:
                 result, more = rewrite_for_class(
-                    program, relations, analysis.known, *layouts, fixed
+                    program, relations, analysis.known, *layouts, fixed, analysis.carried
                 )
             except CallFailed as failure:
                 analysis = analysis.without(failure)
@@ -469,7 +471,9 @@ def _emit_smaller(analysis: LayoutAnalysis, log: Log, tied: bool) -> Rewritten:
         placement = _place_tied(analysis) if tied else analysis.placer.placement()
         program, relations = analysis.program, analysis.relations
         try:
-            return rewrite(program, relations, analysis.known, analysis.needs, placement)
+            return rewrite(
+                program, relations, analysis.known, analysis.needs, placement, analysis.carried
+            )
         except CallFailed as failure:
             analysis = analysis.without(failure)
             log.add(analysis.failed)

@@ -22,13 +22,13 @@ from demask.failures import Log, described, is_strict, warn_caller
 from demask.graph.capture.declared_masks import Masks
 from demask.graph.input_domains import Domains
 from demask.graph.input_specs import input_specs
-from demask.graph.program import Program
+from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import Cut, Provenance, Sizes, provenance_of
 from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import build
 from demask.graph.result.restore_modules import originals_of
 from demask.ops import Table
-from demask.shrink.check import check_result, describe_difference
+from demask.shrink.check import check_result, describe_difference, refuse_failing
 from demask.shrink.layout.class_layout import EVERYTHING, FixedSizes
 from demask.shrink.own_class.build import (
     advise,
@@ -43,7 +43,7 @@ from demask.shrink.own_class.build import (
 )
 from demask.shrink.own_class.numbers import is_below
 from demask.shrink.own_class.parametrizations import keep_parametrizations
-from demask.shrink.own_class.pretrained import SAVE, CheckedSave, check_saves
+from demask.shrink.own_class.pretrained import SAVE
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
 from demask.shrink.own_class.small_graphs import (
     CALLERS,
@@ -66,15 +66,17 @@ from demask.shrink.pipeline import (
 from demask.shrink.program_size import measure_module
 
 METHODS = (*CALLERS, SAVE)  # that a network with graphs in it would lose
-CLASS_OVERHEAD = 1.05  # parameters of a class relative to a graph from which the class is smaller
+CLASS_OVERHEAD = 1.05  # size of a class relative to that of a graph, from which a graph is smaller
+OBJECTIVES = {"parameters": "parameters", "macs": "MACs"}  # attributes of Sizes, in words
 
 
 @dataclass(eq=False)
 class DemaskCall:
     """A call of demask() for a network that is captured as one program.
 
-    stated: what the caller states of inputs. state: whether the network keeps state in Python.
-    smaller: demask() itself, for modules of a class result.
+    stated: what the caller states of inputs. smaller: demask() itself, for modules of a class
+    result. objective: the size by which results are chosen, of `OBJECTIVES`. state: whether the
+    network keeps state in Python. fixed: what keeps its size in a class.
     """
 
     model: nn.Module | ExportedProgram
@@ -86,7 +88,9 @@ class DemaskCall:
     stated: Domains
     check: bool
     smaller: Callable[..., nn.Module]
+    objective: str = "parameters"
     state: bool = False
+    fixed: FixedSizes = field(default_factory=FixedSizes)
     _captured: list[Program] = field(default_factory=list, init=False)
     _more: Iterator[Program] | None = field(default=None, init=False)
 
@@ -124,20 +128,22 @@ def first_result(call: DemaskCall, result: str) -> nn.Module:
     """What the first strategy for `result` returns that has a result, for the first program that
     can be demasked. Raises NeedsGraph where there is none, CaptureDiffers where no program computes
     what the model does."""
+    if call.check and isinstance(call.model, nn.Module):
+        refuse_failing(call.model, call.args, call.kwargs)
     differs: CaptureDiffers | None = None
     for candidate in _candidates(call):
-        failure: ProgramMismatch | None = None
+        failure = ""
         for strategy in STRATEGIES[result]:
             try:
                 return strategy(call, candidate)
             except CaptureDiffers as error:
-                differs, failure = differs or error, None
+                differs, failure = differs or error, ""
             except ProgramMismatch as error:
-                failure = error
-                candidate = replace(candidate, reasons=(*candidate.reasons, str(error)))
-        if failure is not None:
+                failure = str(error)  # the error itself refers to what was built
+                candidate = replace(candidate, reasons=(*candidate.reasons, failure))
+        if failure:
             text = f"this network can only be returned as a graph: {failure}"
-            raise NeedsGraph(text, candidate.reasons) from failure
+            raise NeedsGraph(text, candidate.reasons)
     assert differs is not None  # there is a candidate, or the first program raised
     raise differs
 
@@ -160,17 +166,17 @@ def as_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
             raise ProgramMismatch(f"its code depends on a size ({branch})")
         branching, (call, program) = program, proved
         notes = (f"its code depends on a size ({branch}): the example's sizes were compared",)
-    else:
+    elif not call.fixed.shapes:
         target, record = candidate.target, candidate.record
         if candidate.has_side:
             target, record = shrink_program(program, call.table, sides=False)
         with contextlib.suppress(ProgramMismatch):
             return _proved_class(call, model, program, (target, record))
-    fixed = FixedSizes()
+    fixed = call.fixed
     while True:
-        smaller = shrink_program(program, call.table, fixed=fixed)
+        shrink = partial(shrink_program, program, call.table, fixed=fixed)
         try:
-            own = _proved_class(call, model, program, smaller, branching)
+            own = _proved_class(call, model, program, shrink(), branching)
         except ProgramMismatch as error:
             fixed = fixed.widened(error.place, model)
             if fixed is None:
@@ -180,9 +186,13 @@ def as_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
         stay = candidate.record.reasons  # what stays in a graph stays here, too
         known = {reason.text for reason in stay}
         more = [reason for reason in record.reasons if reason.text not in known]
-        if record.after.parameters > CLASS_OVERHEAD * (least := candidate.record.after.parameters):
-            advice = advise(find_preserved_shapes(candidate.target))
-            notes += (f'a graph would have {least:,} parameters (result="graph"){advice}',)
+        size, least = (getattr(r.after, call.objective) for r in (record, candidate.record))
+        if size > CLASS_OVERHEAD * least:
+            advice, unit = (
+                advise(find_preserved_shapes(candidate.target)),
+                OBJECTIVES[call.objective],
+            )
+            notes += (f'a graph would have {least:,} {unit} (result="graph"){advice}',)
         record = replace(record, reasons=(*stay, *more), notes=(*notes, *record.notes))
         if branching is not None:
             record = replace(record, inputs=inputs)
@@ -202,7 +212,6 @@ def as_unchanged_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module
     notes = (f"nothing is removed: {candidate.reasons[-1]}", *record.notes)
     record = replace(record, form="class", notes=notes)
     record_call(own, record, call.args, call.kwargs)
-    check_saves(own)
     return own
 
 
@@ -211,17 +220,21 @@ def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     most zeros are graphs in it, but not in networks with methods that graphs would lose; a warning
     says what more could be removed. Raises ProgramMismatch, with a warning, where such a class
     would keep all parameters and MACs, of which a graph saves many."""
-    own = as_class(call, candidate)
-    least, size = candidate.record.after.parameters, measure_module(own).parameters
-    uncalled = size - provenance_of(own).after.parameters  # of modules that a graph does not have
+    own, unit = as_class(call, candidate), OBJECTIVES[call.objective]
+    least = getattr(candidate.record.after, call.objective)
+    size, uncalled = getattr(provenance_of(own).after, call.objective), 0
+    if call.objective == "parameters":  # a graph does not have modules that are not called
+        uncalled = measure_module(own).parameters - size
     may_have_graphs = not has_methods(own, METHODS)
-    if size - uncalled > CLASS_OVERHEAD * least and may_have_graphs and call.masks == "zeros":
+    if size > CLASS_OVERHEAD * least and may_have_graphs and call.masks == "zeros":
         own = _with_small_graphs(call, candidate, own)
-        size = measure_module(own).parameters
+        size = (
+            getattr(measure_module(own, provenance_of(own).after.macs), call.objective) - uncalled
+        )
     parts, loss = len(provenance_of(own).graph_reasons), ""
     if may_have_graphs and not parts:
-        loss = _describe_loss(provenance_of(own).after, candidate.record)
-    if not (loss or parts or size - uncalled > CLASS_OVERHEAD * least):
+        loss = _describe_loss(provenance_of(own).after, candidate.record, call.objective)
+    if not (loss or parts or size > CLASS_OVERHEAD * least):
         return own
     advice = advise(find_preserved_shapes(candidate.target))
     advice += "; demask.prune.align does so" if advice else ""
@@ -229,21 +242,23 @@ def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
         warn_caller(f'demask() returns a graph, since {loss} (result="class"){advice}')
         raise ProgramMismatch(loss)
     form = f"own class, with {parts} of its modules as graphs" if parts else "own class"
-    warn_caller(f"demask() returns the network's {form}: {size:,} parameters, where one graph has "
-                f'{least:,} (result="graph"){advice}')  # fmt: skip
+    warn_caller(f"demask() returns the network's {form}: {size + uncalled:,} {unit}, where one "
+                f'graph has {least:,} (result="graph"){advice}')  # fmt: skip
     return own
 
 
-def _describe_loss(own: Sizes, graph: Provenance) -> str:
-    """What a network of the caller's class keeps, if it keeps all parameters and MACs and a graph
-    saves many of either; else ""."""
+def _describe_loss(own: Sizes, graph: Provenance, objective: str) -> str:
+    """What a network of the caller's class keeps, if it keeps all parameters and MACs (by MACs: all
+    of these) and a graph saves many; else ""."""
     before, after = graph.before, graph.after
-    if own.parameters < before.parameters or own.macs < before.macs:
+    names = [name for name in OBJECTIVES if objective in ("parameters", name)]
+    if any(getattr(own, name) < getattr(before, name) for name in names):
         return ""
-    for unit, full, fewer in (("parameters", before.parameters, after.parameters),
-                              ("MACs", before.macs, after.macs)):  # fmt: skip
+    for name in names:
+        full, fewer = getattr(before, name), getattr(after, name)
         if full - fewer >= max(1, LEAST_OF_MODULE * full):
-            return f"the network's class would keep all {full:,} {unit}, of which it has {fewer:,}"
+            return (f"the network's class would keep all {full:,} {OBJECTIVES[name]}, of which it "
+                    f"has {fewer:,}")  # fmt: skip
     return ""
 
 
@@ -251,7 +266,7 @@ def _with_small_graphs(call: DemaskCall, candidate: SmallerProgram, own: nn.Modu
     """A network of the caller's class with small graphs, if it has any and computes the same; else
     as it is."""
     inputs = call.args, dict(call.kwargs or {})
-    mixed, graphs = with_small_graphs(own, inputs, call.smaller)
+    mixed, graphs = with_small_graphs(own, inputs, call.smaller, call.objective)
     if not graphs:
         return own
     record, shapes = provenance_of(own), find_preserved_shapes(candidate.target)
@@ -308,13 +323,12 @@ def as_graph(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
         record = replace(record, notes=(note, *record.notes))
     record = replace(record, graph_reasons=candidate.reasons)
     originals = originals_of(call.model, candidate.program)
-    slim = build(candidate.target, record, originals=originals)
+    target = copy_tensors(candidate.target, candidate.program.constants.values())
+    slim = build(target, record, originals=originals)
     if call.check:
         slim = check_result(
             slim, candidate.program, call.model, call.args, call.kwargs, call.stated
         )
-    if hasattr(call.model, SAVE):
-        vars(slim)[SAVE] = CheckedSave(slim)
     return slim
 
 

@@ -16,7 +16,7 @@ from demask.errors import BadInput, NotExportable
 from demask.failures import described
 from demask.graph.capture.shared_captures import share_captures
 from demask.graph.module_copy import copy_with_state, structural_copy
-from demask.graph.provenance import WHOLE, InputSpec, Provenance
+from demask.graph.provenance import WHOLE, InputSpec, Provenance, provenance_of
 from demask.graph.result.class_result import record_call
 from demask.graph.result.resize import put_module
 from demask.shrink.program_size import measure_module
@@ -70,23 +70,24 @@ def replace_submodules(
         raise BadInput(
             f"{missing[0]!r} is never called on the example inputs: pass inputs that reach it"
         )
-    result = structural_copy(model, share=False)
-    records: dict[str, Provenance] = {}
+    sharing = structural_copy(model, share=True)
+    parts: dict[str, nn.Module] = {}
     queue = [name for name in wanted if name in calls]
     with share_captures():
         for name in queue:
             try:
-                demasked = part(name, *calls[name])
+                parts[name] = part(name, *calls[name])
             except NotExportable:
                 if not tried:
                     raise
                 inside = model.get_submodule(name).named_children()
                 queue += [f"{name}.{leaf}" for leaf, _ in inside if f"{name}.{leaf}" in calls]
                 continue
-            records[name] = demasked.demasked  # type: ignore[assignment]
-            put_module(result, name, demasked)
-    if names == "auto" and not records:
+            put_module(sharing, name, parts[name])
+    if names == "auto" and not parts:
         raise NotExportable("no module can be captured", "unknown", "demask it whole to see why")
+    result = structural_copy(sharing, share=False, uncopied=parts.values())
+    records = {name: provenance_of(demasked) for name, demasked in parts.items()}
     record_call(result, merge_records(model, result, records, args, kwargs), args, kwargs)
     return result
 

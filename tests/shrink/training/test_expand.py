@@ -54,11 +54,11 @@ def test_a_trained_network_expands(case: Micro, result: str) -> None:
         with pytest.raises(demask.BadInput, match=REFUSED[case.name]):
             demask.expand(slim)
         return
-    try:
-        large = demask.expand(slim)
-    except demask.BadInput as error:  # a kernel that carries the constants of removed channels
-        assert type(slim) is type(model) and "is no slice in the small network" in str(error)
+    if case.name == "uneven_groups" and result == "auto":  # several groups became one
+        with pytest.raises(demask.BadInput, match="is no slice in the small network"):
+            demask.expand(slim)
         return
+    large = demask.expand(slim)  # also one with kernels that carry constants of removed channels
     assert type(large) is type(model)
     state = large.state_dict()
     assert [*state] == [*before]

@@ -21,7 +21,7 @@ from demask.graph.result.class_result import is_class_result
 from demask.graph.result.computed_tensors import parametrized_tensors
 from demask.graph.result.module_calls import KINDS as MODULES
 from demask.graph.result.module_calls import constructor_arguments, create_without_memory, kind_of
-from demask.shrink.own_class.pretrained import check_saves
+from demask.shrink.demask import check_loaded_saves
 
 _MODEL = re.compile(r"transformers\.models\.\w+\.modeling_\w+", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -62,7 +62,7 @@ def build_class(record: Any, state: Mapping[str, Tensor]) -> nn.Module | None:
         return None
     own = network.state_dict()
     network.load_state_dict({name: state[name] for name in own}, assign=True)
-    check_saves(network)
+    check_loaded_saves(network)
     return network
 
 

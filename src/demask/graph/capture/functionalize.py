@@ -101,9 +101,14 @@ def _pieces(program: Program) -> fx.Graph:
             if _base_name(source) == "unbind":
                 part = editor.call(aten.select.int, x, dim, index)
             else:
-                sizes = [output.shape[dim] for output in source.meta["val"]]
-                start = sum(sizes[:index])
-                part = editor.call(aten.slice.Tensor, x, dim, start, start + sizes[index])
+                start, length = 0, 0
+                for k, output in enumerate(source.meta["val"][: index + 1]):
+                    start, length = _plus(editor, start, length), output.shape[dim]
+                    if not isinstance(length, int):
+                        piece = editor.call(operator.getitem, source, k)
+                        length = editor.call(aten.sym_size.int, piece, dim)
+                stop = _plus(editor, start, length)
+                part = editor.call(aten.slice.Tensor, x, dim, start, stop)
         editor.replace(node, part)
     return editor.graph
 

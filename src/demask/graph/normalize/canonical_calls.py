@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import string
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -294,6 +295,57 @@ def _index_add(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
 
 
 _VIEWS = VIEW_OR_RESHAPE | {aten.unflatten.int}
+
+
+def _einsum(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+    """`einsum` as products of two operands, which the table has, from left to right: with letters
+    for dots, after sums over the axes that one operand alone has. Repeated letters stay."""
+    equation, values = str(node.args[0]).replace(" ", ""), list(node.args[1])  # type: ignore[arg-type]
+    left, arrow, right = equation.partition("->")
+    parts = left.split(",")
+    spare = "".join(sorted(set(string.ascii_letters) - set(equation), reverse=True))
+    ranks = [value.meta["val"].ndim for value in values]
+    dots = [spare[: rank - len(part) + 3] if "." in part else ""
+            for part, rank in zip(parts, ranks, strict=True)]  # fmt: skip
+    if len(set(dots) - {""}) > 1 or any(len(set(p.replace(".", ""))) < len(p.replace(".", ""))
+                                        for p in parts):  # fmt: skip
+        return None
+    all_dots = max(dots, key=len)
+    if not arrow:
+        letters = left.replace(".", "").replace(",", "")
+        right = all_dots + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    right = right.replace("...", all_dots)
+    parts = [part.replace("...", all_dots) for part in parts]
+    equal = len(parts) == 2 and not set(parts[0]) ^ set(parts[1]) - set(right)
+    if equal and f"{','.join(parts)}->{right}" == equation:
+        return None
+    terms = list(zip(parts, values, strict=True))
+    while len(terms) > 1:
+        (one, a), (other, b), *rest = terms
+        needed = set(right).union(*(letters for letters, _ in rest))
+        one, a = _sum_axes(editor, (one, a), needed | set(other))
+        other, b = _sum_axes(editor, (other, b), needed | set(one))
+        product = "".join(c for c in dict.fromkeys(one + other) if c in needed) if rest else right
+        call = editor.call(aten.einsum.default, f"{one},{other}->{product}", [a, b])
+        terms = [(product, call), *rest]
+    if len(parts) > 1:
+        return terms[0][1]
+    letters, value = _sum_axes(editor, terms[0], set(right))
+    return editor.call(aten.permute.default, value, [letters.index(letter) for letter in right])
+
+
+def _sum_axes(
+    editor: GraphEditor, term: tuple[str, fx.Node], needed: set[str]
+) -> tuple[str, fx.Node]:
+    """A tensor and the letters of its axes, without those that are not needed, which are summed."""
+    letters, value = term
+    axes = [k for k, letter in enumerate(letters) if letter not in needed]
+    if not axes:
+        return term
+    summed = editor.call(aten.sum.dim_IntList, value, axes)
+    return "".join(letter for letter in letters if letter in needed), summed
+
+
 _RULES: dict[Any, Callable[[GraphEditor, fx.Node], fx.Node | None]] = {
     aten.index_add.default: _index_add,
     aten.view.default: _viewed,
@@ -306,6 +358,7 @@ _RULES: dict[Any, Callable[[GraphEditor, fx.Node], fx.Node | None]] = {
     aten.squeeze.default: _squeeze,
     aten.squeeze.dim: _squeeze_at,
     aten.glu.default: _glu,
+    aten.einsum.default: _einsum,
     aten.repeat_interleave.self_int: _repeated,
     aten.repeat.default: _tiled,
     aten.index.Tensor: _indexed,

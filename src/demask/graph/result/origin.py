@@ -29,6 +29,8 @@ class Piece:
     ("conv.weight_orig"). has_state: whether it is a slice of the only one of these, up to masked
     elements and an added constant: then optimizer states are cut as it was. is_slice: whether it is
     a slice of the source's value, up to a constant. offset: that constant, of the result's shape.
+    carries: whether it is of a layer whose weights have the products of removed ones added, which
+    are 0 in a layer that computes the same.
     """
 
     source: str
@@ -38,6 +40,7 @@ class Piece:
     has_state: bool = False
     is_slice: bool = False
     offset: Tensor | None = None
+    carries: bool = False
 
 
 @dataclass(frozen=True, slots=True)

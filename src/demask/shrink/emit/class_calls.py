@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 import operator
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from demask.facts.carriers import CarriedChannels
 from demask.facts.known import Facts, Key, Relations, key_of
 from demask.facts.needed import Needs
 from demask.failures import attributed
@@ -37,10 +39,11 @@ def rewrite_for_class(
     needs: Needs,
     placement: Placement,
     fixed: FixedSizes,
+    carried: Mapping[fx.Node, CarriedChannels],
 ) -> tuple[Rewritten, FixedSizes]:
     """The program that computes the same outputs in the layouts of `placement`, and what has to
     keep its size for every call to stay one call: `fixed` if this is so. Raises CallFailed."""
-    context = ClassRewriter(program, relations, facts, needs, placement)
+    context = ClassRewriter(program, relations, facts, needs, placement, carried)
     for node in program.graph.nodes:
         with attributed(node):
             context.visit(node)
@@ -98,8 +101,8 @@ class ClassRewriter(Rewriter):
         self.finish(node, node.target, args, kwargs, layouts)
 
     def _take_parts(self, relation: Relation) -> bool:
-        """Append a call that takes parts of an axis one after another (a slice, a split), with the
-        sizes that the parts have now. False where parts are none of these."""
+        """Append a call that takes parts of an axis one after another, or every n-th position (a
+        slice, a split), with the sizes that the parts have now. False where it takes others."""
         node, arguments = relation.node, dict(schema.arguments(relation.node))
         if len(relation.operands) != 1 or any(len(moves) != 1 for moves in relation.moves):
             return False
@@ -118,12 +121,15 @@ class ClassRewriter(Rewriter):
             rows = move.position.tolist()
             rows = rows if want is None else [rows[p] for p in want]
             taken.append(rows if offsets is None else [offsets.get(p, -1) for p in rows])
-        runs = [part and list(range(part[0], part[0] + len(part))) for part in taken]
-        if not all(taken) or taken != runs:
+        steps = [part[1] - part[0] if len(part) > 1 else 1 for part in taken]
+        is_slice = node.target is torch.ops.aten.slice.Tensor
+        if not all(taken) or min(steps) < 1 or (max(steps) > 1 and not is_slice):
+            return False
+        if taken != [list(range(p[0], p[-1] + 1, n)) for p, n in zip(taken, steps, strict=True)]:
             return False
         sizes = [len(part) for part in taken]
-        if node.target is torch.ops.aten.slice.Tensor:
-            arguments |= {"start": taken[0][0], "end": taken[0][-1] + 1, "step": 1}
+        if is_slice:
+            arguments |= {"start": taken[0][0], "end": taken[0][-1] + 1, "step": steps[0]}
         elif "split_size" in arguments:
             arguments["split_size"] = (
                 sizes[0] if isinstance(arguments["split_size"], int) else sizes

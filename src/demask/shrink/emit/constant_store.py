@@ -24,7 +24,7 @@ class ConstantStore:
     """Constants and sizes of a graph that is being emitted. Each is added once and read by name."""
 
     def __init__(self, editor: GraphEditor):
-        self.editor, self.source = editor, editor.program.constants
+        self.editor, self.source = editor, dict(editor.program.constants)
         self.constants = editor.constants
         self.cuts: dict[str, Cut] = {}
         self._modules: set[str] = set()  # paths that names of constants begin with
@@ -45,13 +45,14 @@ class ConstantStore:
         return self._reads[name]
 
     def cut(self, source: fx.Node, want: Layout) -> fx.Node:
-        """The read of an old constant, cut to a layout; equal cuts of tied tensors stay tied."""
+        """The read of an old constant, cut to a layout; equal cuts of tied tensors stay tied. A
+        tensor that stays whole is shared."""
         old = self.source[str(source.target)]
         key = (old.name, want)
         if key not in self._cut:
             tied = (old.tensor.data_ptr(), old.tensor.shape, old.tensor.stride(), want)
             twin = self._cut.get(tied)
-            constant = old.moved(lambda tensor: cut(tensor, want))
+            constant = old.moved(lambda tensor: select(tensor, want).contiguous())
             name = self.add(
                 replace(constant, tensor=self.constants[twin].tensor) if twin else constant
             )
@@ -184,13 +185,21 @@ _FUNCTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def cut(tensor: Tensor, want: Layout) -> Tensor:
-    """The wanted positions of each axis, as a tensor with its own memory."""
+def select(tensor: Tensor, want: Layout) -> Tensor:
+    """The wanted positions of each axis; the tensor itself where these are all."""
     for axis, positions in enumerate(want):
         if positions is not None:
             index = torch.tensor(positions, dtype=torch.long, device=tensor.device)
             tensor = tensor.index_select(axis, index)
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def cut(tensor: Tensor, want: Layout) -> Tensor:
+    """The wanted positions of each axis, as a tensor with its own memory."""
+    selected = select(tensor, want)
+    if selected is tensor:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return selected.contiguous()
 
 
 def _symbols(inputs: Sequence[fx.Node]) -> dict[Any, tuple[fx.Node, int]]:

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from demask.compat.symbolic_shapes import free_unbacked_symbols
+from demask.facts.carriers import CarriedChannels
 from demask.facts.known import Facts, Relations, key_of, value_of
 from demask.facts.needed import Needs
 from demask.graph.editor import GraphEditor
@@ -30,9 +31,16 @@ class EmitContext:
     """Walks the old graph and appends to the new one, by a rule per call (`_call`)."""
 
     def __init__(
-        self, program, relations: Relations, facts: Facts, needs: Needs, placement: Placement
+        self,
+        program,
+        relations: Relations,
+        facts: Facts,
+        needs: Needs,
+        placement: Placement,
+        carried: Mapping[fx.Node, CarriedChannels] = types.MappingProxyType({}),
     ):
         self.relations, self.facts, self.needs, self.placement = relations, facts, needs, placement
+        self.carried = carried
         self.editor = GraphEditor.empty(program)
         self.old_inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
         self.inputs: dict[fx.Node, fx.Node] = {}

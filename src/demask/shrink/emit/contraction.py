@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from demask.facts.carriers import carries_constants, constant_channels
+from demask.facts.carriers import output_channels
 from demask.facts.known import key_of
 from demask.facts.masks import any_over, project, spread
 from demask.graph.program import Constant
@@ -23,6 +21,7 @@ from demask.shrink.emit.constant_store import cut
 from demask.shrink.emit.context import EmitContext
 from demask.shrink.emit.strided_conv import space_evenly, strided_arguments
 from demask.shrink.layout.cells import Layout, RunTimeSupports, whole
+from demask.shrink.layout.group_packs import even_packs
 from demask.shrink.layout.ties import strided_axes
 
 aten = torch.ops.aten
@@ -36,16 +35,16 @@ def emit_contraction(context: EmitContext, relation: Relation) -> None:
     last = relation.operands[-1]
     is_fixed = last.name != "bias" or schema.is_constant(last.value)
     if alone.kernel is not None and is_fixed:
-        none = tuple(() if k == _channel(relation) else p for k, p in enumerate(layout))
+        none = tuple(() if k == output_channels(relation) else p for k, p in enumerate(layout))
         _emit_as(context, node, _emit_rows(context, relation, layout, none, alone), layout)
         return
     if relation.is_grouped:
-        value, layout, slot = emit_groups(context, relation)
-        constants = _without_dead_kernel(
-            relation, absorb_constants(relation, context.facts, slot), layout
-        )
-        value = add_constants(context, relation, layout, value, constants)
-        _emit_as(context, node, value, layout)
+        groups = _live_groups(context, relation)
+        constants = _absorb_dropped(context, relation, groups.slot)
+        constants = _without_dead_kernel(relation, constants, groups.layout)
+        value, constants = _emit_groups(context, relation, groups, constants)
+        value = add_constants(context, relation, groups.layout, value, constants)
+        _emit_as(context, node, value, groups.layout)
         return
     constants = _without_dead_kernel(relation, _absorb_dropped(context, relation), layout)
     if (
@@ -63,52 +62,58 @@ def emit_contraction(context: EmitContext, relation: Relation) -> None:
 
 
 def emit_one_contraction(context: EmitContext, relation: Relation) -> None:
-    """Emit a contraction as one call, if the layouts allow it: its bias absorbs constants, and in a
-    padded window the kernel of one constant channel those of all that are dropped
-    (`facts.carriers`)."""
+    """Emit a contraction as one call, if the layouts allow it: its bias absorbs constants, and the
+    weights of channels that stay those of all that these carry (`facts.carriers`)."""
     node, layout = relation.node, context.placement.value[relation.node, 0]
-    constants, weights = Absorbed(None, None), {}
+    constants = _absorb_dropped(context, relation)
     if relation.is_grouped:
-        value, layout, slot = emit_groups(context, relation)
-        constants = absorb_constants(relation, context.facts, slot)
+        value, constants = _emit_groups(
+            context, relation, _packed_groups(context, relation), constants
+        )
     else:
-        constants = _absorb_dropped(context, relation)
-        if constants.kernel is not None and carries_constants(relation):
-            weights = {relation.factors[1]: _carrying_weight(context, relation, constants.kernel)}
-            constants = replace(constants, kernel=None)
-        value = _emit_dense(context, relation, layout, constants, weights)
+        value = _emit_dense(context, relation, layout, constants)
         if _fits_bias(relation, constants):
             constants = replace(constants, bias=None)
     _emit_as(context, node, add_constants(context, relation, layout, value, constants), layout)
 
 
-def _carrying_weight(context: EmitContext, relation: Relation, kernel: Tensor) -> fx.Node:
-    """The weight of a padded convolution in which one remaining constant channel carries the
-    products of the dropped ones, cut to its layout. kernel: their sum, as in `Absorbed`."""
-    first, second = relation.factors
-    axis, constant, fill = constant_channels(relation, context.facts)
-    slot = context.placement.slot[relation.node, first][axis]
-    remaining = [p for p in (range(len(constant)) if slot is None else slot) if bool(constant[p])]
-    carrier = max(remaining, key=lambda p: abs(float(fill[p])))
-    old = context.store.source[str(_weight(relation).target)]
-    summed = old.tensor.to(torch.float64, copy=True)
-    extra = kernel.double() / float(fill[carrier])
-    if "output_padding" in schema.arguments(relation.node):
-        summed[carrier] += extra[0]
-    else:
-        summed[:, carrier] += extra[:, 0]
-    want = context.placement.slot[relation.node, second]
-    declared = None if old.declared is None else cut(old.declared, want)
-    tensor = cut(summed.to(old.tensor.dtype), want)
-    name = context.store.add(replace(old, tensor=tensor, declared=declared))
-    return context.store.read(name)
+def _carry(context: EmitContext, relation: Relation, slot: Layout, constants: Absorbed) -> Absorbed:
+    """The constants that a contraction has to add after its weight was replaced by one in which
+    channels that stay carry the products of dropped ones. slot: of the first factor."""
+    carried, second = context.carried.get(relation.node), relation.factors[1]
+    if carried is None:
+        return constants
+    live = torch.zeros(carried.valid.numel(), dtype=torch.bool)
+    live[slice(None) if slot[carried.axis] is None else list(slot[carried.axis] or ())] = True
+    target = str(relation.operands[second].value.target)
+    old = context.store.source[target]
+    summed = old.tensor.to(torch.float64, copy=True).contiguous()
+    groups = len(carried.valid)
+    axis = next(k for k, a in enumerate(relation.ins[second]) if set(a) & relation.contracted)
+    if groups > 1 and axis == 1:  # [(group output), input, ...]
+        parts = summed.view(groups, -1, *summed.shape[1:]).movedim(2, 1)
+    else:  # [(group input), output, ...], or one group
+        first = summed.movedim(axis, 0)
+        parts = first.view(groups, -1, *first.shape[1:]) if groups > 1 else first[None]
+    for g, dropped, carriers, factors, constant in carried.combinations(live):
+        products = parts[g][dropped]
+        parts[g][carriers] += torch.einsum("dc,d...->c...", factors, products)
+        context.store.source[target] = replace(old, tensor=summed.to(old.tensor.dtype))
+        if carried.has_constant:
+            shift = torch.einsum("d,d...->...", constant, products)
+            shift = shift.reshape(len(shift), -1).sum(1)
+            out, rank = output_channels(relation), relation.node.meta["val"].ndim
+            bias = shift.view([-1 if k == out else 1 for k in range(rank)])
+            bias = bias if constants.bias is None else constants.bias + bias
+            constants = replace(constants, bias=bias)
+    return replace(constants, kernel=None) if carried.has_all_constants else constants
 
 
 def _without_dead_kernel(relation: Relation, constants: Absorbed, layout: Layout) -> Absorbed:
     """The absorbed constants, without a kernel that is zero for all live output channels."""
     if constants.kernel is None:
         return constants
-    axis = _channel(relation)
+    axis = output_channels(relation)
     transposed = "output_padding" in schema.arguments(relation.node)
     kernel = cut(constants.kernel, (None, layout[axis]) if transposed else (layout[axis],))
     return constants if bool((kernel != 0).any()) else replace(constants, kernel=None)
@@ -121,8 +126,10 @@ def _emit_as(context: EmitContext, node: fx.Node, value: fx.Node, layout: Layout
 
 def _reached_layout(context: EmitContext, relation: Relation, layout: Layout) -> Layout:
     """The layout without output channels that only constants reach (a border map suffices)."""
+    if relation.node in context.carried:  # any of them may read a carrier
+        return layout
     first, second = relation.factors
-    order, axis = list(relation.size), _channel(relation)
+    order, axis = list(relation.size), output_channels(relation)
     weight = context.facts[key_of(relation.operands[second].value)]
     live = ~spread(weight.zero, relation.ins[second], order, relation.size)
     inside = torch.ones([1] * len(order), dtype=torch.bool)
@@ -135,7 +142,7 @@ def _reached_layout(context: EmitContext, relation: Relation, layout: Layout) ->
             inside = inside & spread(mask, (letters,), order, relation.size)
     letters = relation.outs[0][axis]
     reached = any_over(live & inside, order, set(order) - set(letters))
-    reached = project(reached, (letters,), order, relation.size)
+    reached = project(reached, (letters,), order, relation.size).expand(_size(relation))
     wanted = layout[axis]
     rows = [p for p in (range(_size(relation)) if wanted is None else wanted) if bool(reached[p])]
     return tuple(whole(rows, _size(relation)) if k == axis else p for k, p in enumerate(layout))
@@ -145,7 +152,7 @@ def _emit_rows(
     context: EmitContext, relation: Relation, layout: Layout, rows: Layout, constants: Absorbed
 ) -> fx.Node:
     """Emit a border map for all channels, and add those that inputs reach at their positions."""
-    node, editor, axis = relation.node, context.editor, _channel(relation)
+    node, editor, axis = relation.node, context.editor, output_channels(relation)
     offsets = {p: k for k, p in enumerate(layout[axis] or range(_size(relation)))}
     places = [offsets[p] for p in rows[axis] or ()]
     vector = torch.zeros(_size(relation), dtype=torch.float64)
@@ -168,20 +175,22 @@ def _emit_rows(
     return mark_effect(value, "scatter-add")
 
 
-def _absorb_dropped(context: EmitContext, relation: Relation) -> Absorbed:
-    layout = context.placement.slot.get((relation.node, relation.factors[0]))
-    return (
-        Absorbed(None, None)
-        if layout is None
-        else absorb_constants(relation, context.facts, layout)
-    )
+def _absorb_dropped(
+    context: EmitContext, relation: Relation, slot: Layout | None = None
+) -> Absorbed:
+    """What dropped channels add to a contraction that channels that stay do not carry. slot: the
+    layout of the first factor, if it is not that of the placement."""
+    slot = slot or context.placement.slot.get((relation.node, relation.factors[0]))
+    if slot is None:
+        return Absorbed(None, None)
+    return _carry(context, relation, slot, absorb_constants(relation, context.facts, slot))
 
 
 def _bias_of(relation: Relation) -> str | None:
     """The argument that can be a bias vector over the output channels, or None."""
     arguments = schema.arguments(relation.node)
     name = "self" if relation.node.target is aten.addmm.default else "bias"
-    if name not in arguments or relation.is_grouped:
+    if name not in arguments:
         return None
     old = arguments[name]
     takes = old is None or (schema.is_constant(old) and old.meta["val"].ndim == 1)
@@ -192,7 +201,7 @@ def _fits_bias(relation: Relation, constants: Absorbed) -> bool:
     """Whether the op's own bias can absorb the constants."""
     if constants.bias is None or _bias_of(relation) is None:
         return False
-    return constants.bias.numel() == constants.bias.shape[_channel(relation)]
+    return constants.bias.numel() == constants.bias.shape[output_channels(relation)]
 
 
 def _emit_dense(
@@ -200,12 +209,10 @@ def _emit_dense(
     relation: Relation,
     layout: Layout,
     constants: Absorbed,
-    existing: Mapping[int, fx.Node] = types.MappingProxyType({}),
 ) -> fx.Node:
-    """The contraction, its own bias with constants added. existing: operands that exist already."""
+    """The contraction, its own bias with constants added."""
     bias_name = _bias_of(relation) if _fits_bias(relation, constants) else None
-    values = [None if operand.name == bias_name
-              else existing.get(k) or _operand(context, relation, k, layout)
+    values = [None if operand.name == bias_name else _operand(context, relation, k, layout)
               for k, operand in enumerate(relation.operands)]  # fmt: skip
     more = (
         {} if bias_name is None else {bias_name: _bias(context, relation, layout, constants.bias)}
@@ -217,7 +224,7 @@ def _emit_dense(
         if not isinstance(bias, fx.Node):
             dtype = relation.node.meta["val"].dtype
             return context.store.full(sizes, torch.zeros((), dtype=dtype))
-        wide = [-1 if k == _channel(relation) else 1 for k in range(len(layout))]
+        wide = [-1 if k == output_channels(relation) else 1 for k in range(len(layout))]
         value = context.editor.call(aten.view.default, bias, wide)
         value = context.editor.call(aten.expand.default, value, sizes)
         return context.editor.call(aten.clone.default, value)
@@ -266,21 +273,24 @@ def _operand(context: EmitContext, relation: Relation, k: int, layout: Layout) -
 
 def _bias(context: EmitContext, relation: Relation, layout: Layout, extra: Any) -> fx.Node:
     """The old bias plus absorbed constants, over the output channels in `layout`; a parameter."""
-    axis = _channel(relation)
+    whole, want = _summed_bias(context, relation, extra), (layout[output_channels(relation)],)
+    name = context.store.add(whole.moved(lambda tensor: cut(tensor, want)))
+    context.store.cuts[name] = Cut(whole.name, tuple(whole.tensor.shape), want)
+    return context.store.read(name)
+
+
+def _summed_bias(context: EmitContext, relation: Relation, extra: Tensor) -> Constant:
+    """The old bias plus absorbed constants, over all output channels."""
     old = next((o.value for o in relation.operands if o.name == _bias_of(relation)), None)
-    vector = (
-        extra.reshape(-1) if extra.shape[axis] != 1 else extra.reshape(-1).expand(_size(relation))
-    )
+    total = extra.reshape(-1).expand(_size(relation)) if extra.numel() == 1 else extra.reshape(-1)
     weight = context.store.source[str(_weight(relation).target)]
-    total = vector + (_constant(context, old).double() if old is not None else 0)
-    total = cut(total.to(weight.tensor.dtype), (layout[axis],))
+    total = total + (_constant(context, old).double() if old is not None else 0)
+    total = total.to(weight.tensor.dtype)
     source = None if old is None else context.store.source[str(old.target)]
     name = _sibling(weight.name, "bias") if source is None else source.name
     grad = weight.requires_grad if source is None else source.requires_grad
     declared = None if weight.declared is None else torch.zeros_like(total, dtype=torch.bool)
-    new_name = context.store.add(Constant(total, name, weight.parameter, grad, declared=declared))
-    context.store.cuts[new_name] = Cut(name, (len(vector),), (layout[axis],))
-    return context.store.read(new_name)
+    return Constant(total, name, weight.parameter, grad, declared=declared)
 
 
 def _constant(context: EmitContext, node: fx.Node) -> Tensor:
@@ -300,18 +310,8 @@ def _sibling(name: str, leaf: str) -> str:
     return f"{prefix}.{leaf}" if prefix else leaf
 
 
-def _channel(relation: Relation) -> int:
-    """The output axis of the weight's output letter."""
-    letters = relation.letters(relation.ins[relation.factors[1]])
-    return next(
-        k
-        for k, a in enumerate(relation.outs[0])
-        if set(a) & letters and not set(a) & relation.window
-    )
-
-
 def _size(relation: Relation) -> int:
-    return relation.node.meta["val"].shape[_channel(relation)]
+    return relation.node.meta["val"].shape[output_channels(relation)]
 
 
 def add_constants(
@@ -364,7 +364,7 @@ def _border_map(
     source, weight = arguments["input"], _weight(relation)
     constant = context.store.source[str(weight.target)]
     transposed = "output_padding" in arguments
-    axis = _channel(relation)
+    axis = output_channels(relation)
     live = layout[axis] if layout[axis] is not None else tuple(range(_size(relation)))
     rows = kernel.movedim(1, 0) if transposed else kernel
     positions = tuple(p for p in live or () if bool((rows[p] != 0).any()))
@@ -391,35 +391,67 @@ def _border_map(
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupRun:
-    """Consecutive groups with equal numbers of inputs and of outputs."""
+class _ConvGroups:
+    """The groups of a grouped convolution: per group, old positions along the input and the output
+    axis; and the layouts of its input and output, whose channels are sorted by group."""
 
-    groups: tuple[int, ...]
-    inputs: tuple[tuple[int, ...], ...]  # per group, old positions along the input axis
-    outputs: tuple[tuple[int, ...], ...]
+    inputs: list[list[int]]
+    outputs: list[list[int]]
+    slot: Layout
+    layout: Layout
 
 
-def emit_groups(context: EmitContext, relation: Relation) -> tuple[fx.Node, Layout, Layout]:
-    """A grouped convolution with different numbers of live channels per group: one convolution per
-    run of groups with equal numbers, concatenated. Returns the value, its layout (channels sorted
-    by group), and the layout of its input."""
-    node, layout = (
-        relation.node,
-        list(space_evenly(relation, context.placement.value[relation.node, 0])),
-    )
+def _live_groups(context: EmitContext, relation: Relation) -> _ConvGroups:
+    """Groups with live outputs. One with constant inputs only has one of them, so that it is a
+    group."""
+    layout = space_evenly(relation, context.placement.value[relation.node, 0])
+    slot = context.placement.slot[relation.node, 0]
     x_axis, out_axis = _axis_of(relation.ins[0]), _axis_of(relation.outs[0])
-    slot = list(context.placement.slot[node, 0])
     count, fan_in, fan_out = _counts(relation)
-    outs = _per_group(layout[out_axis], count, fan_out)
     ins = _per_group(slot[x_axis], count, fan_in)
-    # A group with constant inputs only has one live input, so that it is a group.
-    ins = [i or ([g * fan_in] if o else []) for g, (i, o) in enumerate(zip(ins, outs, strict=True))]
-    ins = [i if o else [] for i, o in zip(ins, outs, strict=True)]
-    runs = _runs(ins, outs)
-    slot[x_axis] = tuple(p for group in ins for p in group)
-    if slot[x_axis] == tuple(range(count * fan_in)):
-        slot[x_axis] = None
-    x = context.adapter.adapt(relation.operands[0].value, tuple(slot))
+    outs = _per_group(layout[out_axis], count, fan_out)
+    pairs = [(i or [g * fan_in], o) for g, (i, o) in enumerate(zip(ins, outs, strict=True)) if o]
+
+    def with_groups(other: Layout, axis: int, groups: list[list[int]], size: int) -> Layout:
+        flat = [p for group in groups for p in group]
+        return tuple(whole(flat, size) if k == axis else p for k, p in enumerate(other))
+
+    ins, outs = [i for i, _ in pairs], [o for _, o in pairs]
+    return _ConvGroups(ins, outs, with_groups(slot, x_axis, ins, count * fan_in),
+                   with_groups(layout, out_axis, outs, count * fan_out))  # fmt: skip
+
+
+def _packed_groups(context: EmitContext, relation: Relation) -> _ConvGroups:
+    """The groups of a convolution with equally many channels in each: several of the old ones
+    where these have different numbers (`layout.group_packs`)."""
+    layout = context.placement.value[relation.node, 0]
+    slot = context.placement.slot[relation.node, 0]
+    count, fan_in, fan_out = _counts(relation)
+    ins = _per_group(slot[_axis_of(relation.ins[0])], count, fan_in)
+    outs = _per_group(layout[_axis_of(relation.outs[0])], count, fan_out)
+    packs = even_packs([len(i) for i in ins], [len(o) for o in outs])
+    inputs, outputs = ([[p for g in pack for p in groups[g]] for pack in packs]
+                       for groups in (ins, outs))  # fmt: skip
+    return _ConvGroups(inputs, outputs, slot, layout)
+
+
+def _emit_groups(
+    context: EmitContext,
+    relation: Relation,
+    groups: _ConvGroups,
+    constants: Absorbed,
+) -> tuple[fx.Node, Absorbed]:
+    """A grouped convolution: one for each run of groups with equally many inputs and outputs,
+    concatenated. Returns the value, and what its bias could not absorb."""
+    x_axis, out_axis = _axis_of(relation.ins[0]), _axis_of(relation.outs[0])
+    runs = _runs(groups)
+    x = context.adapter.adapt(relation.operands[0].value, groups.slot)
+    bias = schema.arguments(relation.node)["bias"]
+    vector = None if bias is None else context.store.source.get(str(bias.target))
+    if _fits_bias(relation, constants):
+        assert constants.bias is not None
+        vector, constants = (_summed_bias(context, relation, constants.bias),
+                             replace(constants, bias=None))  # fmt: skip
     pieces, start = [], 0
     for run in runs:
         width = sum(len(group) for group in run.inputs)
@@ -429,13 +461,12 @@ def emit_groups(context: EmitContext, relation: Relation) -> tuple[fx.Node, Layo
             else context.editor.call(aten.slice.Tensor, x, x_axis, start, start + width)
         )
         start += width
-        pieces.append(_emit_run(context, relation, run, part, tuple(layout), alone=len(runs) == 1))
+        suffix = "" if len(runs) == 1 else f"_g{run.outputs[0][0] // _counts(relation)[2]}"
+        pieces.append(_emit_run(context, relation, run, part, groups.layout, vector, suffix))
     value = (
         pieces[0] if len(pieces) == 1 else context.editor.call(aten.cat.default, pieces, out_axis)
     )
-    flat = tuple(p for group in outs for p in group)
-    layout[out_axis] = None if flat == tuple(range(count * fan_out)) else flat
-    return value, tuple(layout), tuple(slot)
+    return value, constants
 
 
 def _axis_of(axes: Any) -> int:
@@ -458,20 +489,22 @@ def _per_group(positions: Any, groups: int, each: int) -> list[list[int]]:
     return by_group
 
 
-def _runs(ins: list[list[int]], outs: list[list[int]]) -> list[_GroupRun]:
-    runs: list[tuple[tuple[int, int], list[int]]] = []
-    for g, (i, o) in enumerate(zip(ins, outs, strict=True)):
-        if not o:
-            continue
-        shape = (len(i), len(o))
-        if runs and runs[-1][0] == shape:
-            runs[-1][1].append(g)
-        else:
-            runs.append((shape, [g]))
-    return [
-        _GroupRun(tuple(gs), tuple(tuple(ins[g]) for g in gs), tuple(tuple(outs[g]) for g in gs))
-        for _, gs in runs
-    ]
+@dataclass(frozen=True, slots=True)
+class _GroupRun:
+    """Consecutive groups with equally many inputs and outputs: old positions, per group."""
+
+    inputs: list[list[int]]
+    outputs: list[list[int]]
+
+
+def _runs(groups: _ConvGroups) -> list[_GroupRun]:
+    runs: list[_GroupRun] = []
+    for i, o in zip(groups.inputs, groups.outputs, strict=True):
+        if not runs or (len(runs[-1].inputs[0]), len(runs[-1].outputs[0])) != (len(i), len(o)):
+            runs.append(_GroupRun([], []))
+        runs[-1].inputs.append(i)
+        runs[-1].outputs.append(o)
+    return runs
 
 
 def _emit_run(
@@ -480,20 +513,20 @@ def _emit_run(
     run: _GroupRun,
     x: fx.Node,
     layout: Layout,
-    *,
-    alone: bool,
+    vector: Constant | None,
+    suffix: str,
 ) -> fx.Node:
+    """One grouped convolution. vector: of which its bias is cut. suffix: of names of constants."""
     node, arguments = relation.node, schema.arguments(relation.node)
     old = context.store.source[str(_weight(relation).target)]
     transposed = "output_padding" in arguments
-    cut_old = old.moved(lambda tensor: _group_weight(relation, tensor, run, transposed))
-    suffix = "" if alone else f"_g{run.groups[0]}"
-    name = context.store.add(replace(cut_old, name=f"{old.name}{suffix}"))
-    flat = tuple(p for group in run.outputs for p in group)
-    context.store.cuts[name] = _group_cut(relation, old, run, transposed)
-    bias = arguments["bias"]
-    if bias is not None:
-        vector = context.store.source[str(bias.target)]
+    kernel = old.moved(lambda tensor: _group_weight(relation, tensor, run, transposed))
+    name = context.store.add(replace(kernel, name=f"{old.name}{suffix}"))
+    cut_old = _group_cut(relation, old, run, transposed)
+    if cut_old is not None:
+        context.store.cuts[name] = cut_old
+    flat, bias = tuple(p for group in run.outputs for p in group), arguments["bias"]
+    if vector is not None:
         short = vector.moved(lambda tensor: cut(tensor, (flat,)))
         bias_name = context.store.add(replace(short, name=f"{vector.name}{suffix}"))
         context.store.cuts[bias_name] = Cut(vector.name, tuple(vector.tensor.shape), (flat,))
@@ -506,7 +539,7 @@ def _emit_run(
         "input": x,
         "weight": context.store.read(name),
         "bias": bias,
-        "groups": len(run.groups),
+        "groups": len(run.inputs),
     }
     args, kwargs = schema.bind_arguments(node.target, plain)
     axis = _axis_of(relation.outs[0])
@@ -515,19 +548,28 @@ def _emit_run(
 
 
 def _group_weight(relation: Relation, weight: Tensor, run: _GroupRun, transposed: bool) -> Tensor:
-    """The weight of a run: for each group its own rows and columns."""
+    """The weight of a run: for each group its own rows and columns, with zeros between the old
+    groups that it has several of."""
     _, fan_in, fan_out = _counts(relation)
     parts = []
     for ins, outs in zip(run.inputs, run.outputs, strict=True):
-        rows, columns = (list(ins), [p % fan_out for p in outs]) if transposed else (
-            list(outs), [p % fan_in for p in ins])  # fmt: skip
-        parts.append(weight[rows][:, columns])
+        pairs = [(torch.tensor(ins), fan_in), (torch.tensor(outs), fan_out)]
+        (rows, each), (columns, other) = pairs if transposed else pairs[::-1]
+        block = weight[rows.to(weight.device)][:, (columns % other).to(weight.device)]
+        separate = (rows // each)[:, None] != (columns // other)[None, :]
+        wide = separate.view(*separate.shape, *[1] * (weight.ndim - 2)).to(weight.device)
+        parts.append(block.masked_fill(wide, 0))
     return torch.cat(parts).contiguous()
 
 
-def _group_cut(relation: Relation, old: Constant, run: _GroupRun, transposed: bool) -> Cut:
-    """The cut of a run's weight; columns are those of its first group."""
+def _group_cut(relation: Relation, old: Constant, run: _GroupRun, transposed: bool) -> Cut | None:
+    """The cut of a run's weight; columns are those of its first group. None where groups are
+    several of the old ones."""
     _, fan_in, fan_out = _counts(relation)
+    if any(p // fan_in != ins[0] // fan_in for ins in run.inputs for p in ins):
+        return None
+    if any(p // fan_out != outs[0] // fan_out for outs in run.outputs for p in outs):
+        return None
     rows = run.inputs if transposed else run.outputs
     columns = run.outputs[0] if transposed else run.inputs[0]
     each = fan_out if transposed else fan_in

@@ -5,6 +5,7 @@ One small function per family of calls; the relation of a call decides which one
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from demask.facts.carriers import CarriedChannels
 from demask.facts.known import Facts, Relations, created_fact, key_of, value_of
 from demask.facts.masks import along
 from demask.facts.needed import Needs
@@ -44,11 +46,16 @@ class Rewritten:
 
 
 def rewrite(
-    program: Program, relations: Relations, facts: Facts, needs: Needs, placement: Placement
+    program: Program,
+    relations: Relations,
+    facts: Facts,
+    needs: Needs,
+    placement: Placement,
+    carried: Mapping[fx.Node, CarriedChannels] = types.MappingProxyType({}),
 ) -> Rewritten:
-    """The program that computes the same outputs in the layouts of `placement`. Raises CallFailed
-    where the rule of a call fails."""
-    context = Rewriter(program, relations, facts, needs, placement)
+    """The program that computes the same outputs in the layouts of `placement`. carried: channels
+    that carry others. Raises CallFailed where the rule of a call fails."""
+    context = Rewriter(program, relations, facts, needs, placement, carried)
     for node in program.graph.nodes:
         with attributed(node):
             context.visit(node)

@@ -19,12 +19,13 @@ from torch import Tensor, fx, nn
 
 from demask.compat.dispatch import OpOverload
 from demask.facts.analysis import Analysis
-from demask.facts.carriers import carries_constants, constant_channels
+from demask.facts.carriers import CarriedChannels, output_channels
 from demask.facts.known import Key, key_of
 from demask.facts.needed import Needs
 from demask.graph.program import path_of
 from demask.ops import Relation, schema
 from demask.ops.positions import IndexMap
+from demask.shrink.layout.group_packs import choose_packs
 from demask.shrink.layout.placement import CellAxes, Placer
 
 Operand = tuple[fx.Node, int]  # a call, and the number of one of its operands
@@ -43,12 +44,14 @@ class FixedSizes:
     values, operands: of calls of one program, which could not be emitted with shapes alone.
     modules: paths of modules whose code does not run at other sizes (EVERYTHING: nothing is cut).
     sized: paths of modules in which calls with sizes among their arguments do not.
+    shapes: of weights by name, for configs that have no smaller ones.
     """
 
     values: frozenset[Key] = frozenset()
     operands: frozenset[Operand] = frozenset()
     modules: frozenset[str] = frozenset()
     sized: frozenset[str] = frozenset()
+    shapes: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
 
     def including(self, values: set[Key], operands: set[Operand]) -> FixedSizes:
         """With more values and operands."""
@@ -87,21 +90,26 @@ class _Joined:
     move: IndexMap
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _GroupedAxes:
-    """The axes of a grouped convolution: cells of its input's and its output's channels."""
+    """The axes of a grouped convolution: cells of its input's and its output's channels.
+
+    taps: weights per pair of an input and an output. packs: which groups become one, once chosen.
+    """
 
     count: int
     axes: tuple[tuple[int, ...], tuple[int, ...]]
+    taps: int
+    packs: list[list[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _CarriedConstants:
-    """Cells of the channels that a padded window reads, which are one constant, and which one."""
+class _CarriedAxis:
+    """Cells of the channels that a sum reads, and of its output channels."""
 
     cells: tuple[int, ...]
-    constant: Tensor
-    fill: Tensor
+    outs: tuple[int, ...]
+    channels: CarriedChannels
 
 
 class ClassPlacer(Placer):
@@ -114,7 +122,9 @@ class ClassPlacer(Placer):
         self.fixed = fixed
         self.joined: list[_Joined] = []
         self.groups: list[_GroupedAxes] = []
-        self.carried: list[_CarriedConstants] = []
+        self.channels = analysis.carried
+        self.carried: list[_CarriedAxis] = []
+        self.shapes = dict(fixed.shapes)
 
     def live(self, key: Key) -> bool:
         return key in self.needs.live
@@ -138,16 +148,18 @@ class ClassPlacer(Placer):
 
     def _tie_call(self, node: fx.Node, relation: Relation) -> None:
         """Tie what a call needs tied beyond the letters that its operands share."""
-        if (node, 0) in self.slot and relation.entry.fill == "sum" and carries_constants(relation):
-            axis, constant, fill = constant_channels(relation, self.facts)
-            if bool(constant.any()):
-                cells = self.slot[node, relation.factors[0]][axis]
-                self.carried.append(_CarriedConstants(cells, constant, fill))
-        if relation.is_grouped and (node, 0) in self.value and (node, 0) in self.slot:
+        is_sum = (node, 0) in self.slot and (node, 0) in self.value and relation.entry.fill == "sum"
+        count = schema.arguments(node)["groups"] if relation.is_grouped else 1
+        if is_sum and (channels := self.channels.get(node)) is not None:
+            cells = self.slot[node, relation.factors[0]][channels.axis]
+            outs = self.value[node, 0][output_channels(relation)]
+            self.carried.append(_CarriedAxis(cells, outs, channels))
+        if is_sum and relation.is_grouped:
             pairs = ((relation.ins[0], self.slot[node, 0]), (relation.outs[0], self.value[node, 0]))
             ins, outs = (next(c for a, c in zip(axes, cells, strict=True) if len(a) > 1)
                          for axes, cells in pairs)  # fmt: skip
-            self.groups.append(_GroupedAxes(schema.arguments(node)["groups"], (ins, outs)))
+            taps = math.prod(schema.arguments(node)["weight"].meta["val"].shape[2:])
+            self.groups.append(_GroupedAxes(count, (ins, outs), taps))
         for k in range(len(relation.outs)):
             if (node, k) in self.value and relation.moved and k < len(relation.moves):
                 for letter, move in relation.moves[k].items():
@@ -184,25 +196,27 @@ class ClassPlacer(Placer):
                     parts.setdefault(j, cells)
         if out is not None and len(parts) > 1:
             self.joined.append(_Joined(out, parts, move))
-        elif out is not None and len(parts) == 1 and self._is_equal_part(move, parts, out):
+        elif out is not None and len(parts) == 1 and (step := self._step_of_part(move, parts, out)):
             ((_, cells),) = parts.items()
             number = self.cells.new(math.prod(self._sizes(cells)) // len(move.source))
             self.cells.force([number])
-            self._unify((number, *out), cells)
+            self._unify((number, *out) if step == 1 else (*out, number), cells)
         else:
             self._force([() if out is None else out, *parts.values()])
 
-    def _is_equal_part(
+    def _step_of_part(
         self, move: IndexMap, parts: dict[int, tuple[int, ...]], out: tuple[int, ...]
-    ) -> bool:
-        """Whether an output is one of several equal parts of an axis, as of a chunk."""
+    ) -> int:
+        """The distance between positions that an output takes: 1 if it is one of several equal
+        parts of an axis, as of a chunk; n if it is every n-th position; 0 if it is neither."""
         ((_, cells),) = parts.items()
         sizes, n, position = self._sizes(cells), len(move.source), move.position
         if not all(sizes) or not all(self._sizes(out)) or n < 2 or bool((move.source != 0).any()):
-            return False
-        first = int(position[0])
-        return (math.prod(sizes) % n == 0 and first % n == 0
-                and torch.equal(position, torch.arange(first, first + n)))  # fmt: skip
+            return 0
+        first, step = int(position[0]), int(position[1] - position[0])
+        is_even = first % n == 0 if step == 1 else first < step and n * step == math.prod(sizes)
+        is_even = is_even and math.prod(sizes) % n == 0 and step > 0
+        return step if is_even and torch.equal(position, first + step * torch.arange(n)) else 0
 
     def _sizes(self, cells: Sequence[int]) -> list[int]:
         """The sizes of an axis's cells, 0 for a dynamic one."""
@@ -237,25 +251,33 @@ class ClassPlacer(Placer):
         return {}
 
     def _settle(self) -> None:
-        """Add positions until every constraint holds: each of them only adds some."""
-        before: list[int | None] = []
-        while before != (before := self.cells.counts()):
-            self.cells.need_one()
-            for cells, more in self._missing():
-                self.cells.need(cells, more)
+        """Add positions until every constraint holds: each of them only adds some. Groups become
+        packs after all else holds."""
+        for packed in (False, True):
+            before: list[int | None] = []
+            while before != (before := self.cells.counts()):
+                self.cells.need_one()
+                for cells, more in self._missing():
+                    self.cells.need(cells, more)
+                for group in self.groups if packed else ():
+                    for cells, more in self._even_groups(group):
+                        self.cells.need(cells, more)
 
     def _missing(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Positions that a constraint needs: equally many in every group, a carrier for dropped
-        constants, and those of joined parts where their union has them, and the other way round."""
-        for group in self.groups:
-            yield from self._even_groups(group)
+        """Positions that a constraint needs: those of a shape, a carrier for dropped constants of
+        each group, and those of joined parts where their union has them, and the other way
+        round."""
+        for name, axes in self.weights.items():
+            for cells, size in zip(axes, self.shapes.get(str(name), ()), strict=False):
+                yield from self._grow(self.cells.leaves(cells), size)
         for carried in self.carried:
-            line, constant = self.cells.line(carried.cells), carried.constant
-            if line is None or len(line) != len(constant):
+            line, outs = self.cells.line(carried.cells), self.cells.line(carried.outs)
+            valid = carried.channels.valid
+            if line is None or outs is None or len(line) != valid.numel():
                 continue
-            if bool((constant & ~line).any()) and not bool((constant & line).any()):
-                largest = torch.where(constant, carried.fill.abs(), -1).argmax()
-                yield carried.cells, torch.arange(len(line)) == largest
+            is_read = outs.view(len(valid), -1).any(1)
+            live = line.view(valid.shape) | ~is_read[:, None]
+            yield carried.cells, carried.channels.lacking(live.reshape(-1))
         for joined in self.joined:
             line = self.cells.line(joined.out)
             parts = {j: self.cells.line(cells) for j, cells in joined.parts.items()}
@@ -273,18 +295,61 @@ class ClassPlacer(Placer):
                 back[position[(source == j) & union]] = True
                 yield joined.parts[j], back
 
+    def _grow(self, cells: Sequence[int], size: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Positions for an axis to have a size: of its first cell that can have as many."""
+        lines = [self.cells.line([cell]) for cell in cells]
+        if any(line is None for line in lines):
+            return
+        for cell, line in zip(cells, lines, strict=True):
+            assert line is not None
+            count = int(line.sum())
+            others = math.prod(int(other.sum()) for other in lines if other is not None) // count
+            if size % others == 0 and count < size // others <= len(line):
+                more = line.clone()
+                more[(~line).nonzero().squeeze(1)[: size // others - count]] = True
+                yield (cell,), more
+                return
+
     def _even_groups(self, group: _GroupedAxes) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Positions for which every pack has equally many inputs, and equally many outputs."""
         lines = [self.cells.line(cells) for cells in group.axes]
         if lines[0] is None or lines[1] is None:
             return
         parts = [line.reshape(group.count, -1) for line in lines if line is not None]
-        lives = parts[0].any(1) | parts[1].any(1)
-        for cells, part in zip(group.axes, parts, strict=True):
-            most, even = max(1, int(part.sum(1).max())), part.clone()
-            for g in lives.nonzero().squeeze(1).tolist():
-                spare = (~part[g]).nonzero().squeeze(1)
-                even[g, spare[: most - int(part[g].sum())]] = True
+        ins, outs = (part.sum(1).tolist() for part in parts)
+        if group.packs is None:
+            before, after = (self._count_parameters(cells) for cells in group.axes)
+            weights = group.taps, before, after
+            most = parts[0].shape[1], parts[1].shape[1]
+            group.packs = choose_packs(ins, outs, most, weights)
+        living = [g for g, pair in enumerate(zip(ins, outs, strict=True)) if any(pair)]
+        packs = group.packs
+        sizes = [max([1, *(sum(n[g] for g in pack) for pack in packs)]) for n in (ins, outs)]
+        room = [len(pack) * part.shape[1] >= size
+                for part, size in zip(parts, sizes, strict=True) for pack in packs]  # fmt: skip
+        if not all(room) or not {*living} <= {g for pack in packs for g in pack}:
+            packs = [[g] for g in living]
+            sizes = [max([1, *n]) for n in (ins, outs)]
+        for cells, part, size in zip(group.axes, parts, sizes, strict=True):
+            even = part.clone()
+            for pack in packs:
+                channels = even[pack].reshape(-1)
+                spare = (~channels).nonzero().squeeze(1)
+                channels[spare[: size - int(channels.sum())]] = True
+                even[pack] = channels.view(len(pack), -1)
             yield cells, even.reshape(-1)
+
+    def _count_parameters(self, cells: tuple[int, ...]) -> int:
+        """The numbers in weights of other calls per position of an axis."""
+        leaves, total = set(self.cells.leaves(cells)), 0
+        for axes in self.weights.values():
+            lines = [self.cells.line(axis) for axis in axes]
+            counts = [1 if line is None else int(line.sum()) for line in lines]
+            for k, axis in enumerate(axes):
+                if leaves & set(self.cells.leaves(axis)):
+                    total += math.prod(counts[:k] + counts[k + 1 :])
+                    break
+        return total
 
 
 def _is_opaque(node: fx.Node) -> bool:

@@ -41,8 +41,8 @@ class LayoutAnalysis(Analysis):
     ) -> LayoutAnalysis:
         """The analysis of a program. borders: as in `Analysis`."""
         is_class = fixed is not None
-        new = cls(program, table, borders=borders and not is_class, carriers=is_class, fixed=fixed)
-        return new._checked()
+        borders, carriers = borders and not is_class, borders or is_class
+        return cls(program, table, borders=borders, carriers=carriers, fixed=fixed)._checked()
 
     def fixing(self, fixed: FixedSizes) -> Self:
         """The analysis in which more keeps its size."""

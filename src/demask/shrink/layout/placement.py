@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from demask.facts.analysis import Analysis
 from demask.facts.known import Key, key_of, operand_facts
 from demask.facts.masks import along, any_over
-from demask.facts.needed import Needs, needed
+from demask.facts.needed import Needs
 from demask.facts.recurrent import needed_features, roles
 from demask.failures import attributed
 from demask.numerics import any_along, has_any
@@ -52,7 +52,7 @@ def settle_needs(analysis: Analysis, new_placer: Callable[[Needs], Placer]) -> t
     """The needs and the tied axes, such that calls that are not finite for all operands (quotients,
     powers) read no fill: wherever they are computed, their operands are needed."""
     computed: dict[fx.Node, list[Tensor]] = {}
-    needs, graph = analysis.needed, analysis.program.graph
+    needs = analysis.needed
     while True:
         placer = new_placer(needs)
         placer.tie()
@@ -60,7 +60,7 @@ def settle_needs(analysis: Analysis, new_placer: Callable[[Needs], Placer]) -> t
         if all(node in computed and _all_equal(boxes[node], computed[node]) for node in boxes):
             return needs, placer
         computed |= boxes
-        needs = needed(graph, analysis.relations, analysis.known, computed)
+        needs = analysis.needed_with(computed)
 
 
 def _all_equal(a: list[Tensor], b: list[Tensor]) -> bool:

@@ -34,7 +34,7 @@ def needed_products(relation: Relation, facts: Facts, needs: Needs) -> Tensor:
     """Over letters: the products of a contraction that a live output needs at run time.
 
     Products of two known factors are constants, which a bias or a border map absorbs (weights of a
-    mix have neither).
+    mix have neither); those of carried channels are not needed.
     """
     order = list(relation.size)
     inputs = operand_facts(relation, facts)
@@ -42,6 +42,8 @@ def needed_products(relation: Relation, facts: Facts, needs: Needs) -> Tensor:
     mask = any_over(live, order, relation.window) & contributions(
         relation, inputs, absorb=relation.entry.fill == "sum"
     )
+    if (edge := needs.edge.get((relation.node, relation.factors[0]))) is not None:
+        mask = mask & spread(edge, relation.ins[relation.factors[0]], order, relation.size)
     return any_over(mask, order, relation.window)
 
 

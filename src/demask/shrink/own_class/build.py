@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from demask.graph.capture.capture import recorded_interface
 from demask.graph.capture.fold_constants import plain_name
 from demask.graph.module_copy import structural_copy
-from demask.graph.program import Constant, Program, path_of
+from demask.graph.program import Constant, Program, copy_tensors, path_of
 from demask.graph.provenance import Cut, Positions
 from demask.graph.result.computed_tensors import remove_parametrizations
 from demask.graph.result.demasked_module import Demasked
@@ -30,7 +30,7 @@ from demask.graph.result.resize import (
     tensors_of,
     update_attributes,
 )
-from demask.shrink.emit.constant_store import cut
+from demask.shrink.emit.constant_store import cut, select
 from demask.shrink.own_class.numbers import calls_of, fit_numbers, is_below
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
 
@@ -108,7 +108,8 @@ def _is_whole(module: nn.MultiheadAttention) -> bool:
 def _assign(copy: nn.Module, proof: Proof) -> list[str]:
     """Assign the tensors of the program to the copy, and copies of those that it does not read;
     returns the names of parameters that the network read and the program does not."""
-    before, after, cuts = proof.before, proof.after, proof.cuts
+    before, cuts = proof.before, proof.cuts
+    after = copy_tensors(proof.after, before.constants.values())
     own = dict(tensors_of(copy))
     assigned: dict[str, Tensor] = {}
     for name, constant in after.constants.items():
@@ -144,7 +145,9 @@ def _cut_value(own: Tensor | None, constant: Constant, how: Cut | None, before: 
     if own is None or positions is None:
         tensor = constant.tensor
         return nn.Parameter(tensor, constant.requires_grad) if constant.parameter else tensor
-    return _as_parameter_like(cut(own.detach(), _ascending(positions)), own)
+    tensor, wanted = constant.tensor, _ascending(positions)
+    is_equal = own.dtype == tensor.dtype and torch.equal(select(own.detach(), wanted), tensor)
+    return _as_parameter_like(tensor if is_equal else cut(own.detach(), wanted), own)
 
 
 def _remaining_positions(
@@ -156,7 +159,7 @@ def _remaining_positions(
     The constant may be computed from the tensor: with more axes, or some of its rows.
     """
     source = before.constants.get(how.source)
-    if source is None or not torch.equal(cut(source.tensor, how.kept), constant.tensor):
+    if source is None or not torch.equal(select(source.tensor, how.kept), constant.tensor):
         return None
     return how.along(own.shape)
 

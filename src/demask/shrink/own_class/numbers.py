@@ -36,11 +36,14 @@ def fit_numbers(network: nn.Module, proof: Proof) -> None:
             return
         choice = _choice_at(choices, failure.place)
         if choice is None:
-            raise failure
+            break
         choice.current += 1
         choice.use()
     assert failure is not None
-    raise failure
+    try:
+        raise failure
+    finally:
+        del failure  # its traceback has this frame: the cycle would keep the network in memory
 
 
 def is_below(path: str, parts: Collection[str]) -> bool:

@@ -1,20 +1,15 @@
-"""Models of transformers: a config with the new sizes, and what `save_pretrained` may write."""
+"""Configs of models of transformers that describe the sizes of their tensors."""
 
 from __future__ import annotations
 
 import copy as copies
-import json
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import nn
 
-from demask.errors import BadInput
-from demask.failures import described
 from demask.graph.result.resize import numbers_of
 
 SAVE = "save_pretrained"
@@ -22,57 +17,23 @@ SAVE = "save_pretrained"
 _NO_SIZE = re.compile(r"^_|(_id|_idx|_index|_ratio)$")
 _OPEN_SIZE = re.compile("inner|dim$|_size$")
 _HEADS = re.compile("head|group|kv")
-_ADVICE = (
-    "Use demask.save(model, path) and demask.load(path, into=Model(config)), or mask as many heads "
-    "and units in every layer"
-)
 Place = tuple[Any, ...]  # of a number in a config: names of attributes, and the index in a list
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CheckedSave:
-    """`save_pretrained` of a demasked network: writes what its class reads, or raises BadInput."""
-
-    network: nn.Module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        network: Any = self.network
-        save = getattr(type(network), SAVE, None)
-        adapters_alone = getattr(network, "_hf_peft_config_loaded", False)
-        state = args[2] if len(args) > 2 else kwargs.get("state_dict")
-        state = network.state_dict() if state is None else state
-        wrong = "it is a graph, without a class"
-        if save is not None:
-            wrong = "" if adapters_alone else find_misfit(network, state)
-        if wrong:
-            raise BadInput(f"save_pretrained wrote nothing, because from_pretrained would not read "
-                           f"this network from its config: {wrong}. {_ADVICE}")  # fmt: skip
-        return save(network, *args, **kwargs)  # type: ignore[misc]
-
-
-def check_saves(network: nn.Module) -> None:
-    """Check what a demasked network and the models in it write with `save_pretrained`, in place."""
-    for module in network.modules():
-        if callable(getattr(type(module), SAVE, None)):
-            vars(module)[SAVE] = CheckedSave(module)
 
 
 def fitting_configs(model: nn.Module) -> Iterator[None]:
     """Set the config of a model with cut tensors to its sizes, and the numbers of its modules to
     those of a model with this config; yields after each config with such tensors.
 
-    If the caller accepts none, the model has its old config and numbers again, so that
-    `save_pretrained`, which is checked from now on, raises BadInput.
+    If the caller accepts none, the model has its old config and numbers again.
     """
     config = getattr(model, "config", None)
     if config is None or not callable(getattr(type(model), SAVE, None)):
         return
-    check_saves(model)
     old = copies.deepcopy(config)
     numbers = {path: numbers_of(module) for path, module in model.named_modules()}
     fitting = _find_config(model, old)
     if fitting is not None:
-        _copy_numbers(model, *fitting)
+        copy_numbers(model, *fitting)
         yield
     _assign_config(config, old)
     for path, module in model.named_modules():
@@ -87,51 +48,7 @@ def fit_config(network: nn.Module, is_same: Callable[[], bool]) -> None:
             return
 
 
-def find_misfit(model: Any, state: Mapping[str, Tensor]) -> str:
-    """Why `from_pretrained` would not read a model from the tensors that `save_pretrained` writes:
-    the first difference from a model that is built from the written config; "" if there is none."""
-    graph = next((path for path, m in model.named_modules() if isinstance(m, fx.GraphModule)), None)
-    if graph is not None:
-        return f"{graph} is a graph"
-    try:
-        fresh: Any = _build_on_meta(
-            model, type(model.config), json.loads(model.config.to_json_string())
-        )
-    except Exception as error:  # sizes that do not fit each other, in the words of any library
-        return f"its class refuses the config: {described(error)}"
-    own = {name: t for name, t in fresh.state_dict(keep_vars=True).items()
-           if not _is_never_written(fresh, name)}  # fmt: skip
-    for name in state:
-        if name not in own and not _is_never_written(fresh, name):
-            return f"its config has no {name}"
-    tied: dict[int, list[str]] = defaultdict(list)
-    for name, tensor in own.items():
-        tied[id(tensor)].append(name)
-    places: dict[Any, str] = {}
-    for names in tied.values():
-        written = [name for name in names if name in state]
-        if not written:
-            return f"{names[0]} is missing"
-        for name in written:
-            here, there = tuple(state[name].shape), tuple(own[name].shape)
-            if here != there:
-                return f"{name} is {here}, and {there} by its config"
-        first = state[written[0]]
-        for name in written[1:]:
-            if state[name].data_ptr() != first.data_ptr() and not torch.equal(state[name], first):
-                return f"its config ties {name} to {written[0]}, which differs"
-        other = places.setdefault((first.data_ptr(), first.device), written[0])
-        if other != written[0] and first.numel() and not first.is_meta:
-            return f"{written[0]} is tied to {other}, which its config does not say"
-    buffers = dict(model.named_buffers())
-    for name, buffer in fresh.named_buffers():
-        here, there = tuple(buffers.get(name, buffer).shape), tuple(buffer.shape)
-        if here != there:
-            return f"{name} is {here}, and {there} by its config"
-    return ""
-
-
-def _is_never_written(model: Any, name: str) -> bool:
+def is_never_written(model: Any, name: str) -> bool:
     """Whether the class computes a tensor itself, which is in no file."""
     return name in (getattr(model, "_keys_to_ignore_on_save", None) or ())
 
@@ -140,7 +57,7 @@ def _find_config(model: nn.Module, config: Any) -> tuple[nn.Module, Any] | None:
     """A model and its config with tensors of the model's shapes, or None. The search changes one
     number after the other, each time the one that corrects most shapes."""
     original, config = config, _with_width_of_heads(config)
-    fresh = first = _try_config(model, config)
+    fresh = first = try_config(model, config)
     options = _options(config, _changed_sizes(fresh, model))
     best = _count_misfits(model, fresh)
     while fresh is not None and best > 0:
@@ -149,7 +66,7 @@ def _find_config(model: nn.Module, config: Any) -> tuple[nn.Module, Any] | None:
             for value in values:
                 other = copies.deepcopy(config)
                 _set_number(other, place, value)
-                candidate = _try_config(model, other)
+                candidate = try_config(model, other)
                 tries.append((_count_misfits(model, candidate), len(tries), other, candidate))
         least, _, other, candidate = min(tries, default=(best, 0, None, None))
         if least >= best:
@@ -160,7 +77,7 @@ def _find_config(model: nn.Module, config: Any) -> tuple[nn.Module, Any] | None:
         if "head_dim" not in vars(part):
             vars(dict(_configs(plain))[place]).pop("head_dim", None)
     if plain.to_dict() != config.to_dict():
-        candidate = _try_config(model, plain)
+        candidate = try_config(model, plain)
         if _count_misfits(model, candidate) == 0:
             config, fresh = plain, candidate
     if fresh is None or first is None or _computes_otherwise(model, fresh, first):
@@ -179,7 +96,7 @@ def _computes_otherwise(model: nn.Module, fresh: nn.Module, first: nn.Module) ->
             return True
     written, shapes = fresh.state_dict(), {n: t.shape for n, t in first.named_buffers()}
     return any(shapes.get(name) != buffer.shape for name, buffer in fresh.named_buffers()
-               if name not in written or _is_never_written(fresh, name))  # fmt: skip
+               if name not in written or is_never_written(fresh, name))  # fmt: skip
 
 
 def _configs(config: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
@@ -243,17 +160,17 @@ def _count_misfits(model: nn.Module, other: nn.Module | None) -> int:
     return total
 
 
-def _build_on_meta(model: nn.Module, kind: Any, written: Mapping[str, Any]) -> nn.Module:
+def build_on_meta(model: nn.Module, kind: Any, written: Mapping[str, Any]) -> nn.Module:
     """A model of the same class and a config as it is in a file, without memory for its tensors.
     kind: the class of the config."""
     with torch.device("meta"):
         return type(model)(kind.from_dict(dict(written)))
 
 
-def _try_config(model: nn.Module, config: Any) -> nn.Module | None:
+def try_config(model: nn.Module, config: Any) -> nn.Module | None:
     """A model of the same class and a config on the meta device; None if there is none."""
     try:
-        return _build_on_meta(model, type(config), config.to_dict())
+        return build_on_meta(model, type(config), config.to_dict())
     except Exception:  # sizes that do not fit each other, in the words of any library
         return None
 
@@ -292,7 +209,58 @@ def _options(config: Any, pairs: set[tuple[int, int]]) -> dict[Place, list[int]]
     return options
 
 
-def _copy_numbers(model: Any, fresh: nn.Module, config: Any) -> None:
+def larger_configs(model: nn.Module, config: Any) -> Iterator[tuple[Any, nn.Module]]:
+    """Configs with room for the tensors of a model, with models of them on the meta device: the
+    smallest, the smallest with all heads, and the original config.
+
+    config: the original, with room for all tensors. The search makes one number after the other as
+    small as it can be.
+    """
+    for numbers in ("all", "no heads", "none"):
+        other = _with_width_of_heads(config) if numbers == "all" else copies.deepcopy(config)
+        fresh = try_config(model, other)
+        pairs = _changed_sizes(fresh, model) if numbers != "none" else set()
+        for place, values in _options(other, pairs).items():
+            name = next(part for part in reversed(place) if isinstance(part, str))
+            is_heads = bool(_HEADS.search(name)) and not name.endswith("dim")
+            if is_heads and numbers == "all":
+                values = list(range(min(values), _get_number(other, place)))
+            for value in () if is_heads and numbers != "all" else values:
+                smaller = copies.deepcopy(other)
+                _set_number(smaller, place, value)
+                candidate = try_config(model, smaller)
+                if fresh is not None and _has_room(candidate, model, fresh):
+                    other, fresh = smaller, candidate
+                    break
+        if fresh is not None:
+            yield other, fresh
+
+
+def _has_room(fresh: nn.Module | None, model: nn.Module, most: nn.Module) -> bool:
+    """Whether the tensors of a model are at least as large as another's, and at most as large as
+    those of a third, of which some are larger."""
+    if fresh is None:
+        return False
+    own, least, full = (
+        {name: tuple(t.shape) for name, t in m.state_dict().items()} for m in (fresh, model, most)
+    )
+    if not own.keys() == least.keys() == full.keys() or own == full:
+        return False
+    return all(
+        len(shape) == len(least[name]) == len(full[name])
+        and all(a <= n <= b for a, n, b in zip(least[name], shape, full[name], strict=True))
+        for name, shape in own.items()
+    )
+
+
+def _get_number(config: Any, place: Place) -> int:
+    """A number of a config."""
+    for name in place:
+        config = config[name] if isinstance(name, int) else getattr(config, name)
+    return int(config)
+
+
+def copy_numbers(model: Any, fresh: nn.Module, config: Any) -> None:
     """Copy to a model the numbers of one with the same tensors, and its config."""
     _assign_config(model.config, config)
     modules = dict(model.named_modules())

@@ -19,11 +19,12 @@ from torch.utils import _pytree as pytree
 from demask.errors import DemaskError
 from demask.graph.example_runs import Inputs, copy_in_eval
 from demask.graph.module_copy import structural_copy
+from demask.graph.provenance import provenance_of
 from demask.graph.result.computed_tensors import remove_parametrizations
 from demask.graph.result.resize import put_module
 
 CALLERS = ("generate",)  # methods that call modules in other ways than forward does
-LEAST_OF_MODULE, LEAST_OF_NETWORK = 0.2, 0.03  # parameters that a graph must save
+LEAST_OF_MODULE, LEAST_OF_NETWORK = 0.2, 0.03  # of the size, that a graph must save
 
 Demasked = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], nn.Module]
 
@@ -43,19 +44,21 @@ class _Calls:
 
 
 def with_small_graphs(
-    own: nn.Module, inputs: Inputs, demasked: Demasked
+    own: nn.Module, inputs: Inputs, demasked: Demasked, objective: str = "parameters"
 ) -> tuple[nn.Module, dict[str, nn.Module]]:
     """A copy of a network of the caller's class with graphs in the place of the smallest modules in
     which they save enough, and these graphs by path.
 
-    demasked: the graph that computes a module, for the args and kwargs of its call.
+    demasked: the graph that computes a module, for the args and kwargs of its call. objective: the
+    attribute of Sizes by which it is enough.
     """
     plain = structural_copy(own, share=True)
     remove_parametrizations(plain)
-    zeros, sizes = _count_zeros(plain), _count_parameters(own)
-    least = {path: max(LEAST_OF_MODULE * size, LEAST_OF_NETWORK * sizes[""])
+    zeros, sizes, by_macs = _count_zeros(plain), _count_parameters(own), objective == "macs"
+    # Of MACs, how many zeros cost is known of the graph.
+    least = {path: max(LEAST_OF_MODULE * size, 0 if by_macs else LEAST_OF_NETWORK * sizes[""])
              for path, size in sizes.items()}  # fmt: skip
-    wanted = [path for path, count in zeros.items() if path and count >= least[path]]
+    wanted = [path for path, count in zeros.items() if path and count >= max(least[path], 1)]
     calls = _record_calls(own, inputs, wanted) if wanted else {}
     graphs: dict[str, nn.Module] = {}
     for path in sorted(calls, key=lambda path: -path.count(".")):
@@ -69,8 +72,15 @@ def with_small_graphs(
         except DemaskError:
             continue
         vars(graph).update(hooks)
-        saved = sizes[path] - _count_parameters(graph)[""]
-        if saved >= least[path]:
+        record = provenance_of(graph)
+        full, whole, fewer = sizes[path], sizes[""], _count_parameters(graph)[""]
+        if by_macs:
+            full, fewer, whole = (
+                record.before.macs,
+                record.after.macs,
+                provenance_of(own).after.macs,
+            )
+        if full - fewer >= max(LEAST_OF_MODULE * full, LEAST_OF_NETWORK * whole):
             graphs[path] = graph
     copy = structural_copy(own, share=True) if graphs else own
     for path, graph in graphs.items():

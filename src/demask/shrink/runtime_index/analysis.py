@@ -208,7 +208,7 @@ def _known_outside(plan: IndexPlan, relation: Relation, index: RunTimeIndex) -> 
         if k in letters:
             key = key_of(operand.value)
             facts[key] = _fact(plan.fills[key][1])
-    outputs = forward(relation, facts)
+    outputs = forward(relation, facts, plan.relations)
     if any(fact is None or not bool(fact.known.all()) for fact in outputs):
         return False
     plan.chosen[relation.node] = (letter, RunTimeIndex(index.source, index.size))

@@ -30,7 +30,8 @@ def expand(slim: nn.Module, model: nn.Module | None = None) -> nn.Module:
     Where `slim` has weights, the copy has them; elsewhere it has the original's, under the
     original's masks: of torch.nn.utils.prune (weights under a mask are as they were), of
     parametrizations, and those passed to `demask()`, whose weights are zero. Constants that
-    `demask()` added to a bias are subtracted again. Outputs are equal up to rounding in eval mode:
+    `demask()` added to a bias are subtracted again; where it added products of removed weights to
+    others of their layer, the removed ones are zero. Outputs are equal up to rounding in eval mode:
     where that does not follow from the weights alone (constants were folded, or `slim` is from a
     file), both networks are called on random inputs of the recorded shapes.
 
@@ -83,7 +84,8 @@ def expand(slim: nn.Module, model: nn.Module | None = None) -> nn.Module:
     large = structural_copy(model, share=False)
     _fill(large, own, pieces, masks)
     _compare(large, own, pieces)
-    if origin is None or origin.added or any(p.offset is not None for p in pieces.values()):
+    is_changed = any(p.offset is not None or not p.is_slice for p in pieces.values())
+    if origin is None or origin.added or is_changed:
         _run(large, slim)
     return large
 
@@ -134,7 +136,8 @@ def _fill(
 
 def _part(tensor: Tensor, piece: Piece) -> Tensor:
     """The slice of the original's tensor that a tensor of the small network is."""
-    part = tensor if piece.offset is None else tensor - piece.offset.to(tensor)
+    is_offset = piece.offset is not None and not piece.carries
+    part = tensor - piece.offset.to(tensor) if is_offset else tensor  # type: ignore[union-attr]
     sizes = [n if p is None else len(p) for n, p in zip(piece.shape, piece.positions, strict=True)]
     if part.numel() != torch.Size(sizes).numel():
         raise BadInput(f"{piece.source} is no slice in the small network: it cannot be expanded")
@@ -183,7 +186,9 @@ def _write_computed(module: Any, leaf: str, piece: Piece, part: Tensor) -> None:
 
 
 def _set_part(tensor: Tensor, piece: Piece, part: Tensor) -> None:
-    """Set the positions of a slice, in place."""
+    """Set the positions of a slice, in place; those that it carries are zero."""
+    if piece.carries and len(piece.shape) > 1:
+        tensor.data.zero_()
     index = [
         torch.arange(n) if p is None else torch.tensor(p, dtype=torch.long)
         for n, p in zip(piece.shape, piece.positions, strict=True)

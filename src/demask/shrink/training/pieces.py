@@ -19,7 +19,7 @@ from demask.graph.provenance import Cut, Positions, Provenance
 from demask.graph.result.computed_tensors import parametrized_tensors, remove_parametrizations
 from demask.graph.result.origin import Origin, OriginalParameter, Piece, set_origin
 from demask.graph.result.resize import tensors_of
-from demask.shrink.emit.constant_store import cut
+from demask.shrink.emit.constant_store import select
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def remember_original(
     origin = None
     try:
         passed = masks if isinstance(masks, Mapping) else {}
-        origin = find_origin(slim, model, NetworkTensors.of(masked), passed)
+        origin = find_origin(slim, model, NetworkTensors.of(masked), passed, is_new=True)
     except Exception:  # a network that cannot be copied: carry() then says that there is no link
         if is_strict():
             raise
@@ -83,9 +83,12 @@ def find_origin(
     model: nn.Module | ExportedProgram,
     original: NetworkTensors,
     masks: Mapping[str, Tensor],
+    *,
+    is_new: bool = False,
 ) -> Origin:
     """The origin of a network that has not been trained since it was demasked. original: the
-    tensors of `model`, with all masks."""
+    tensors of `model`, with all masks. is_new: whether that is certain, so that weights which are
+    no slices carry others."""
     record: Any = getattr(slim, "demasked", None)
     cuts = _cuts_of(record) if isinstance(record, Provenance) else {}
     parameters, own = NetworkTensors.of(model).parameters, NetworkTensors.of(slim)
@@ -94,11 +97,15 @@ def find_origin(
     for name, tensor in own.values.items():
         if any(source != name and source in original.values for source in own.raw.get(name, ())):
             continue  # its sources are pieces of the original's
-        piece = _find_piece(name, tensor, cuts.get(name), original, parameters)
+        piece = _find_piece(name, tensor, cuts.get(name), original, parameters, is_new)
         if piece is not None:
             pieces[name] = piece
         elif tensor.is_floating_point():
             added[name] = tensor.clone()
+    for layer in [name.rpartition(".")[0] for name, piece in pieces.items() if piece.carries]:
+        bias = f"{layer}.bias".lstrip(".")
+        if bias in pieces:
+            pieces[bias] = replace(pieces[bias], carries=True)
     return Origin(
         {name: OriginalParameter(weakref.ref(p), tuple(p.shape), p.requires_grad)
          for name, p in parameters.items()},
@@ -123,7 +130,7 @@ def find_trained(origin: Origin, values: Mapping[str, Tensor]) -> str:
 
 def _find_piece(
     name: str, tensor: Tensor, how: Cut | None, original: NetworkTensors,
-    parameters: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor], is_new: bool,
 ) -> Piece | None:  # fmt: skip
     """The piece that a tensor is; None if the original has nothing like it."""
     source = how.source if how is not None else name
@@ -138,19 +145,21 @@ def _find_piece(
         # Computed from the source in another way than by slicing; a buffer is like a new one then.
         return Piece(source, shape, (None,) * value.ndim, raw) if raw else None
     orders = (positions, _ascending(positions))
-    parts = [(order, cut(value, order).reshape(tensor.shape)) for order in dict.fromkeys(orders)]
+    parts = [(order, select(value, order).reshape(tensor.shape)) for order in dict.fromkeys(orders)]
     agreeing = [(order, part) for order, part in parts if _agree(tensor, part)]
-    is_shifted = not agreeing and value.ndim == 1 and tensor.is_floating_point()
+    carries = is_new and not agreeing and value.ndim > 1 and how is not None
+    is_shifted = not agreeing and (value.ndim == 1 or carries) and tensor.is_floating_point()
     positions, part = (agreeing or parts)[0]
     stored = parameters[raw[0]].detach() if len(raw) == 1 else None
     is_masked = (
         stored is not None
         and stored.shape == value.shape
-        and _agree(part, cut(stored, positions).reshape(tensor.shape))
+        and _agree(part, select(stored, positions).reshape(tensor.shape))
     )
     offset = torch.where(tensor == 0, torch.zeros_like(part), tensor - part) if is_shifted else None
     fits = bool(agreeing) or is_shifted
-    return Piece(source, shape, positions, raw, is_masked and fits, fits, offset)
+    return Piece(source, shape, positions, raw, is_masked and fits, fits, offset,
+                 carries and is_shifted)  # fmt: skip
 
 
 def _cuts_of(record: Provenance) -> dict[str, Cut]:
@@ -167,7 +176,7 @@ def _ascending(positions: Sequence[Positions]) -> tuple[Positions, ...]:
 
 def _agree(masked: Tensor, whole: Tensor) -> bool:
     """Whether a tensor has another's elements, or zeros in their place."""
-    return bool(((masked == whole) | (masked == 0)).all())
+    return torch.equal(masked, whole) or bool(((masked == whole) | (masked == 0)).all())
 
 
 def _find_rows(tensor: Tensor, table: Tensor, how: Cut | None) -> tuple[Positions, ...] | None:
@@ -176,7 +185,7 @@ def _find_rows(tensor: Tensor, table: Tensor, how: Cut | None) -> tuple[Position
     if how is None or table.ndim != 2 or how.shape[-1:] != table.shape[1:]:
         return None
     columns = how.kept[-1]
-    values = cut(table, (None, columns))
+    values = select(table, (None, columns))
     if tensor.shape[-1:] != values.shape[1:]:
         return None
     rows = tensor.reshape(-1, values.shape[1])

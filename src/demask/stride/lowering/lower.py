@@ -202,7 +202,7 @@ def _check_ops(graph: fx.Graph, target: Target) -> None:
 def _ranges(editor: GraphEditor, table: Table) -> Ranges:
     """The ranges of all values."""
     return compute_ranges(
-        editor.graph, {name: c.tensor for name, c in editor.constants.items()}, table
+        editor.graph.nodes, {name: c.tensor for name, c in editor.constants.items()}, table
     )
 
 

@@ -279,7 +279,7 @@ def _is_least(table: Table, editor: GraphEditor, masked: _Masked) -> bool:
 
 def _range(table: Table, editor: GraphEditor, node: fx.Node) -> Range:
     constants = {name: constant.tensor for name, constant in editor.constants.items()}
-    return compute_ranges(editor.graph, constants, table)[node]
+    return compute_ranges(editor.graph.nodes, constants, table)[node]
 
 
 def _mean(table: Table, editor: GraphEditor, node: fx.Node) -> fx.Node | None:

@@ -1,0 +1,146 @@
+"""Channels that stand for others: what no input decides needs few channels, at every image size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import demask
+from demask.facts.border_responses import _read_taps
+from demask.facts.carriers import CarriedChannels
+from test_class_layout import check_class
+from test_micro import difference
+
+SIZES = (
+    (9, 9),
+    (14, 7),
+    (1, 1),
+    (2, 5),
+    (1, 3),
+    (4, 4),
+)  # of images
+
+
+class Padded(nn.Module):
+    """Half of 32 channels are constants that enter windows which read zeros, of each channel."""
+
+    def __init__(self, kind: str, kernel: int = 3, stride: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.first, self.norm = kind, nn.Conv2d(3, 32, 1), nn.BatchNorm2d(32)
+        self.each = nn.Conv2d(32, 32, kernel, stride, kernel // 2, groups=32, bias=False)
+        self.after, self.last = nn.BatchNorm2d(32), nn.Conv2d(32, 4, 1, bias=False)
+        self.reduce, self.excite = nn.Conv2d(32, 6, 1), nn.Conv2d(6, 32, 1)
+        self.other = nn.Conv2d(32, 4, 3, padding=1)
+        with torch.no_grad():
+            self.first.weight[::2] = self.first.bias[::2] = self.excite.weight[::4] = 0
+            for norm in (self.norm, self.after):
+                norm.bias.uniform_(0.5, 1)
+                norm.weight.uniform_(0.5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        if self.kind == "pool":
+            return self.last(F.avg_pool2d(x, 3, 1, 1)) + self.other(x)
+        x = self.after(self.each(x))
+        x = F.silu(x) if self.kind == "silu" else x
+        if self.kind == "excite":
+            scale = F.relu(self.reduce(x.mean((2, 3), keepdim=True)))
+            x = x * torch.sigmoid(self.excite(scale))
+        return self.other(x) if self.kind == "padded" else self.last(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernel", "stride", "channels"),
+    [
+        # One channel carries constants and their averages alike.
+        ("pool", 3, 1, 16 + 1),
+        # A kernel of 9 taps has 9 responses, of which a bias takes the one that is a constant; 4
+        # more stay, of which combinations would let rounding grow.
+        ("depthwise", 3, 1, 16 + 8 + 4),
+        ("depthwise", 3, 2, 16 + 8 + 4),
+        ("depthwise", 1, 1, 16),
+        # No bias takes constants before padding.
+        ("padded", 3, 1, 16 + 9 + 3),
+        # Along an axis 4 kinds of places, two neighbors or one or none: 16, a bias takes one.
+        ("silu", 3, 1, 16 + 15 + 1),
+        # Of the constants' channels, every other one has a scale that no input decides: 8 of them.
+        ("excite", 3, 1, 16 + 16),
+    ],
+)  # fmt: skip
+def test_channels_are_carried(kind: str, kernel: int, stride: int, channels: int) -> None:
+    net, x = Padded(kind, kernel, stride).double().eval(), torch.randn(2, 3, 9, 9).double()
+    slim: Any = demask.demask(net, (x,), dynamic_shapes="all", result="class")
+    assert type(slim) is Padded and slim.first.out_channels == channels
+    graph: Any = demask.demask(net, (x,), dynamic_shapes="all", result="graph")
+    for size in SIZES:
+        other = torch.randn(3, 3, *size).double()
+        for small in (slim, graph):
+            assert difference(net(other), small(other)) <= 1e-12, size
+
+
+def test_one_image_size_has_fewer_kinds_of_places() -> None:
+    net = Padded("silu").double().eval()
+    slim = check_class(net, (torch.randn(2, 3, 9, 9).double(),))
+    assert slim.first.out_channels == 16 + 8 + 3  # 9 kinds of places
+
+
+def test_a_graph_has_no_more_channels_than_the_class() -> None:
+    net, x = Padded("pool").double().eval(), torch.randn(2, 3, 9, 9).double()
+    graph: Any = demask.demask(net, (x,), result="graph")
+    assert graph.get_parameter("first.weight").shape[0] <= 16 + 1
+
+
+def test_kinds_of_places() -> None:
+    def places(*window: Any) -> set[str]:
+        return {"".join(map(str, row)) for row in _read_taps(*window).int().tolist()}
+
+    assert places(3, 1, 1, 1, 9) == {"011", "111", "110"}
+    assert places(3, 1, 1, 1, None) == {"011", "111", "110", "010"}
+    assert places(3, 2, 1, 1, 8) == {"011", "111"}
+    assert places(3, 1, "same", 2, 5) == places(3, 1, 2, 2, 5) == {"011", "111", "110"}
+    assert places(2, 1, "same", 1, 5) == {"11", "10"}
+    assert places(3, 1, "valid", 1, None) == {"111"}
+
+
+def test_carriers_span_what_is_dropped() -> None:
+    values = torch.tensor([[1.0, 2], [2, 4], [0, 3], [1, 1], [5, 5]]).double()
+    valid = torch.tensor([[True, True, True, True, False]])
+    live = torch.tensor([True, False, False, False, False])
+    channels = CarriedChannels(1, values[None], valid, None, False, False)
+    assert channels.lacking(live).tolist() == [False, False, True, False, False]
+    stays = live | channels.lacking(live)
+    ((_, dropped, carriers, factors, constant),) = channels.combinations(stays)
+    assert dropped.tolist() == [1, 3] and not bool(constant.any())
+    torch.testing.assert_close(factors @ values[carriers], values[dropped])
+    biased = CarriedChannels(1, values[None], valid, None, True, False)
+    assert not bool(biased.lacking(live).any())
+    ((_, dropped, carriers, factors, constant),) = biased.combinations(live)
+    torch.testing.assert_close(factors @ values[carriers] + constant[:, None], values[dropped])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_combinations_do_not_grow_rounding(seed: int) -> None:
+    """Carriers that are nearly parallel span what others need with factors of 1e8: such channels
+    stay, as those do of which a combination is much larger in its summands."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randn(1, 40, 3, generator=draw, dtype=torch.float64)
+    rows = rows @ torch.randn(1, 3, 25, generator=draw, dtype=torch.float64)
+    rows[0, 1] = rows[0, 0] * 2 + rows[0, 2] * 1e-8
+    rows[0, 2:9] = rows[0, 0] + rows[0, 2:9] * 1e-3
+    valid = torch.rand(1, 40, generator=draw) < 0.9
+    channels = CarriedChannels(1, rows, valid, None, bool(seed % 2), False)
+    live = torch.zeros(40, dtype=torch.bool)
+    live[: 1 + seed % 4] = True
+    live |= channels.lacking(live)
+    assert not bool(channels.lacking(live).any())
+    assert int(live.sum()) < 20, "hardly any channel goes"
+    for _, dropped, carriers, factors, constant in channels.combinations(live):
+        summands = factors.abs() @ rows[0, carriers].norm(dim=1)
+        assert float((summands / rows[0, dropped].norm(dim=1)).max()) <= 4
+        made = factors @ rows[0, carriers] + constant[:, None]
+        torch.testing.assert_close(made, rows[0, dropped], rtol=1e-9, atol=1e-9)
