@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput, Mismatch
-from demask.files.onnx.check import MOVED, UNITS, draws, onnxruntime, session
+from demask.files.onnx.check import UNITS, draws, onnxruntime, session
 from demask.files.onnx.edit.foreign import longer_inputs
 
 QUANTIZED = ("DynamicQuantizeLinear", "QuantizeLinear", "MatMulInteger", "ConvInteger",
@@ -38,7 +38,7 @@ def compare_files(
 
     Raises:
         Mismatch: an output differs by more than `tolerance` (default: 84 units in the last place of
-            the largest value, or 8 times what rounding of the inputs moves it), or the edited file
+            the largest value, or what rounding of the inputs moves it), or the edited file
             fails.
     """
     pair = _runners(original, edited, optimized=True)
@@ -124,7 +124,7 @@ def _worst(
         if allowed is None:
             is_float = isinstance(a, np.ndarray) and a.dtype.kind == "f"
             units = UNITS * float(np.finfo(a.dtype).eps) if is_float else 0.0
-            allowed = max([units, *(MOVED * _difference(a, c) for c in others)])
+            allowed = max([units, *(_difference(a, c) for c in others)])
         if not error <= allowed:
             raise Mismatch(f"output {k} differs by {error:.2g} relative to its largest value "
                            f"(on {kind}; allowed are {allowed:.2g})")  # fmt: skip
