@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from demask.errors import BadInput, DemaskError, Mismatch
-from demask.failures import is_strict, public
+from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
+from demask.failures import described, is_strict, public
 from demask.files.atomic_write import check_writable
 from demask.files.onnx import from_onnx
 from demask.files.onnx.check import (
@@ -25,6 +25,10 @@ from demask.files.onnx.check import (
     onnxruntime,
     session,
 )
+from demask.files.onnx.edit.edit_file import EditedFile, edit_file, save_edited
+from demask.files.onnx.edit.names import foreign_nodes
+from demask.files.onnx.edit.verdict import Verdict, compare_files
+from demask.files.onnx.read.reader import read
 from demask.files.onnx.write.writer import (
     as_demasked,
     check_tolerance,
@@ -53,6 +57,8 @@ from demask.tune.race import speed_of
 WIDTH = 8  # widths are rounded up to a multiple of it if nothing can be measured
 MULTIPLES = (1, 4, 16)  # also measured if ONNX Runtime is installed
 ROUNDS, SECONDS = 15, 10.0
+EDITED = "the file, edited"
+NOISE = 1.05  # an exported network has to be faster by more than this than the file's own nodes
 ProgressCallback = Callable[[str], object]
 
 
@@ -62,13 +68,16 @@ class Deployed:
 
     Attributes:
         slim: the network as a graph module; its attribute `demasked` is the record for
-            `demask.report`.
+            `demask.report`. None for an edited file with ops that demask cannot run.
         error: largest difference from the original network, both in ONNX Runtime, relative to the
-            largest value of the output; None without ONNX Runtime.
+            largest value of the output; None where nothing here runs the file.
+        edited: the file, if it is the original with smaller tensors; None for one that was
+            exported, or the original itself.
     """
 
-    slim: Demasked
+    slim: Demasked | None
     error: float | None
+    edited: EditedFile | None = None
 
 
 @in_isolation
@@ -93,6 +102,10 @@ def optimize_onnx(
     constants at padded borders. If none is faster and no larger, the original network is written.
     Without ONNX Runtime, widths are multiples of 8, and nothing is compared. Needs
     `pip install demask[onnx]`.
+
+    An ONNX file is edited: nodes, names, op set and metadata that need not change are copied byte
+    for byte, also ops that demask has no function for. Only where that removes nothing, differs or
+    is slower is the network exported anew.
 
     Args:
         model: an `nn.Module`, a `torch.export.ExportedProgram`, or the path of an ONNX file.
@@ -134,7 +147,9 @@ def optimize_onnx(
         (58, 16)
     """
     file = model if isinstance(model, str | os.PathLike) else None
-    network = from_onnx(model) if isinstance(model, str | os.PathLike) else model
+    network: Any = model
+    if file is not None:
+        network = None if foreign_nodes(read(file)) else from_onnx(file)
     return deploy(
         network, args, path, kwargs, file=file, dynamic_shapes=dynamic_shapes, minimal=minimal,
         threads=threads, tolerance=tolerance, table=table, progress=progress,
@@ -144,7 +159,7 @@ def optimize_onnx(
 @in_isolation
 @public
 def deploy(
-    model: nn.Module | ExportedProgram,
+    model: nn.Module | ExportedProgram | None,
     args: tuple[Any, ...],
     path: str | os.PathLike[str],
     kwargs: Mapping[str, Any] | None = None,
@@ -157,9 +172,96 @@ def deploy(
     table: Table = TABLE,
     progress: ProgressCallback = lambda words: None,
 ) -> Deployed:
-    """As `optimize_onnx`, for a loaded network. file: the ONNX file that it was read from."""
+    """As `optimize_onnx`, for a loaded network. file: the ONNX file that it was read from. model:
+    None if demask cannot run the file."""
     check_writable(path)
     check_tolerance(tolerance)
+    edit = _Edit()
+    if file is not None and not kwargs:
+        progress("editing the file")
+        edit = _Edit.of(os.fspath(file), args, tolerance, table)
+    try:
+        if model is None and edit.file is None and edit.failure is None:
+            copy_file(os.fspath(file or path), path)
+            return Deployed(None, 0.0)
+        if model is None:
+            raise edit.failure or NotExportable(
+                "it has ops that demask has no function for", "the file", "it was edited instead"
+            )
+        return _deploy(model, args, path, kwargs, file, edit, dynamic_shapes, minimal, threads,
+                       tolerance, table, progress)  # fmt: skip
+    except DemaskError:
+        if edit.file is None:
+            raise
+        # The network cannot be captured, only parts of it.
+        if not minimal and edit.verdict is not None and edit.verdict.error is not None:
+            race = _SessionRace(os.fspath(file or path), args, threads, None)
+            race.add(EDITED, edit.file.model.SerializeToString())
+            progress("measuring against the original network")
+            final = race.rounds([EDITED], PAIRS, float("inf"))
+            if speed_of(final[GIVEN], final[EDITED]).least < ALLOWED:
+                copy_file(race.baseline, path)
+                return Deployed(None, 0.0)
+        return _write_edit(edit, None, path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Edit:
+    """An edited file that computes what the original does; or why there is none."""
+
+    file: EditedFile | None = None
+    verdict: Verdict | None = None
+    failure: DemaskError | None = None
+
+    @classmethod
+    def of(cls, path: str, args: Any, tolerance: float | None, table: Table) -> Self:
+        """The edit of a file; none where it has no gain, fails, or computes something else."""
+        try:
+            edited = edit_file(path, args, table)
+            if edited is None:
+                return cls()
+            data = edited.model.SerializeToString()
+            return cls(edited, compare_files(path, data, args, tolerance))
+        except DemaskError as error:
+            return cls(failure=error)
+        except Exception as error:  # a fault of a handler: the file is exported anew
+            if is_strict():
+                raise
+            return cls(failure=BadInput(f"editing failed inside: {described(error)}"))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the report says of it."""
+        if self.file is None:
+            return (f"the file could not be edited: {self.failure}",) if self.failure else ()
+        barriers = [f"{name} stays whole: {reason}" for name, reason in self.file.barriers]
+        unchanged = (
+            f"{self.file.unchanged} of {self.file.nodes} nodes are the original's, byte for byte"
+        )
+        return (f"the file was edited: {unchanged}", *barriers)
+
+
+def _write_edit(edit: _Edit, slim: Demasked | None, path: str | os.PathLike[str]) -> Deployed:
+    """Write an edited file."""
+    assert edit.file is not None and edit.verdict is not None
+    save_edited(edit.file, path)
+    return Deployed(slim, edit.verdict.error, edit.file)
+
+
+def _deploy(
+    model: nn.Module | ExportedProgram,
+    args: tuple[Any, ...],
+    path: str | os.PathLike[str],
+    kwargs: Mapping[str, Any] | None,
+    file: str | os.PathLike[str] | None,
+    edit: _Edit,
+    dynamic_shapes: Any,
+    minimal: bool,
+    threads: int | None,
+    tolerance: float | None,
+    table: Table,
+    progress: ProgressCallback,
+) -> Deployed:
     progress("capturing")
     args, named = draw_examples((model,), args, dict(kwargs or {}))
     inputs = [t for t in pytree.tree_leaves((args, named)) if isinstance(t, Tensor)]
@@ -168,7 +270,9 @@ def deploy(
     judge = comparator_of(whole, (args, named), tolerance, table)
     source = serialized(proto_of(whole)) if file is None else os.fspath(file)
     race = _SessionRace(source, inputs, threads, judge)
-    candidates = _OnnxCandidates(program, race, table, progress)
+    candidates = _OnnxCandidates(program, race, table, progress, notes=list(edit.notes))
+    if edit.file is not None:
+        race.add(EDITED, edit.file.model.SerializeToString())
     name = _winner(candidates, race, minimal, progress)
     if name is None:
         slim = build(
@@ -177,6 +281,9 @@ def deploy(
         progress("writing the original network")
         copy_file(race.baseline, path)
         return Deployed(slim, 0.0)
+    if name == EDITED:
+        program, provenance = candidates.reduced(True)
+        return _write_edit(edit, build(program, candidates.recorded(provenance)).eval(), path)
     slim, model_proto, error = candidates.valid[name]
     progress("writing")
     save(model_proto, path)
@@ -188,6 +295,8 @@ def _winner(
     candidates: _OnnxCandidates, race: _SessionRace, minimal: bool, progress: ProgressCallback
 ) -> str | None:
     """Name of the candidate to write; None for the original network."""
+    if EDITED in race.sessions and (minimal or race.runtime is None):
+        return EDITED
     if minimal or race.runtime is None:
         options = (True, 1) if minimal else (False, WIDTH)
         candidates.enter(*options)
@@ -196,18 +305,23 @@ def _winner(
     choices = (False, True) if candidates.has_borders else (True,)
     for borders in choices:
         candidates.enter(borders, WIDTH)
-    candidates.check()
-    if not candidates.valid:
+    own = [EDITED] if EDITED in race.sessions else []
+    if not own:
+        candidates.check()
+    if not candidates.valid and not own:
         return None
+    if candidates.valid:
+        progress("measuring in ONNX Runtime")
+        first_rounds = race.rounds(list(candidates.valid), ROUNDS, SECONDS)
+        first = min(candidates.valid, key=lambda name: median(first_rounds[name]))
+        for multiple in MULTIPLES:
+            candidates.enter(candidates.borders[first], multiple)
     progress("measuring in ONNX Runtime")
-    first_rounds = race.rounds(list(candidates.valid), ROUNDS, SECONDS)
-    first = min(candidates.valid, key=lambda name: median(first_rounds[name]))
-    for multiple in MULTIPLES:
-        candidates.enter(candidates.borders[first], multiple)
-    progress("measuring in ONNX Runtime")
-    all_rounds = race.rounds(list(candidates.valid), ROUNDS, SECONDS)
+    all_rounds = race.rounds([*own, *candidates.valid], ROUNDS, SECONDS)
     medians = {name: median(seconds) for name, seconds in all_rounds.items()}
-    best = min(candidates.valid, key=medians.__getitem__)
+    best = min([*own, *candidates.valid], key=medians.__getitem__)
+    if own and medians[EDITED] <= medians[best] * NOISE:
+        best = EDITED
     progress("measuring against the original network")
     final = race.rounds([best], PAIRS, float("inf"))
     speed = replace(speed_of(final[GIVEN], final[best]), threads=race.threads)
@@ -296,7 +410,7 @@ class _SessionRace:
         baseline: str | bytes,
         inputs: Sequence[Tensor],
         threads: int | None,
-        judge: OutputComparator,
+        judge: OutputComparator | None,
     ):
         self.runtime, self.baseline, self.judge = onnxruntime(), baseline, judge
         self.threads = checked_threads(threads)
@@ -320,7 +434,7 @@ class _SessionRace:
 
     def enter(self, name: str, data: bytes) -> float | None:
         """Add a network to the race; its largest error. Raises Mismatch if outputs differ."""
-        if self.runtime is None:
+        if self.runtime is None or self.judge is None:
             return None
         runner, errors = session(data, self.threads), [0.0]
         for draw, expected in zip(self.draws, self.expected, strict=True):
@@ -333,6 +447,11 @@ class _SessionRace:
                 errors.append(self.judge.difference(draw, expected, outputs))
         self.sessions[name] = runner
         return max(errors)
+
+    def add(self, name: str, data: bytes) -> None:
+        """Add a network that has been compared already."""
+        if self.runtime is not None:
+            self.sessions[name] = session(data, self.threads)
 
     def rounds(self, names: Sequence[str], pairs: int, seconds: float) -> dict[str, list[float]]:
         """Seconds of each round, of the named networks and of the original one."""

@@ -116,10 +116,45 @@ def test_minimal_is_the_smallest_and_is_not_timed(given, tmp_path, monkeypatch):
     net, x = demask.from_onnx(given), (torch.randn(1, 3, 16, 16),)
     deploy(net, x, tmp_path / "slim.onnx", file=given, minimal=True)
     same(given, tmp_path / "slim.onnx")
+    assert width_of(tmp_path / "slim.onnx", "stem.weight") == (16, 3, 3, 3)  # 24 at first
+    before, after = onnx.load(given), onnx.load(tmp_path / "slim.onnx")
+    assert {node.name for node in before.graph.node} >= {node.name for node in after.graph.node}
+
+
+def test_where_editing_fails_the_network_is_exported_anew(given, tmp_path, monkeypatch):
+    monkeypatch.setattr(deploying, "edit_file", _fails)
+    net, x = demask.from_onnx(given), (torch.randn(1, 3, 16, 16),)
+    made = deploy(net, x, tmp_path / "slim.onnx", file=given, minimal=True)
+    same(given, tmp_path / "slim.onnx")
+    assert made.edited is None
+    assert any("could not be edited: no rule" in note for note in made.slim.demasked.notes)
     slim = demask.demask(net, x)
     assert (
         width_of(tmp_path / "slim.onnx", "stem.weight") == slim.get_parameter("stem.weight").shape
     )
+
+
+def _fails(*_):
+    raise BadInput("no rule")
+
+
+def test_an_edited_file_that_is_wrong_is_not_written(given, tmp_path, monkeypatch):
+    real = deploying.edit_file
+
+    def wrong(*args):
+        edited = real(*args)
+        bias = next(t for t in edited.model.graph.initializer if t.name == "head.bias")
+        bias.CopyFrom(
+            onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(bias) + 0.01, bias.name)
+        )
+        return edited
+
+    monkeypatch.setattr(deploying, "edit_file", wrong)
+    net, x = demask.from_onnx(given), (torch.randn(1, 3, 16, 16),)
+    made = deploy(net, x, tmp_path / "slim.onnx", file=given, minimal=True)
+    same(given, tmp_path / "slim.onnx")
+    assert made.edited is None
+    assert any("relative to its largest value" in note for note in made.slim.demasked.notes)
 
 
 def test_without_a_runtime_widths_are_multiples_of_eight(given, tmp_path, monkeypatch):
@@ -141,6 +176,7 @@ def test_a_candidate_that_is_wrong_is_not_written(given, tmp_path, monkeypatch):
         return made
 
     monkeypatch.setattr(deploying, "for_runtime", wrong)
+    monkeypatch.setattr(deploying, "edit_file", _fails)
     net = demask.from_onnx(given)
     with pytest.raises(Mismatch, match="relative to its largest value"):
         deploy(net, (torch.randn(1, 3, 16, 16),), tmp_path / "slim.onnx", file=given)

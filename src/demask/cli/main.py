@@ -168,19 +168,21 @@ def slim(
         raise BadInput("--minimal, --threads and --tolerance are for .onnx results: leave them out")
     with progress("loading") as step:
         import demask
-        from demask.cli.read_network import read_network
+        from demask.cli.read_network import ExampleOptions, read_network, read_to_edit
 
         import_modules(imports)
-        network = read_network(model, sizes, inputs, static, fix)
         if output.suffix == ".onnx":
             from demask.optimize_onnx import deploy
 
+            options = ExampleOptions(sizes or (), inputs or (), static, fix or ())
+            network = read_to_edit(model, options)
             deployed = deploy(
                 network.model, network.args, output, file=network.file, minimal=minimal,
                 threads=threads, tolerance=tolerance, progress=step,
             )  # fmt: skip
             shown = partial(_print_deployed, deployed, output)
         else:
+            network = read_network(model, sizes, inputs, static, fix)
             step("demasking")
             result = demask.demask(network.model, network.args, result="graph")
             verification = verify_and_write(network, result, output, step)
@@ -382,11 +384,20 @@ def _print_written(result: Any, output: Path, verification: Any, as_json: bool) 
 def _print_deployed(deployed: Any, output: Path, as_json: bool) -> None:
     import demask
 
-    report = demask.report(deployed.slim)
+    edited = deployed.edited
+    if deployed.slim is not None:
+        report, record = demask.report(deployed.slim), demask.report(deployed.slim).to_dict()
+    elif edited is None:
+        report, record = "nothing to remove: the original network was written", None
+    else:
+        record = {"nodes": edited.nodes, "unchanged": edited.unchanged,
+                  "barriers": dict(edited.barriers), "foreign": sorted(edited.foreign)}  # fmt: skip
+        report = (f"edited: {edited.unchanged} of {edited.nodes} nodes are the original's, byte "
+                  f"for byte; not understood: {', '.join(record['foreign'])}")  # fmt: skip
     words = (
-        "not compared: install onnxruntime"
+        "not compared: nothing here runs the file, or install onnxruntime"
         if deployed.error is None
         else (f"largest difference {deployed.error:.2g} of the largest output, in ONNX Runtime")
     )
-    data = {"output": str(output), "report": report.to_dict(), "error": deployed.error}
+    data = {"output": str(output), "report": record, "error": deployed.error}
     show(f"{report}\nwritten to {output} ({words})", data, as_json)

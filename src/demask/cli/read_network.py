@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -16,9 +16,11 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.cli.ports import NAMELESS, NetworkInput, fitted, matched
-from demask.errors import BadInput
+from demask.errors import BadInput, NotExportable, RefusedFile
 from demask.files.arrays import read_arrays
+from demask.files.onnx.check import session
 from demask.files.onnx.module import OnnxModule, from_onnx
+from demask.files.onnx.read.reader import read
 from demask.files.onnx.write.writer import as_demasked
 from demask.files.pt2.io import read_model
 from demask.files.retrace import MAX_EXAMPLE
@@ -37,9 +39,10 @@ TRIED = (((224, 224), 16), ((320, 320), 512), ((640, 640), 4096), ((48, 320), 16
 @dataclass(frozen=True, slots=True)
 class NetworkFile:
     """A network read from a file, and example arguments: empty where the program has its own. file:
-    the ONNX file that computes this, if it was read from one."""
+    the ONNX file that computes this, if it was read from one. model: None for a file that can only
+    be edited, of `read_to_edit`."""
 
-    model: ExportedProgram | fx.GraphModule
+    model: Any
     args: tuple[Tensor, ...]
     file: Path | None = None
 
@@ -197,6 +200,28 @@ def _read_onnx(path: Path, options: ExampleOptions) -> NetworkFile:
     return NetworkFile(model, args, None if options.fix else path)
 
 
+def read_to_edit(path: Path, options: ExampleOptions) -> NetworkFile:
+    """The network in an ONNX file that can be edited, if not captured: with ops that demask has no
+    function for, or text. ONNX Runtime runs it, or nothing."""
+    try:
+        return read_network(path, options.sizes, options.inputs, options.static, options.fix)
+    except (BadInput, NotExportable) as error:
+        if path.suffix != ".onnx" or options.fix or isinstance(error, RefusedFile):
+            raise
+    ports = tuple(map(_port, read(path).graph.inputs))
+    arrays, chosen = _input_arrays(options.inputs, ports), _chosen(options.sizes, ports, path)
+
+    def run(*args: Tensor) -> None:
+        try:
+            runner = session(str(path))
+        except BadInput:  # an op of another runtime: any sizes may do
+            return
+        if runner is not None:
+            runner.run(None, {p.name: x.numpy() for p, x in zip(ports, args, strict=True)})
+
+    return NetworkFile(None, _running(run, ports, chosen, arrays), path)
+
+
 def _port(port: provenance.OnnxPort) -> NetworkInput:
     dtype = getattr(torch, port.dtype or "-", None)
     if port.sizes is None or not isinstance(dtype, torch.dtype):
@@ -208,7 +233,7 @@ def _port(port: provenance.OnnxPort) -> NetworkInput:
 
 
 def _running(
-    module: OnnxModule,
+    module: Callable[..., Any],
     ports: Sequence[NetworkInput],
     chosen: Mapping[str, int],
     arrays: Mapping[str, Tensor],

@@ -17,7 +17,7 @@ from demask.failures import is_strict, public
 from demask.files.onnx.fix_inputs import fix_inputs
 from demask.files.onnx.model import OnnxFile
 from demask.files.onnx.op_functions import OnnxCall
-from demask.files.onnx.plan import OnnxPlan, OnnxPlanner, OnnxStep
+from demask.files.onnx.plan import EntryOf, OnnxPlan, OnnxPlanner, OnnxStep
 from demask.files.onnx.read.reader import read
 from demask.files.onnx.recording import OnnxRecorder, OnnxRecording, Recordings, key_of
 from demask.files.onnx.values import Host, Value, tensor_of
@@ -68,11 +68,11 @@ def from_onnx(
 
 class OnnxModule(nn.Module):
     """The graph of an ONNX file, run node by node with PyTorch ops, to be demasked, pruned, trained
-    or exported."""
+    or exported. entry_of: as in `OnnxPlanner`."""
 
-    def __init__(self, file: OnnxFile):
+    def __init__(self, file: OnnxFile, entry_of: EntryOf | None = None):
         super().__init__()
-        planner = OnnxPlanner(file)
+        planner = OnnxPlanner(file, entry_of)
         try:
             self.plan = planner.plan()
         except RecursionError as error:
@@ -131,16 +131,27 @@ class OnnxModule(nn.Module):
         outer: Mapping[str, Value],
         recorder: OnnxRecorder | None = None,
     ) -> list[Value]:
+        values = self._values(plan, inputs, outer, recorder)
+        for name in plan.outputs:
+            if name not in values:
+                raise BadInput(f"demask does not compute {name!r}, an output that few networks use")
+        return [values[name] for name in plan.outputs]
+
+    def _values(
+        self,
+        plan: OnnxPlan,
+        inputs: Sequence[Value],
+        outer: Mapping[str, Value],
+        recorder: OnnxRecorder | None = None,
+    ) -> dict[str, Value]:
+        """The values that are left after the last step, by name."""
         values: dict[str, Value] = {**outer, "": None}
         for name, constant in plan.constants.items():
             values[name] = constant if isinstance(constant, Host) else self._tensor_named(constant)
         values |= dict(zip(plan.inputs, inputs, strict=True))
         for step in plan.steps:
             self._do(step, plan, values, recorder)
-        for name in plan.outputs:
-            if name not in values:
-                raise BadInput(f"demask does not compute {name!r}, an output that few networks use")
-        return [values[name] for name in plan.outputs]
+        return values
 
     def _do(
         self,

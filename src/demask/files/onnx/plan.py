@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import ChainMap, Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ FEW = 16  # elements of a stored float constant that arithmetic on sizes may use
 MAX_NODES = 1_000_000  # after functions of the file are inlined
 MAX_MODULES = 50_000
 MAX_PATH = 16  # nested modules that a dotted name creates
+EntryOf = Callable[[OnnxNode], OnnxEntry]
 _TAKEN = frozenset(dir(nn.Module())) | {"plan", "interface", "recordings"}  # OnnxModule's
 
 
@@ -63,11 +64,14 @@ class OnnxPlanner:
     """Builds the plan of a file, and collects the tensors of its module.
 
     tensors: by their names in the module. stored: those of them that are buffers, not parameters.
-    grids: of those that are quantized.
+    grids: of those that are quantized. entry_of: the function of a node. Default: that of the table
+    `ENTRIES`; BadInput for ops that it lacks.
     """
 
-    def __init__(self, file: OnnxFile):
+    def __init__(self, file: OnnxFile, entry_of: EntryOf | None = None):
         self.file = file
+        self.entry_of = entry_of or _entry
+        self.checked = entry_of is None
         self.tensors: dict[str, Tensor] = {}
         self.stored: set[str] = set()
         self.grids: dict[str, QuantizationGrid] = {}
@@ -81,10 +85,12 @@ class OnnxPlanner:
         opsets = self.file.opsets if opsets is None else opsets
         inlined = [n for node in graph.nodes for n in self._inline(node, opsets)]
         nodes = [(node, opsets) for node, opsets in inlined if node.op != "Constant"]
-        _check_known([n for n, _ in nodes])
+        if self.checked:
+            _check_known([n for n, _ in nodes])
         constants = dict(graph.constants)
         constants |= {n.outputs[0]: _constant(n) for n, _ in inlined if n.op == "Constant"}
-        stored = {n.inputs[k] for n, _ in nodes for k in _entry(n).stored if k < len(n.inputs)}
+        stored = {n.inputs[k] for n, _ in nodes
+                  for k in self.entry_of(n).stored if k < len(n.inputs)}  # fmt: skip
         stored |= set(constants) - set(graph.constants)
         known = {name: self._place(name, t, name in stored) for name, t in constants.items()}
         for name, grid in grids_of((n for n, _ in nodes), constants).items():
@@ -119,7 +125,7 @@ class OnnxPlanner:
         attributes = {k: self.plan(v, opsets) if isinstance(v, Graph) else _attribute(v)
                       for k, v in node.attributes.items()}  # fmt: skip
         version = opsets.get(node.domain, self.file.opsets.get(node.domain, 1))
-        return OnnxStep(replace(node, attributes=attributes), _entry(node), version, ())
+        return OnnxStep(replace(node, attributes=attributes), self.entry_of(node), version, ())
 
     def _inline(
         self, node: OnnxNode, opsets: Mapping[str, int]

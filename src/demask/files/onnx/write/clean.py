@@ -35,6 +35,7 @@ def clean(model: Any) -> None:
         if node.op_type in ("Conv", "ConvTranspose") and _is_zero(node.inputs[2:]):
             node.resize_inputs(2)
     common.RemoveUnusedNodesPass()(model)
+    _rename_clashes(graph)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common.LiftSubgraphInitializersToMainGraphPass()(model)
     _merge(graph, network_tensors)
@@ -52,6 +53,21 @@ def clean(model: Any) -> None:
     for node in graph.all_nodes():
         node.name = None  # the exporter's, derived from names of values
         _drop_defaults(node, model.opset_imports.get(node.domain))
+
+
+def _rename_clashes(graph: Any) -> None:
+    """Rename computed values that are called as a tensor of the network: the exporter's own names,
+    `val_0`, are those of tensors of networks that it wrote before."""
+    taken = {*graph.initializers, *(value.name for value in graph.inputs)}
+    outputs = [value for node in graph.all_nodes() for value in node.outputs]
+    names = {value.name for value in outputs}
+    for value in outputs:
+        if value.name in taken:
+            k = 0
+            while (name := f"{value.name}_{k}") in taken | names:
+                k += 1
+            value.name = name
+            names.add(name)
 
 
 def _drop_defaults(node: Any, version: int | None) -> None:

@@ -1,0 +1,148 @@
+"""An ONNX file with less in it: edited until nothing more is removed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from demask.errors import BadInput
+from demask.files.atomic_write import check_writable, write
+from demask.files.onnx.edit.constants import evaluated
+from demask.files.onnx.edit.editor import Editor
+from demask.files.onnx.edit.foreign import opaque_outputs
+from demask.files.onnx.edit.names import NamedValues, name_values
+from demask.files.onnx.edit.ops import handle
+from demask.files.onnx.edit.protos import copy_of, graph_reads
+from demask.files.onnx.edit.refusals import MustCompute, Unsupported
+from demask.files.onnx.read.reader import installed, parse_model, read
+from demask.ops import Table
+
+PASSES = 4
+ALIGNED = 4096  # bytes, as weights are mapped in pages
+
+
+@dataclass(frozen=True, slots=True)
+class EditedFile:
+    """A file, edited.
+
+    model: its ModelProto. nodes: how many nodes it has, of these `unchanged` are those of the
+    original, byte for byte. barriers: nodes that stay whole, and why. foreign: ops
+    that demask could not capture, by an output. external: tensors that the original stores in other
+    files.
+    """
+
+    model: Any
+    nodes: int
+    unchanged: int
+    barriers: tuple[tuple[str, str], ...]
+    external: frozenset[str]
+    foreign: frozenset[str]
+
+
+def edit_file(
+    path: str | os.PathLike[str], args: Sequence[Tensor], table: Table
+) -> EditedFile | None:
+    """The smaller file; None where editing removes nothing.
+
+    Args:
+        path: name of the file, which is not changed.
+        args: example inputs.
+        table: of ATen ops.
+
+    Raises:
+        BadInput: the file cannot be read, or has what no edit preserves.
+        RefusedFile: the file has contents out of bounds.
+        NotExportable: the file cannot be captured with the dynamic sizes that it declares.
+    """
+    onnx = installed()
+    file = read(path)
+    original = model = onnx.load(os.fspath(path))
+    _check_order(model)
+    barriers, foreign = (), frozenset()
+    for k in range(PASSES):
+        feeds = {port.name: x.detach().cpu().numpy()
+                 for port, x in zip(file.graph.inputs, args, strict=True)}  # fmt: skip
+        named = name_values(file, args, table, functools.partial(opaque_outputs, model, feeds))
+        editor = _edited(model, named, feeds)
+        smaller = editor.result()
+        if k == 0:
+            barriers, foreign = tuple(editor.barriers), named.opaque
+        if smaller.ByteSize() >= model.ByteSize():
+            break
+        model = smaller
+        file = parse_model(model, Path(path).parent)
+    if model is original:
+        return None
+    nodes = {node.SerializeToString() for node in original.graph.node}
+    unchanged = sum(node.SerializeToString() in nodes for node in model.graph.node)
+    declared = onnx.load(os.fspath(path), load_external_data=False).graph.initializer
+    external = frozenset(t.name for t in declared if t.data_location == t.EXTERNAL)
+    return EditedFile(model, len(model.graph.node), unchanged, barriers, external, foreign)
+
+
+def _edited(model: Any, named: NamedValues, feeds: dict[str, np.ndarray]) -> Editor:
+    """An editor after its walk."""
+    names = {name for name, v in named.values.items() if (v.known & (v.fill != 0)).any()}
+    names -= set(feeds)
+    producers = {n for node in model.graph.node for n in node.output if n}
+    run = evaluated(model, names & producers, producers, feeds)
+    computed: list[str] = []
+    while True:
+        editor = Editor(model, named, run, handle, computed)
+        try:
+            editor.walk()
+            return editor
+        except MustCompute as missing:
+            if missing.args[0] in computed:
+                raise BadInput(f"no value for {missing.args[0]!r}") from missing
+            computed.append(missing.args[0])
+        except Unsupported as reason:
+            raise BadInput(f"the file cannot be edited: {reason}") from reason
+
+
+def _check_order(model: Any) -> None:
+    """Raise BadInput unless every node follows those that it reads."""
+    known = {t.name for t in model.graph.initializer} | {v.name for v in model.graph.input}
+    known |= {t.values.name for t in model.graph.sparse_initializer}
+    for node in model.graph.node:
+        late = {name for name in (*node.input, *graph_reads(node)) if name} - known
+        if late:
+            raise BadInput(f"node {node.name!r} reads {min(late)!r} before it is computed")
+        known |= set(node.output)
+
+
+def save_edited(edited: EditedFile, path: str | os.PathLike[str]) -> None:
+    """Write an edited file, tensors that were in other files to one in its folder."""
+    model = edited.model
+    external = [t for t in model.graph.initializer if t.name in edited.external]
+    if external:
+        model = copy_of(model)
+        external = [t for t in model.graph.initializer if t.name in edited.external]
+        _move_out(external, check_writable(path))
+    with write(path) as file:
+        file.write(model.SerializeToString())
+
+
+def _move_out(tensors: Sequence[Any], path: Path) -> None:
+    """Write the bytes of tensors to a file named with their hash, each at a multiple of 4096."""
+    from onnx import external_data_helper
+
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.raw_data)
+    name = f"{path.stem}.{digest.hexdigest()[:12]}.weights"
+    with write(path.with_name(name)) as file:
+        for tensor in tensors:
+            file.write(b"\0" * (-file.tell() % ALIGNED))
+            offset, length = file.tell(), len(tensor.raw_data)
+            file.write(tensor.raw_data)
+            external_data_helper.set_external_data(tensor, name, offset, length)
+            tensor.ClearField("raw_data")

@@ -1,0 +1,559 @@
+"""An ONNX file edited in place: it computes and stores only the layouts of its values.
+
+Law: for every value, the new file equals the original at the positions of its layout; the other
+positions are known, or nothing reads them. What does not change is copied byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from demask.files.onnx.edit.constants import FileConstants
+from demask.files.onnx.edit.names import NamedValues, Size
+from demask.files.onnx.edit.protos import (
+    attributes_of,
+    copy_of,
+    graph_reads,
+    is_standard,
+)
+from demask.files.onnx.edit.refusals import MustCompute, Unsupported, all_positions, require
+from demask.files.onnx.values import NUMPY
+from demask.shrink.layout.cells import Layout, Positions, whole
+
+SLICE_INPUTS, PAD_INPUTS = 10, 11  # op sets since which Slice and Pad take operands
+
+Handle = Callable[["Editor", Any, Sequence[Layout | None]], tuple[Any, Sequence[Layout | None]]]
+
+
+class Editor:
+    """The state of one walk over the nodes of a file.
+
+    model: the file; it is not changed. values: facts and layouts. runtime_values: what the runtime
+    computes for some names, for known elements. handle: edits a node.
+    computed: names that are
+    computed whole although they are known.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        named: NamedValues,
+        runtime_values: Mapping[str, np.ndarray],
+        handle: Handle,
+        computed: Sequence[str] = (),
+    ):
+        self.model, self.graph = model, model.graph
+        self.named, self.values = named, named.values
+        self.runtime_values, self.handle = runtime_values, handle
+        self.constants = FileConstants(model)
+        self.opset = next((e.version for e in model.opset_import if is_standard(e)), 1)
+        self.outputs = {value.name for value in self.graph.output}
+        self.inner_reads = {n for node in self.graph.node for n in graph_reads(node)}
+        self.layouts: dict[str, Layout] = {}  # of values that the new file has
+        self.renamed: dict[str, str] = {}  # names of values whose own name is that of the whole
+        self.nodes: list[Any] = []
+        self.tensors: dict[str, Any] = {}  # new ones
+        self.shared: dict[tuple[Any, ...], str] = {}  # new tensors by contents
+        self.cuts: dict[tuple[str, Any], str] = {}  # of constants, by layout or contents
+        self.adapted: dict[tuple[str, Layout], str] = {}
+        self.overridden: dict[str, Layout] = {}
+        self.barriers: list[tuple[str, str]] = []  # nodes that stay whole, and why
+        self.taken = (
+            set(self.constants.names) | set(self.constants.producers) | self.inner_reads
+            | {value.name for value in self.graph.input}
+        )  # fmt: skip
+        self.node_names = {node.name for node in self.graph.node}
+        self._types: dict[str, int] | None = None
+        for name in computed:
+            self._override(name, lambda n: None)
+        for node in self.graph.node:
+            if node.op_type in ("Shape", "Size") and is_standard(node):
+                self._override(
+                    node.input[0], lambda n: (0,) if isinstance(n, int) and n > 1 else None
+                )
+
+    # values of the original
+
+    def shape(self, name: str) -> tuple[Size, ...]:
+        """The original sizes of a value."""
+        if name in self.values:
+            return self.values[name].shape
+        require(name in self.constants, f"{name!r} has no known sizes")
+        return self.constants.shape(name)
+
+    def array(self, name: str) -> np.ndarray:
+        """The array of a constant."""
+        try:
+            return self.constants[name]
+        except KeyError:
+            raise Unsupported(f"the runtime does not compute constant {name!r}") from None
+
+    def wanted(self, name: str) -> Layout | None:
+        """The layout that readers want; None if the value is not computed."""
+        if name in self.overridden:
+            return self.overridden[name]
+        return self.values[name].layout
+
+    def _override(self, name: str, positions: Callable[[Size], Positions]) -> None:
+        """Compute a value that is known, and what it is computed from."""
+        if name not in self.values or name in self.constants or name in self.overridden:
+            return
+        if self.wanted(name) is not None:
+            return
+        self.overridden[name] = tuple(map(positions, self.shape(name)))
+        producer = self.constants.producers.get(name)
+        for operand in producer.input if producer is not None else ():
+            self._override(operand, positions)
+
+    def fill(self, name: str) -> np.ndarray:
+        """The known values of a tensor, 0 where unknown; each dimension is 1 or full."""
+        value = self.values[name]
+        fill = value.fill.astype(self.dtype(name))
+        run = self.runtime_values.get(name)
+        if run is None or run.ndim != fill.ndim or not run.size:
+            return fill
+        run = run[tuple(slice(0, 1) if n == 1 else slice(None) for n in fill.shape)]
+        return np.where(value.known, run, fill) if run.shape == fill.shape else fill
+
+    def dtype(self, name: str) -> np.dtype:
+        """The element type of a value."""
+        from onnx import helper, shape_inference
+
+        if name in self.runtime_values:
+            return self.runtime_values[name].dtype
+        if self._types is None:
+            try:
+                graph = shape_inference.infer_shapes(self.model).graph
+            except Exception:  # larger than a message, or invalid for it
+                graph = self.graph
+            infos = (*graph.value_info, *graph.input, *graph.output)
+            self._types = {v.name: v.type.tensor_type.elem_type for v in infos}
+        number = self._types.get(name, 0)
+        if not number:
+            return NUMPY[self.values[name].dtype]
+        return helper.tensor_dtype_to_np_dtype(number)
+
+    # new nodes and tensors
+
+    def fresh(self, base: str, suffix: str) -> str:
+        """A new name."""
+        name, k = f"{base}_{suffix}", 0
+        while name in self.taken:
+            k += 1
+            name = f"{base}_{suffix}{k}"
+        self.taken.add(name)
+        return name
+
+    def node_name(self, output: str) -> str:
+        """A name for a node, which differs from those of all others: that of its output if free."""
+        name = output
+        while name in self.node_names:
+            name = f"{name}_edit"
+        self.node_names.add(name)
+        return name
+
+    def emit(self, op: str, inputs: Sequence[str], base: str, *, output: str | None = None,
+             **attributes: Any) -> str:  # fmt: skip
+        """Add a node; returns the name of its output."""
+        from onnx import helper
+
+        output = self.fresh(base, op.lower()) if output is None else output
+        name = self.node_name(output)
+        self.nodes.append(helper.make_node(op, inputs, [output], name=name, **attributes))
+        return output
+
+    def tensor(self, array: Any, base: str, suffix: str = "demask") -> str:
+        """Add a constant, once for equal contents; returns its name."""
+        from onnx import numpy_helper
+
+        array = np.asarray(array)
+        key = (array.tobytes(), array.shape, array.dtype, suffix == "cut" and base)
+        if key not in self.shared:
+            name = self.fresh(base, suffix)
+            self.tensors[name] = numpy_helper.from_array(array, name)
+            self.shared[key] = name
+        return self.shared[key]
+
+    def integers(self, values: Sequence[int]) -> str:
+        """Add a constant vector of int64."""
+        return self.tensor(np.asarray(values, np.int64), "integers")
+
+    def replacement(self, array: np.ndarray, name: str) -> str:
+        """A changed constant in place of another, whose name it takes if that has no reader."""
+        variant = (name, (array.tobytes(), array.shape))
+        if variant not in self.cuts:
+            self.cuts[variant] = self.tensor(array, name, "cut")
+        return self.cuts[variant]
+
+    def _select(self, name: str, axis: int, positions: Sequence[int], base: str) -> str:
+        """Some positions of an axis, by Slice where they have one step."""
+        step = positions[1] - positions[0] if len(positions) > 1 else 1
+        stop = positions[-1] + 1
+        if step > 0 and list(positions) == list(range(positions[0], stop, step)):
+            if self.opset >= SLICE_INPUTS:
+                bounds = ([positions[0]], [stop], [axis], [step])
+                return self.emit("Slice", [name, *map(self.integers, bounds)], base)
+            if step == 1:
+                starts = [positions[0]]
+                return self.emit("Slice", [name], base, starts=starts, ends=[stop], axes=[axis])
+        return self.emit("Gather", [name, self.integers(positions)], base, axis=axis)
+
+    def pad_end(self, name: str, rank: int, axis: int, value: Any, base: str, dtype: Any) -> str:
+        """One more position at the end of an axis, of one value. Pad takes few types: others are
+        converted."""
+        from onnx import TensorProto, helper
+
+        pads = [0] * (2 * rank)
+        pads[rank + axis] = 1
+        if np.dtype(dtype).kind not in "fiu" or (
+            self.opset < PAD_INPUTS and np.dtype(dtype).kind != "f"
+        ):
+            number = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+            double = self.emit("Cast", [name], base, to=TensorProto.DOUBLE)
+            padded = self.pad_end(double, rank, axis, value, base, np.float64)
+            return self.emit("Cast", [padded], base, to=number)
+        if self.opset < PAD_INPUTS:
+            return self.emit("Pad", [name], base, pads=pads, value=float(value))
+        constant = self.tensor(np.asarray(value, dtype), "value")
+        return self.emit("Pad", [name, self.integers(pads), constant], base)
+
+    # constants and values in other layouts
+
+    def cut(self, name: str, layout: Layout) -> str:
+        """The name of a constant at the positions of a layout."""
+        layout = self._normal(name, layout)
+        if all(positions is None for positions in layout):
+            return name
+        if (name, layout) not in self.cuts:
+            self.cuts[name, layout] = self._new_cut(name, layout)
+        return self.cuts[name, layout]
+
+    def _normal(self, name: str, layout: Layout) -> Layout:
+        shape = self.shape(name)
+        require(len(shape) == len(layout), f"{name!r} has {len(shape)} axes, not {len(layout)}")
+        return tuple(
+            p if p is None or not isinstance(n, int) else whole(p, n)
+            for p, n in zip(layout, shape, strict=True)
+        )
+
+    def _new_cut(self, name: str, layout: Layout) -> str:
+        from onnx import numpy_helper
+
+        node = self.constants.producers.get(name)
+        if name in self.constants.tensors or (node is not None and node.op_type == "Constant"):
+            array = self.array(name)
+            index = np.ix_(*(all_positions(p, n) for p, n in zip(layout, array.shape, strict=True)))
+            new = self.fresh(name, "cut")
+            tensor = numpy_helper.from_array(np.ascontiguousarray(array[index]), new)
+            if name in self.constants.tensors:
+                tensor.doc_string = self.constants.tensors[name].doc_string
+            self.tensors[new] = tensor
+            return new
+        operands = None if node is None else _operand_layouts(self, node, layout)
+        if node is None or operands is None:
+            for axis, positions in enumerate(layout):
+                if positions is not None:
+                    name = self._select(name, axis, positions, name)
+            return name
+        copy = copy_of(node)
+        for k, operand_layout in operands.items():
+            copy.input[k] = self.cut(node.input[k], operand_layout)
+        copy.output[0] = self.fresh(name, "cut")
+        self.nodes.append(copy)
+        return copy.output[0]
+
+    def adapt(self, name: str, layout: Layout, *, broadcast: bool = False) -> str:
+        """The name of a value at the positions of a layout, converted where it has another.
+
+        broadcast: whether a known value may have axes of size 1, as its reader broadcasts.
+        """
+        if name in self.constants:
+            return self.cut(name, layout)
+        layout = self._normal(name, layout)
+        if name not in self.layouts:
+            return self._known(name, layout, broadcast)
+        if (name, layout) not in self.adapted:
+            converted = self.renamed.get(name, name)
+            current = list(self.layouts[name])
+            for axis, positions in enumerate(layout):
+                if current[axis] != positions:
+                    converted = self._convert(converted, name, current, axis, positions)
+                    current[axis] = positions
+            self.adapted[name, layout] = converted
+        return self.adapted[name, layout]
+
+    def _known(self, name: str, layout: Layout, broadcast: bool) -> str:
+        """A known value as a constant."""
+        fill, shape = self.fill(name), self.shape(name)
+        for axis, positions in enumerate(layout):
+            if positions is not None and fill.shape[axis] != 1:
+                fill = np.take(fill, positions, axis)
+        if not broadcast:
+            sizes = [n if p is None else len(p) for p, n in zip(layout, shape, strict=True)]
+            if not all(isinstance(n, int) for n in sizes):
+                raise MustCompute(name)
+            fill = np.broadcast_to(fill, sizes)
+        return self.tensor(fill, name, "known")
+
+    def _convert(self, source: str, name: str, current: Sequence[Positions], axis: int,
+                 positions: Positions) -> str:  # fmt: skip
+        """A value with other positions of one axis; known elements replace those it lacks."""
+        size = self.shape(name)[axis]
+        present, wanted = all_positions(current[axis], size), all_positions(positions, size)
+        shared = [p for p in wanted if p in set(present)]
+        if len(shared) == len(wanted):
+            index = {p: k for k, p in enumerate(present)}
+            return self._select(source, axis, [index[p] for p in wanted], name)
+        if len(shared) < len(present):
+            index = {p: k for k, p in enumerate(present)}
+            present = shared or present[:1]
+            source = self._select(source, axis, [index[p] for p in present], name)
+        fill = self.fill(name)
+        for other in range(fill.ndim):
+            now = wanted if other == axis else current[other]
+            if now is not None and fill.shape[other] != 1:
+                fill = np.take(fill, now, other)
+        if fill.shape[axis] == 1:
+            fill = np.repeat(fill, len(wanted), axis)
+        index = {p: k for k, p in enumerate(present)}
+        missing = [k for k, p in enumerate(wanted) if p not in index]
+        lacking = np.take(fill, missing, axis)
+        is_uniform = bool((lacking == lacking.reshape(-1)[0]).all())
+        value = lacking.reshape(-1)[0] if is_uniform else fill.dtype.type(0)
+        source = self.pad_end(source, fill.ndim, axis, value, name, fill.dtype)
+        source = self._select(source, axis, [index.get(p, len(present)) for p in wanted], name)
+        if is_uniform:
+            return source
+        constant = np.zeros_like(fill)
+        where = tuple(missing if k == axis else slice(None) for k in range(fill.ndim))
+        constant[where] = lacking
+        return self.emit("Add", [source, self.tensor(constant, name, "fill")], name)
+
+    def whole(self, name: str) -> str:
+        """The name of a value at all positions."""
+        if name in self.constants or name not in self.values:
+            return name
+        return self.adapt(name, (None,) * len(self.shape(name)))
+
+    # the walk
+
+    def walk(self) -> None:
+        """Edit every node, in the file's order."""
+        for value in self.graph.input:
+            if value.name in self.values:
+                self.layouts[value.name] = (None,) * len(self.shape(value.name))
+        for node in self.graph.node:
+            self._edit(node)
+        for value in self.graph.output:
+            self._restore(value.name)
+
+    def _edit(self, node: Any) -> None:
+        outputs = [name for name in node.output if name]
+        if outputs and all(name in self.constants for name in outputs):
+            self.nodes.append(node)
+            return
+        if node.op_type == "Shape" and is_standard(node) and node.input[0] in self.layouts:
+            self._edit_shape(node)
+            return
+        mapped = all(name in self.values for name in outputs)
+        wanted = [self.wanted(name) if name in self.values else None for name in node.output]
+        if mapped and outputs and all(layout is None for layout in wanted):
+            return
+        marks = self._mark()
+        try:
+            require(mapped, "outputs that are no tensors")
+            new, layouts = self.handle(self, node, wanted)
+            self._record(new, layouts)
+        except Unsupported as reason:
+            self._roll_back(marks)
+            if any(p is not None for layout in wanted if layout is not None for p in layout):
+                self.barriers.append((outputs[0], str(reason)))
+            self._leave_whole(node)
+
+    def _record(self, new: Any, layouts: Sequence[Layout | None]) -> None:
+        """Add a node, and the layouts of its outputs."""
+        for k, (name, layout) in enumerate(zip(list(new.output), layouts, strict=True)):
+            if not name or layout is None:
+                continue
+            self.layouts[name] = layout = self._normal(name, layout)
+            is_cut = any(positions is not None for positions in layout)
+            if is_cut and (name in self.outputs or name in self.inner_reads):
+                new.output[k] = self.renamed[name] = self.fresh(name, "cut")
+        self.nodes.append(new)
+
+    def _leave_whole(self, node: Any) -> None:
+        copy = copy_of(node)
+        for k, name in enumerate(node.input):
+            copy.input[k] = self.whole(name) if name else ""
+        for name in graph_reads(node):
+            self._restore(name)
+        wholes = [(None,) * len(self.shape(name)) if name in self.values else None
+                  for name in node.output]  # fmt: skip
+        self._record(copy, wholes)
+
+    def _restore(self, name: str) -> None:
+        """Give a whole value its own name, where a value of fewer positions was computed."""
+        if name not in self.values or name in self.constants:
+            return
+        if name in self.layouts and name not in self.renamed:
+            return
+        source = self.whole(name)
+        producer = next((node for node in self.nodes[::-1] if source in node.output), None)
+        if producer is not None and self.adapted.get((name, self._all(name))) == source:
+            producer.output[list(producer.output).index(source)] = name
+            self.adapted[name, self._all(name)] = name
+        else:
+            self.emit("Identity", [source], name, output=name)
+        self.layouts[name] = self._all(name)
+        self.renamed.pop(name, None)
+
+    def _all(self, name: str) -> Layout:
+        return (None,) * len(self.shape(name))
+
+    def _edit_shape(self, node: Any) -> None:
+        """The sizes of a value in the original: those of the smaller one, and a difference."""
+        name, attributes = node.input[0], attributes_of(node)
+        layout, shape = self.layouts[name], self.shape(name)
+        lost = [0 if p is None else n - len(p) for p, n in zip(layout, shape, strict=True)]
+        lost = lost[attributes.get("start", 0) : attributes.get("end", len(shape))]
+        copy = copy_of(node)
+        copy.input[0] = self.renamed.get(name, name)
+        self.nodes.append(copy)
+        if any(lost):
+            copy.output[0] = self.fresh(node.output[0], "cut")
+            self.emit("Add", [copy.output[0], self.integers(lost)], "", output=node.output[0])
+
+    # the new file
+
+    def result(self) -> Any:
+        """The edited file, without nodes and tensors that nothing reads."""
+        live: set[str] = set(self.outputs)
+        nodes: list[Any] = []
+        for node in reversed(self.nodes):
+            if live & set(node.output) or not node.output:
+                nodes.append(node)
+                live |= {*filter(None, node.input), *graph_reads(node)}
+        nodes.reverse()
+        original = self._original_names(live)
+        model = copy_of(self.model)
+        graph = model.graph
+        del graph.node[:], graph.initializer[:]
+        graph.node.extend(_with_names(node, original) for node in nodes)
+        tensors = [
+            _named(t, original.get(t.name, str(t.name)))
+            for t in (*self.graph.initializer, *self.tensors.values())
+            if t.name in live
+        ]
+        places = {t.name: k for k, t in enumerate(self.graph.initializer)}
+        tensors.sort(key=lambda t: places.get(t.name, len(places)))
+        graph.initializer.extend(tensors)
+        self._update_descriptions(graph, live | {original[n] for n in live & set(original)})
+        return model
+
+    def _original_names(self, live: set[str]) -> dict[str, str]:
+        """The name of each constant that replaces another one everywhere: that of the latter."""
+        ways: dict[str, set[str]] = {}
+        for (name, _), new in self.cuts.items():
+            if new in live and new != name:
+                ways.setdefault(name, set()).add(new)
+        return {news.copy().pop(): name for name, news in ways.items()
+                if len(news) == 1 and name not in live}  # fmt: skip
+
+    def _update_descriptions(self, graph: Any, live: set[str]) -> None:
+        """Adapt sizes that are stated of values, and remove what is stated of values that went."""
+        tensors = {tensor.name: tensor.dims for tensor in graph.initializer}
+        present = live | {name for node in graph.node for name in node.output}
+        for value in list(graph.value_info):
+            sizes = value.type.tensor_type.shape.dim
+            if value.name not in present:
+                graph.value_info.remove(value)
+            elif value.name in tensors:
+                _set_sizes(sizes, tensors[value.name])
+            elif value.name in self.layouts:
+                _set_sizes(sizes, [len(p) if p else None for p in self.layouts[value.name]])
+        for value in list(graph.input):  # files of IR version 3 and before list constants
+            if value.name in tensors:
+                _set_sizes(value.type.tensor_type.shape.dim, tensors[value.name])
+            elif value.name in self.constants.tensors:
+                graph.input.remove(value)
+        for note in list(graph.quantization_annotation):
+            if note.tensor_name not in present:
+                graph.quantization_annotation.remove(note)
+        for tensor in list(graph.sparse_initializer):
+            if tensor.values.name not in present:
+                graph.sparse_initializer.remove(tensor)
+
+    def _mark(self) -> tuple[int, ...]:
+        return tuple(map(len, (self.nodes, self.tensors, self.shared, self.cuts, self.adapted)))
+
+    def _roll_back(self, marks: tuple[int, ...]) -> None:
+        """Forget what was added since a mark: lists and dicts only grow."""
+        del self.nodes[marks[0] :]
+        dicts = (self.tensors, self.shared, self.cuts, self.adapted)
+        for added, mark in zip(dicts, marks[1:], strict=True):
+            while len(added) > mark:
+                added.popitem()
+
+
+def _operand_layouts(editor: Editor, node: Any, layout: Layout) -> dict[int, Layout] | None:
+    """The layouts of the operands of a node on constants, so that it computes a cut of its output;
+    None where that has no rule."""
+    if not is_standard(node):
+        return None
+    if node.op_type in ("Identity", "Cast"):
+        return {0: layout}
+    attributes = attributes_of(node)
+    if node.op_type == "Transpose":
+        order = attributes.get("perm") or list(range(len(layout)))[::-1]
+        operand: list[Positions] = [None] * len(layout)
+        for axis, source in enumerate(order):
+            operand[source] = layout[axis]
+        return {0: tuple(operand)}
+    if node.op_type == "DequantizeLinear":
+        layouts = {0: layout}
+        for k in range(1, len(node.input)):
+            if node.input[k] and (cut := scale_layout(editor, node, k, layout)) is not None:
+                layouts[k] = cut
+        return None if any(x == () for x in layouts.values()) else layouts
+    return None
+
+
+def scale_layout(editor: Editor, node: Any, k: int, layout: Layout) -> Layout | None:
+    """The layout of a scale or zero point (operand k) for a cut of a tensor; None: it stays as it
+    is; (): the tensor cannot be cut so, as blocks of positions share a scale."""
+    attributes, shape = attributes_of(node), editor.shape(node.input[k])
+    axis = attributes.get("axis", 1) % max(len(layout), 1)
+    if attributes.get("block_size") and len(shape) == len(layout):
+        return () if layout[axis] is not None else layout
+    if len(shape) == 1 and shape[0] != 1:
+        return (layout[axis],)
+    return None
+
+
+def _with_names(node: Any, names: Mapping[str, str]) -> Any:
+    """The node, with other names for some of its values."""
+    if not any(name in names for name in (*node.input, *node.output)):
+        return node
+    node = copy_of(node)
+    for values in (node.input, node.output):
+        for k, name in enumerate(values):
+            values[k] = names.get(name, name)
+    return node
+
+
+def _named(tensor: Any, name: str) -> Any:
+    if tensor.name == name:
+        return tensor
+    tensor = copy_of(tensor)
+    tensor.name = name
+    return tensor
+
+
+def _set_sizes(sizes: Any, new: Sequence[int | None]) -> None:
+    """Replace the sizes that are not None and differ."""
+    for dimension, size in zip(sizes, new, strict=False):
+        if size is not None and dimension.dim_value != size:
+            dimension.dim_value = size

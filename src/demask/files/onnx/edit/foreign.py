@@ -1,0 +1,122 @@
+"""Types and sizes of what ops compute that demask has no function for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from demask.files.onnx.edit.constants import evaluated
+from demask.files.onnx.edit.opaque import Dimension, OpaqueOutput
+from demask.files.onnx.edit.protos import graph_reads, is_standard
+from demask.files.onnx.read.tensors import DTYPES
+
+
+def opaque_outputs(
+    model: Any, feeds: Mapping[str, np.ndarray], names: Collection[str]
+) -> dict[str, OpaqueOutput]:
+    """The outputs of some nodes, by name, without those whose type or number of axes is unknown.
+
+    A size is that of an axis of an operand if the file names both alike, or if shape inference
+    derives none and the runtime computes equal sizes on two examples.
+    """
+    declared = _declared(model)
+    readers = {o: node for node in model.graph.node for o in node.output if o}
+    producers = set(readers)
+    operands = {n for name in names for n in _operands(readers[name])}
+    wanted = {n for n in (*names, *operands) if n in producers}
+    examples = (dict(feeds), longer_inputs(model, feeds))
+    runs = [evaluated(model, wanted, producers, example) | example for example in examples]
+    outputs = {}
+    for name in names:
+        tensors = _operands(readers[name])
+        dtype, dims = declared.get(name, (0, None))
+        arrays = [run.get(name) for run in runs]
+        if dims is None and arrays[0] is None:
+            continue
+        if arrays[0] is not None and arrays[0].dtype.kind in "OUS":
+            continue
+        if dims is None:
+            dims = [None] * (0 if arrays[0] is None else arrays[0].ndim)
+        kind = str(arrays[0].dtype) if arrays[0] is not None else _torch_name(dtype)
+        if kind is None:
+            continue
+        sizes = [
+            n
+            if isinstance(n, int)
+            else _same_size(k, n, tensors, name, declared, runs, is_standard(readers[name]))
+            for k, n in enumerate(dims)
+        ]
+        outputs[name] = OpaqueOutput(kind, tuple(sizes))
+    return outputs
+
+
+def _operands(node: Any) -> list[str]:
+    return [name for name in (*node.input, *graph_reads(node)) if name]
+
+
+def _declared(model: Any) -> dict[str, tuple[int, list[int | str | None] | None]]:
+    """Element type and sizes that shape inference derives, by name."""
+    from onnx import shape_inference
+
+    try:
+        graph = shape_inference.infer_shapes(model).graph
+    except Exception:  # larger than a message, or invalid for it
+        graph = model.graph
+    values = {}
+    for value in (*graph.value_info, *graph.input, *graph.output):
+        kind = value.type.tensor_type
+        dims = None
+        if kind.HasField("shape"):
+            dims = [d.dim_value if d.HasField("dim_value") else d.dim_param or None
+                    for d in kind.shape.dim]  # fmt: skip
+        values[value.name] = (kind.elem_type, dims)
+    return values
+
+
+def _torch_name(number: int) -> str | None:
+    dtype = DTYPES.get(number)
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _same_size(k: int, size: Any, operands: list[str], name: str, declared: Any,
+               runs: Any, standard: bool) -> Dimension:  # fmt: skip
+    """The axis of an operand that has the size of axis k of an output; None if there is none."""
+    first, second = (run.get(name) for run in runs)
+    for at, operand in enumerate(operands):
+        dims = declared.get(operand, (0, None))[1] or []
+        if size and size in dims:
+            return at, dims.index(size)
+    if first is None or second is None:
+        return None
+    pair = (int(first.shape[k]), int(second.shape[k]))
+    if pair[0] == pair[1]:  # an op of ONNX without inferred sizes has sizes that depend on data
+        return None if standard else pair[0]
+    for at, operand in enumerate(operands):
+        arrays = [run.get(operand) for run in runs]
+        if any(array is None for array in arrays):
+            continue
+        pairs = list(zip(arrays[0].shape, arrays[1].shape, strict=True))
+        if pair in pairs:
+            return at, pairs.index(pair)
+    return None
+
+
+def longer_inputs(model: Any, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The example with more of each size that the file leaves open, each by another number."""
+    added: dict[str, int] = {}
+    longer = {}
+    for value in model.graph.input:
+        if value.name not in feeds:
+            continue
+        array = feeds[value.name]
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if not dim.HasField("dim_value"):
+                name = dim.dim_param or f"{value.name}.{axis}"
+                more = added.setdefault(name, len(added) + 1)
+                array = np.take(
+                    array, np.arange(array.shape[axis] + more) % array.shape[axis], axis
+                )
+        longer[value.name] = array
+    return longer

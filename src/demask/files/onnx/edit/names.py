@@ -1,0 +1,239 @@
+"""The values of an ONNX file by their names: sizes, known elements, and the positions to compute.
+
+The file is captured with every tensor of its graph as an output. So each name has its node in the
+program, whatever normalization changes. The program is only analyzed: it is never run or exported.
+Ops that demask cannot capture are calls of `demask::opaque`, of which nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from demask.errors import DemaskError, NotExportable
+from demask.facts.known import key_of, value_of
+from demask.files.onnx.edit.opaque import OpaqueOutput, opaque_call
+from demask.files.onnx.model import Graph, OnnxFile, OnnxNode
+from demask.files.onnx.module import OnnxModule
+from demask.files.onnx.op_functions import OnnxEntry
+from demask.files.onnx.ops import ENTRIES
+from demask.files.onnx.values import Host, Value
+from demask.graph.program import Program
+from demask.ops import Table
+from demask.shrink.layout.cells import Layout, whole
+from demask.shrink.layout.layout_analysis import LayoutAnalysis
+from demask.shrink.pipeline import canonicalize, programs_of
+
+Size = Any  # an int, or an expression of sympy for a dynamic size
+OpaqueOutputs = Mapping[str, OpaqueOutput]  # by name; without those that are not tensors
+
+
+@dataclass(frozen=True, slots=True)
+class NamedValue:
+    """One tensor of a file.
+
+    shape: its sizes. dtype: torch's. known, fill: where elements are equal for every input, and
+    their values; of the tensor's rank, each dimension 1 or full. layout: the positions to compute
+    on each axis; None where nothing reads the tensor but its known elements.
+    """
+
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+    known: np.ndarray
+    fill: np.ndarray
+    layout: Layout | None
+
+    @classmethod
+    def of(cls, analysis: LayoutAnalysis, node: fx.Node, layout: Layout | None) -> Self:
+        """The value of a node."""
+        fact = analysis.known[key_of(node)]
+        value = value_of(node)
+        shape = tuple(n if isinstance(n, int) else n.node.expr for n in value.shape)
+        if layout is not None:
+            layout = tuple(
+                None if p is None or not isinstance(n, int) else whole(p, n)
+                for p, n in zip(layout, shape, strict=True)
+            )
+        fill = fact.fill.detach()
+        is_plain = not fill.is_floating_point() or fill.dtype == torch.float64
+        return cls(
+            shape,
+            value.dtype,
+            fact.known.numpy(),
+            (fill if is_plain else fill.double()).numpy(),
+            layout,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NamedValues:
+    """The tensors of a file's main graph. hosts: numbers that are known without reading a tensor
+    (sizes), as the capture computes them: ints or symbolic. opaque: ops that were not captured."""
+
+    values: Mapping[str, NamedValue]
+    hosts: Mapping[str, np.ndarray]
+    opaque: frozenset[str]
+
+
+@dataclass(slots=True)
+class _CaptureLog:
+    """What one capture reads off: the node it is at, and its tensors and sizes by name. Copies of
+    the module share it."""
+
+    at: OnnxNode | None = None
+    names: list[str] = field(default_factory=list)
+    hosts: dict[str, np.ndarray] = field(default_factory=dict)
+    outputs: int = 0
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+
+class NamedModule(OnnxModule):
+    """The network of a file that returns its outputs, operands of ops without a tensor output, then
+    every tensor of its graph."""
+
+    def __init__(self, file: OnnxFile, opaque: Collection[str], outputs: OpaqueOutputs):
+        nodes = tuple(_flat(n) if _label(n) in opaque else n for n in file.graph.nodes)
+        file = replace(file, graph=replace(file.graph, nodes=nodes))
+        self_opaque = {node.outputs for node in nodes if _label(node) in opaque}
+
+        def entry_of(node: OnnxNode) -> OnnxEntry:
+            if node.outputs in self_opaque:
+                return OnnxEntry(node.op, node.domain, lambda *a: None)
+            return ENTRIES[node.domain, node.op]
+
+        super().__init__(file, entry_of)
+        self.log = _CaptureLog()
+        self.opaque, self.opaque_outputs = self_opaque, dict(outputs)
+        self.tensors = {o for node in nodes for o in node.outputs if o}
+        steps = tuple(replace(step, drops=()) for step in self.plan.steps)
+        self.plan = replace(self.plan, steps=steps)
+
+    def forward(self, *inputs: Any) -> Any:
+        self.extra_roots: list[Tensor] = []
+        values = self._values(self.plan, inputs, {})
+        names = [*self.plan.inputs, *self.tensors]
+        named = {n: values[n] for n in names if isinstance(values.get(n), Tensor)}
+        roots = [
+            self._tensor(v) for v in (values[name] for name in self.plan.outputs)
+            if not isinstance(v, Host) or v.dtype is not None
+        ]  # fmt: skip
+        roots = [t for root in roots for t in (root if isinstance(root, list) else [root])]
+        roots = [t for t in [*roots, *self.extra_roots] if isinstance(t, Tensor)]
+        if torch.compiler.is_exporting():
+            self.log.names, self.log.outputs = list(named), len(roots)
+            hosts = {n: v for n, v in values.items() if isinstance(v, Host) and n in self.tensors}
+            self.log.hosts.update({n: v.array for n, v in hosts.items()})
+        return (*roots, *named.values())
+
+    def _do(self, step: Any, plan: Any, values: dict[str, Value], recorder: Any) -> None:
+        if step.node.outputs not in self.opaque:
+            if plan is self.plan:
+                self.log.at = step.node
+            super()._do(step, plan, values, recorder)
+            return
+        operands = [self._tensor(values[name]) for name in step.node.inputs if name]
+        tensors = [t if isinstance(t, Tensor) else torch.zeros(()) for t in operands]
+        tensors += [t for v in operands if isinstance(v, list) for t in v if isinstance(t, Tensor)]
+        outputs = [self.opaque_outputs.get(name) for name in step.node.outputs]
+        present = [output for output in outputs if output is not None]
+        if not present:
+            self.extra_roots += tensors
+        results = iter(opaque_call(tensors, present) if present else ())
+        for name, output in zip(step.node.outputs, outputs, strict=True):
+            values[name] = None if output is None else next(results)
+
+
+def _label(node: OnnxNode) -> str:
+    """The name by which a node of the main graph is opaque: that of its first output."""
+    return next(filter(None, node.outputs), "")
+
+
+def _flat(node: OnnxNode) -> OnnxNode:
+    """A node whose operands include what its subgraphs read, without attributes."""
+    graphs = [v for v in node.attributes.values() if isinstance(v, Graph)]
+    reads = [name for graph in graphs for name in outer_reads(graph)]
+    return replace(node, inputs=(*node.inputs, *reads), attributes={})
+
+
+def outer_reads(graph: Graph, bound: Collection[str] = ()) -> list[str]:
+    """The names that a subgraph reads from the graph around it."""
+    inner = {*bound, *graph.constants, *(port.name for port in graph.inputs)}
+    reads: list[str] = []
+    for node in graph.nodes:
+        reads += [name for name in node.inputs if name and name not in inner]
+        for value in node.attributes.values():
+            if isinstance(value, Graph):
+                reads += outer_reads(value, inner)
+        inner |= set(node.outputs)
+    return reads + [port.name for port in graph.outputs if port.name not in inner]
+
+
+def foreign_nodes(file: OnnxFile) -> set[str]:
+    """Nodes (by their first output) of ops that demask has no function for, or that hold such."""
+
+    def is_foreign(node: OnnxNode) -> bool:
+        graphs = [v for v in node.attributes.values() if isinstance(v, Graph)]
+        function = file.functions.get((node.domain, node.op))
+        if function is not None:
+            return any(map(is_foreign, function.nodes))
+        known = (node.domain, node.op) in ENTRIES or node.op == "Constant"
+        return not known or any(is_foreign(n) for graph in graphs for n in graph.nodes)
+
+    return {_label(node) for node in file.graph.nodes if is_foreign(node)}
+
+
+def name_values(file: OnnxFile, args: Sequence[Tensor], table: Table, outputs: Any) -> NamedValues:
+    """Facts and layouts of the tensors of a file.
+
+    Args:
+        args: example inputs.
+        table: of ATen ops.
+        outputs: function from names to the `OpaqueOutput` of those that are tensors.
+
+    Raises:
+        NotExportable: the file cannot be captured, or not with the dynamic sizes that it declares.
+    """
+    opaque = foreign_nodes(file)
+    while True:
+        names = [o for n in file.graph.nodes if _label(n) in opaque for o in n.outputs if o]
+        module = NamedModule(file, opaque, outputs(names) if names else {})
+        try:
+            program = next(programs_of(module, tuple(args), None, None))
+            break
+        except DemaskError:
+            failed = module.log.at
+            if failed is None or _label(failed) in opaque:
+                raise
+            opaque = opaque | {_label(failed)}
+    _check_sizes(program, file)
+    program = canonicalize(program, table)
+    result = next(node for node in program.graph.nodes if node.op == "output")
+    leaves: Any = result.args[0]
+    nodes = dict(zip(module.log.names, leaves[module.log.outputs :], strict=True))
+    result.args = (tuple(leaves[: module.log.outputs]),)
+    analysis = LayoutAnalysis.of(program, table)
+    layouts = analysis.placer.placement().value
+    values = {name: NamedValue.of(analysis, node, layouts.get(key_of(node)))
+              for name, node in nodes.items() if isinstance(node, fx.Node)}  # fmt: skip
+    return NamedValues(values, module.log.hosts, frozenset(opaque))
+
+
+def _check_sizes(program: Program, file: OnnxFile) -> None:
+    """Raise NotExportable where a size that the file leaves open is static in the program."""
+    inputs = list(program.graph.find_nodes(op="placeholder"))
+    for node, port in zip(inputs, file.graph.inputs, strict=True):
+        value = node.meta["val"]
+        for size, declared in zip(value.shape, port.sizes or (), strict=False):
+            if isinstance(declared, str) and isinstance(size, int):
+                raise NotExportable(
+                    f"size {declared!r} of {port.name!r} is static",
+                    "the file",
+                    "the file is exported anew instead",
+                )

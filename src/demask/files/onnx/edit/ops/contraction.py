@@ -1,0 +1,193 @@
+"""Convolutions and products of matrices: rows of weights are cut as the output, columns as the
+operand. Known operands that are not computed are added to the bias."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from demask.files.onnx.edit.calls import HANDLERS, NodeEdit
+from demask.files.onnx.edit.protos import copy_of
+from demask.files.onnx.edit.refusals import all_positions, require
+from demask.shrink.layout.cells import Layout, Positions, whole
+
+NODE_BYTES = 160  # of a node that selects positions, and its constants
+Lost = dict[int, float]
+
+
+def contracted(edit: NodeEdit, k: int, axis: int, rows: np.ndarray) -> tuple[list[int], Lost]:
+    """The positions of a summed axis of operand k to read, and the known values, other than 0, at
+    the others. rows: the weights by position of that axis."""
+    editor, name = edit.editor, edit.name(k)
+    rows = rows.reshape(len(rows), -1)
+    used = (rows != 0).any(1)
+    require(name in editor.layouts, "its operand is known")
+    present = all_positions(editor.layouts[name][axis], len(rows))
+    read = [p for p in present if used[p]] or present[:1]
+    saved = (len(present) - len(read)) * rows.shape[1] * rows.itemsize
+    if saved < NODE_BYTES + 8 * len(read):  # a selection costs more than it saves
+        read = present
+    fill = editor.fill(name).astype(np.float64)
+    missing = [p for p in range(len(rows)) if p not in set(read) and used[p]]
+    require(fill.size == fill.shape[axis], "known values that differ along several axes")
+    values = np.broadcast_to(fill.reshape(-1), [len(rows)])
+    return read, {p: float(values[p]) for p in missing if values[p]}
+
+
+def _sum_of(weights: np.ndarray, axis: int, lost: Lost) -> np.ndarray:
+    """The products of weights with known values, summed along an axis."""
+    columns = np.take(weights, list(lost), axis).astype(np.float64)
+    return np.tensordot(columns, list(lost.values()), ([axis], [0]))
+
+
+@HANDLERS("Conv")
+def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
+    """conv(x, w)[:, p] == conv(x[:, q], w[p, q]) + conv(x[:, r], w[p, r]), of which x[:, r] is
+    known: a bias where there is no padding, else one more channel of ones."""
+    editor, weights = edit.editor, edit.constant(1)
+    groups, rank = edit.attributes.get("group", 1), len(edit.shape(0))
+    bias = edit.name(2)
+    require(not bias or bias in editor.constants, "its bias is computed")
+    images = (None,) * (rank - 2)
+    batch, rows = edit.layout[:2]
+    if groups > 1:
+        if groups != len(weights) or groups != edit.shape(0)[1]:
+            edit.adapt(0, (batch, *([None] * (rank - 1))))
+            return [(batch, *([None] * (rank - 1)))]
+        edit.adapt(0, (batch, rows, *images))
+        edit.adapt(1, (rows, *([None] * (rank - 1))))
+        edit.set("group", len(all_positions(rows, groups)))
+        if bias:
+            edit.adapt(2, (rows,))
+        return [(batch, rows, *images)]
+    selected = weights[all_positions(rows, len(weights))]
+    read, lost = contracted(edit, 0, 1, np.moveaxis(selected, 1, 0))
+    columns = whole(read, weights.shape[1])
+    edit.adapt(0, (batch, columns, *images))
+    edit.adapt(1, (rows, columns, *images))
+    if bias:
+        edit.adapt(2, (rows,))
+    if lost:
+        added = _sum_of(selected, 1, lost)
+        is_padded = any(edit.attributes.get("pads", ())) or edit.attributes.get(
+            "auto_pad", "NOTSET"
+        ) not in ("NOTSET", "VALID")
+        if is_padded:
+            ones = editor.pad_end(edit.new.input[0], rank, 1, 1, edit.name(0), weights.dtype)
+            edit.replace(0, ones)
+            present_weights = selected[:, read]
+            both = np.concatenate([present_weights, added[:, None].astype(weights.dtype)], 1)
+            edit.replace(1, editor.replacement(both, edit.name(1)))
+        else:
+            old = editor.array(bias)[all_positions(rows, len(weights))] if bias else 0
+            total = added.reshape(len(added), -1).sum(1) + old
+            edit.replace(2, editor.replacement(total.astype(weights.dtype), bias or edit.name(1)))
+    return [(batch, rows, *images)]
+
+
+@HANDLERS("ConvTranspose")
+def transposed_convolution(edit: NodeEdit) -> Sequence[Layout | None]:
+    """conv(x, w)[:, p] == conv(x[:, q], w[q, p])."""
+    weights, rank = edit.constant(1), len(edit.shape(0))
+    require(edit.attributes.get("group", 1) == 1, "it has groups")
+    images = (None,) * (rank - 2)
+    batch, rows = edit.layout[:2]
+    selected = weights[:, all_positions(rows, weights.shape[1])]
+    read, lost = contracted(edit, 0, 1, selected)
+    require(not lost, "known values at borders")
+    columns = whole(read, len(weights))
+    edit.adapt(0, (batch, columns, *images))
+    edit.adapt(1, (columns, rows, *images))
+    if edit.name(2):
+        edit.adapt(2, (rows,))
+    return [(batch, rows, *images)]
+
+
+@HANDLERS("Gemm")
+def gemm(edit: NodeEdit) -> Sequence[Layout | None]:
+    """(x @ w + b)[:, p] == x[:, q] @ w[q, p] + b[p]."""
+    attributes, editor = edit.attributes, edit.editor
+    require(not attributes.get("transA") and "broadcast" not in attributes, "transposed")
+    weights, is_transposed = edit.constant(1), attributes.get("transB", 0)
+    batch, rows = edit.layout
+    w_io = weights.T if is_transposed else weights  # i: input, o: output feature
+    w_io = w_io[:, all_positions(rows, w_io.shape[1])]
+    read, lost = contracted(edit, 0, 1, w_io)
+    columns = whole(read, len(w_io))
+    edit.adapt(0, (batch, columns))
+    edit.adapt(1, (rows, columns) if is_transposed else (columns, rows))
+    bias = edit.name(2)
+    if bias:
+        edit.adapt(2, edit.broadcast(2, edit.layout), broadcast=True)
+    if lost:
+        added = attributes.get("alpha", 1.0) * _sum_of(w_io, 0, lost)
+        if bias:
+            require(bias in editor.constants and attributes.get("beta", 1.0) == 1, "its bias")
+            old = editor.array(bias)
+            require(old.ndim < 2 or len(old) == 1, "its bias has rows")
+            old = np.broadcast_to(old.reshape(-1), edit.editor.shape(edit.node.output[0])[1:])
+            added = added + old[all_positions(rows, len(old))]
+        new = editor.replacement(added.astype(weights.dtype), bias or edit.name(1))
+        edit.replace(2, new)
+    return [(batch, rows)]
+
+
+@HANDLERS("MatMul", "MatMulInteger")
+def product(edit: NodeEdit) -> Sequence[Layout | None]:
+    """(x @ w)[..., p] == x[..., q] @ w[q, p] + x[..., r] @ w[r, p]."""
+    require(min(len(edit.shape(0)), len(edit.shape(1))) > 1, "vectors")
+    if edit.name(1) not in edit.editor.constants:
+        return _product_of_values(edit)
+    weights, layout, editor = edit.constant(1), edit.layout, edit.editor
+    is_integer = edit.node.op_type == "MatMulInteger"
+    zero_point = edit.name(3)
+    if is_integer and zero_point:
+        weights = weights.astype(np.float64) - edit.constant(3).astype(np.float64)
+    w_io = weights[..., all_positions(layout[-1], weights.shape[-1])]
+    axis = len(edit.shape(0)) - 1
+    read, lost = contracted(edit, 0, axis, np.moveaxis(w_io, -2, 0))
+    columns = whole(read, weights.shape[-2])
+    edit.adapt(0, (*edit.broadcast(0, layout)[:-1], columns))
+    edit.adapt(1, (*edit.broadcast(1, layout)[:-2], columns, layout[-1]))
+    if is_integer and zero_point and editor.array(zero_point).size > 1:
+        edit.adapt(3, (layout[-1],))
+    if lost:
+        require(not is_integer and w_io.ndim == 2, "known values")
+        added = editor.tensor(_sum_of(w_io, 0, lost).astype(weights.dtype), edit.name(1), "known")
+        output = edit.node.output[0]
+        edit.new.output[0] = editor.fresh(output, "product")
+        editor.nodes.append(copy_of(edit.new))
+        edit.sum_with(added, output)
+    return [layout]
+
+
+def _product_of_values(edit: NodeEdit) -> Sequence[Layout | None]:
+    """The product of two values: the summed axis is read where neither is known to be 0."""
+    require(edit.node.op_type == "MatMul", "computed integers")
+    editor, layout = edit.editor, edit.layout
+    names = (edit.name(0), edit.name(1))
+    axes = (len(edit.shape(0)) - 1, len(edit.shape(1)) - 2)
+    size = edit.shape(0)[-1]
+    require(names[0] not in editor.constants, "a constant on the left")
+    read: Positions = None
+    if isinstance(size, int):
+        sides = [_not_zero(edit, *side, size) for side in zip(names, axes, strict=True)]
+        both = [p for p in sides[0] if p in set(sides[1])]
+        require(both, "every product is 0")
+        read = whole(both, size)
+    edit.adapt(0, (*edit.broadcast(0, layout)[:-2], layout[-2], read))
+    edit.adapt(1, (*edit.broadcast(1, layout)[:-2], read, layout[-1]))
+    return [layout]
+
+
+def _not_zero(edit: NodeEdit, name: str, axis: int, size: int) -> list[int]:
+    """The positions of an axis that are computed, then those that are known and not 0."""
+    editor = edit.editor
+    fill = editor.fill(name)
+    nonzero = (np.moveaxis(fill, axis, 0).reshape(fill.shape[axis], -1) != 0).any(1)
+    nonzero = np.broadcast_to(nonzero, [size])
+    present = []
+    if name in editor.layouts:
+        present = all_positions(editor.layouts[name][axis], size)
+    return [*present, *(p for p in range(size) if nonzero[p] and p not in set(present))]

@@ -1,0 +1,70 @@
+"""Nodes of ONNX files as protocol buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+GRAPH, GRAPHS = 5, 10  # types of attributes
+STANDARD = ("", "ai.onnx")
+
+
+def is_standard(node: Any) -> bool:
+    """Whether a node's op is ONNX's own."""
+    return node.domain in STANDARD
+
+
+def op_of(node: Any) -> str:
+    """The name of a node's op, with its domain unless that is ONNX's own."""
+    return node.op_type if is_standard(node) else f"{node.domain}.{node.op_type}"
+
+
+def copy_of(proto: Any) -> Any:
+    """A copy of a message, equal byte for byte until it is changed."""
+    copy = type(proto)()
+    copy.CopyFrom(proto)
+    return copy
+
+
+def attributes_of(node: Any) -> dict[str, Any]:
+    """The attributes of a node, text as str."""
+    from onnx import helper
+
+    values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    return {k: v.decode() if isinstance(v, bytes) else v for k, v in values.items()}
+
+
+def set_attribute(node: Any, name: str, value: Any) -> None:
+    """Replace an attribute where it stands, or add it; None removes it."""
+    from onnx import helper
+
+    at = next((k for k, a in enumerate(node.attribute) if a.name == name), None)
+    if value is None:
+        if at is not None:
+            del node.attribute[at]
+    elif at is None:
+        node.attribute.append(helper.make_attribute(name, value))
+    elif attributes_of(node)[name] != value:
+        node.attribute[at].CopyFrom(helper.make_attribute(name, value))
+
+
+def graph_reads(node: Any) -> list[str]:
+    """The names that the subgraphs of a node read from the graph around it."""
+    reads = []
+    for attribute in node.attribute:
+        if attribute.type == GRAPH:
+            reads += outer_reads(attribute.g)
+        elif attribute.type == GRAPHS:
+            reads += [name for graph in attribute.graphs for name in outer_reads(graph)]
+    return reads
+
+
+def outer_reads(graph: Any, bound: Collection[str] = ()) -> list[str]:
+    """The names that a subgraph reads from the graph around it."""
+    inner = {*bound, *(v.name for v in graph.input), *(t.name for t in graph.initializer)}
+    reads: list[str] = []
+    for node in graph.node:
+        names = [*node.input, *graph_reads(node)]
+        reads += [name for name in names if name and name not in inner]
+        inner |= set(node.output)
+    return reads + [value.name for value in graph.output if value.name not in inner]
