@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
+from demask.facts.analysis import Analysis
 from demask.failures import described, is_strict, public
 from demask.files.atomic_write import check_writable
 from demask.files.onnx import from_onnx
@@ -28,7 +30,8 @@ from demask.files.onnx.check import (
 from demask.files.onnx.edit.edit_file import EditedFile, edit_file, save_edited
 from demask.files.onnx.edit.names import foreign_nodes
 from demask.files.onnx.edit.verdict import Verdict, compare_files
-from demask.files.onnx.read.reader import read
+from demask.files.onnx.module import OnnxModule
+from demask.files.onnx.read.reader import parse_model, read
 from demask.files.onnx.write.writer import (
     as_demasked,
     check_tolerance,
@@ -38,6 +41,7 @@ from demask.files.onnx.write.writer import (
     save,
     serialized,
     size_of,
+    tensor_bytes,
 )
 from demask.graph.example_inputs import draw_examples
 from demask.graph.isolation import in_isolation
@@ -51,6 +55,7 @@ from demask.ops import TABLE, Table
 from demask.optimize import optimized_provenance, unchanged_provenance
 from demask.shrink.pipeline import capture_program as captured
 from demask.shrink.pipeline import shrink_program
+from demask.shrink.program_size import measure_program
 from demask.tune.onnxruntime_candidate import for_runtime
 from demask.tune.race import speed_of
 
@@ -58,7 +63,7 @@ WIDTH = 8  # widths are rounded up to a multiple of it if nothing can be measure
 MULTIPLES = (1, 4, 16)  # also measured if ONNX Runtime is installed
 ROUNDS, SECONDS = 15, 10.0
 EDITED = "the file, edited"
-NOISE = 1.05  # an exported network has to be faster by more than this than the file's own nodes
+NOISE = 1.05  # an exported network has to be faster or smaller by more than this than the edit
 ProgressCallback = Callable[[str], object]
 
 
@@ -273,7 +278,7 @@ def _deploy(
     candidates = _OnnxCandidates(program, race, table, progress, notes=list(edit.notes))
     if edit.file is not None:
         race.add(EDITED, edit.file.model.SerializeToString())
-    name = _winner(candidates, race, minimal, progress)
+    name = _winner(candidates, race, minimal, edit.file, progress)
     if name is None:
         slim = build(
             program, candidates.recorded(unchanged_provenance(candidates.reduced(True)[1]))
@@ -282,8 +287,12 @@ def _deploy(
         copy_file(race.baseline, path)
         return Deployed(slim, 0.0)
     if name == EDITED:
-        program, provenance = candidates.reduced(True)
-        return _write_edit(edit, build(program, candidates.recorded(provenance)).eval(), path)
+        assert edit.file is not None and file is not None
+        network = OnnxModule(parse_model(edit.file.model, Path(file).parent))
+        program = captured(network, args, named, dynamic_shapes)
+        sizes = measure_program(program, Analysis(program, table).relations)
+        record = replace(unchanged_provenance(candidates.reduced(True)[1]), after=sizes)
+        return _write_edit(edit, build(program, candidates.recorded(record)).eval(), path)
     slim, model_proto, error = candidates.valid[name]
     progress("writing")
     save(model_proto, path)
@@ -292,16 +301,22 @@ def _deploy(
 
 
 def _winner(
-    candidates: _OnnxCandidates, race: _SessionRace, minimal: bool, progress: ProgressCallback
+    candidates: _OnnxCandidates,
+    race: _SessionRace,
+    minimal: bool,
+    edited: EditedFile | None,
+    progress: ProgressCallback,
 ) -> str | None:
     """Name of the candidate to write; None for the original network."""
-    if EDITED in race.sessions and (minimal or race.runtime is None):
-        return EDITED
     if minimal or race.runtime is None:
         options = (True, 1) if minimal else (False, WIDTH)
         candidates.enter(*options)
-        candidates.check()
-        return next(iter(candidates.valid), None)
+        if edited is None or race.runtime is None:  # which could not be compared then
+            candidates.check()
+            return next(iter(candidates.valid), None)
+        exported = [name for name, (_, model, _) in candidates.valid.items()
+                    if NOISE * tensor_bytes(model) < edited.tensor_bytes]  # fmt: skip
+        return next(iter(exported), EDITED)
     choices = (False, True) if candidates.has_borders else (True,)
     for borders in choices:
         candidates.enter(borders, WIDTH)

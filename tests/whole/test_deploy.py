@@ -111,27 +111,42 @@ def test_where_nothing_is_faster_the_file_is_written_as_it_was(given, tmp_path, 
     assert made.slim.demasked.after == made.slim.demasked.before
 
 
-def test_minimal_is_the_smallest_and_is_not_timed(given, tmp_path, monkeypatch):
-    monkeypatch.setattr(deploying, "sample_seconds", None)
+def exported_minimally(given, folder):
+    """What --minimal writes, which has to be a new export; the result equals the original."""
     net, x = demask.from_onnx(given), (torch.randn(1, 3, 16, 16),)
-    deploy(net, x, tmp_path / "slim.onnx", file=given, minimal=True)
+    made = deploy(net, x, folder / "slim.onnx", file=given, minimal=True)
+    same(given, folder / "slim.onnx")
+    assert made.edited is None
+    return made
+
+
+def test_minimal_is_the_smallest_and_is_not_timed(given, tmp_path, monkeypatch):
+    """A new export has border maps in place of channels, so its tensors are smaller."""
+    monkeypatch.setattr(deploying, "sample_seconds", None)
+    exported_minimally(given, tmp_path)
+    slim = demask.demask(demask.from_onnx(given), (torch.randn(1, 3, 16, 16),))
+    assert (
+        width_of(tmp_path / "slim.onnx", "stem.weight") == slim.get_parameter("stem.weight").shape
+    )
+
+
+def test_the_file_is_edited_where_an_export_is_no_smaller(given, tmp_path, monkeypatch):
+    monkeypatch.setattr(deploying, "NOISE", 100.0)
+    net, x = demask.from_onnx(given), (torch.randn(1, 3, 16, 16),)
+    made = deploy(net, x, tmp_path / "slim.onnx", file=given, minimal=True)
     same(given, tmp_path / "slim.onnx")
     assert width_of(tmp_path / "slim.onnx", "stem.weight") == (16, 3, 3, 3)  # 24 at first
     before, after = onnx.load(given), onnx.load(tmp_path / "slim.onnx")
     assert {node.name for node in before.graph.node} >= {node.name for node in after.graph.node}
+    again = demask.from_onnx(tmp_path / "slim.onnx")
+    numbers = sum(p.numel() for p in again.parameters())
+    assert made.slim.demasked.after.parameters == numbers  # of this file, not of an export
 
 
 def test_where_editing_fails_the_network_is_exported_anew(given, tmp_path, monkeypatch):
     monkeypatch.setattr(deploying, "edit_file", _fails)
-    net, x = demask.from_onnx(given), (torch.randn(1, 3, 16, 16),)
-    made = deploy(net, x, tmp_path / "slim.onnx", file=given, minimal=True)
-    same(given, tmp_path / "slim.onnx")
-    assert made.edited is None
+    made = exported_minimally(given, tmp_path)
     assert any("could not be edited: no rule" in note for note in made.slim.demasked.notes)
-    slim = demask.demask(net, x)
-    assert (
-        width_of(tmp_path / "slim.onnx", "stem.weight") == slim.get_parameter("stem.weight").shape
-    )
 
 
 def _fails(*_):
@@ -150,10 +165,8 @@ def test_an_edited_file_that_is_wrong_is_not_written(given, tmp_path, monkeypatc
         return edited
 
     monkeypatch.setattr(deploying, "edit_file", wrong)
-    net, x = demask.from_onnx(given), (torch.randn(1, 3, 16, 16),)
-    made = deploy(net, x, tmp_path / "slim.onnx", file=given, minimal=True)
-    same(given, tmp_path / "slim.onnx")
-    assert made.edited is None
+    monkeypatch.setattr(deploying, "NOISE", 100.0)
+    made = exported_minimally(given, tmp_path)
     assert any("relative to its largest value" in note for note in made.slim.demasked.notes)
 
 

@@ -129,14 +129,7 @@ class OutputComparator:
         if a.shape != b.shape or a.dtype != b.dtype:
             return np.inf
         small_int = a.dtype.kind in "iu" and a.dtype.itemsize < 4 and (self.least or self.tolerance)
-        if a.dtype.kind != "f" and not small_int:
-            return 0.0 if np.array_equal(a, b) else np.inf
-        finite = np.isfinite(a)
-        if not np.array_equal(a[~finite], b[~finite], equal_nan=a.dtype.kind == "f"):
-            return np.inf
-        gap = np.abs(a[finite].astype(np.float64) - b[finite].astype(np.float64))
-        largest = float(np.abs(a[finite].astype(np.float64)).max(initial=0.0))
-        return float(gap.max(initial=0.0)) / (largest or 1.0)
+        return relative_error(a, b, exact=a.dtype.kind != "f" and not small_int)
 
     def _allowed(self, a: np.ndarray) -> float:
         if self.tolerance is not None:
@@ -160,6 +153,18 @@ class OutputComparator:
             if not bad:
                 break
         return bad
+
+
+def relative_error(a: np.ndarray, b: np.ndarray, *, exact: bool) -> float:
+    """Largest |a - b| relative to the largest |a|, of arrays of one shape and dtype; infinite where
+    one is not finite and they differ, and with `exact` where they differ at all."""
+    if exact:
+        return 0.0 if np.array_equal(a, b) else np.inf
+    finite = np.isfinite(a)
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=a.dtype.kind == "f"):
+        return np.inf
+    x, y = a[finite].astype(np.float64), b[finite].astype(np.float64)
+    return float(np.abs(x - y).max(initial=0.0)) / (float(np.abs(x).max(initial=0.0)) or 1.0)
 
 
 def _is_rounding(runs: Arrays, a: np.ndarray, b: np.ndarray, allowed: float) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from demask.errors import BadInput
-from demask.files.atomic_write import check_writable, write
+from demask.files.atomic_write import write
 from demask.files.onnx.edit.constants import evaluated
 from demask.files.onnx.edit.editor import Editor
 from demask.files.onnx.edit.foreign import opaque_outputs
@@ -23,10 +22,10 @@ from demask.files.onnx.edit.ops import handle
 from demask.files.onnx.edit.protos import copy_of, graph_reads
 from demask.files.onnx.edit.refusals import MustCompute, Unsupported
 from demask.files.onnx.read.reader import installed, parse_model, read
+from demask.files.onnx.write.writer import write_weights
 from demask.ops import Table
 
 PASSES = 4
-ALIGNED = 4096  # bytes, as weights are mapped in pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +33,8 @@ class EditedFile:
     """A file, edited.
 
     model: its ModelProto. nodes: how many nodes it has, of these `unchanged` are those of the
-    original, byte for byte. barriers: nodes that stay whole, and why. foreign: ops
-    that demask could not capture, by an output. external: tensors that the original stores in other
-    files.
+    original, byte for byte. barriers: nodes that are not cut, and why. foreign: ops that demask
+    could not capture, by an output. external: tensors that the original stores in other files.
     """
 
     model: Any
@@ -45,6 +43,11 @@ class EditedFile:
     barriers: tuple[tuple[str, str], ...]
     external: frozenset[str]
     foreign: frozenset[str]
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The bytes of the stored tensors."""
+        return sum(tensor.ByteSize() for tensor in self.model.graph.initializer)
 
 
 def edit_file(
@@ -124,25 +127,14 @@ def save_edited(edited: EditedFile, path: str | os.PathLike[str]) -> None:
     model = edited.model
     external = [t for t in model.graph.initializer if t.name in edited.external]
     if external:
+        from onnx import external_data_helper
+
         model = copy_of(model)
         external = [t for t in model.graph.initializer if t.name in edited.external]
-        _move_out(external, check_writable(path))
+        data = [functools.partial(bytes, tensor.raw_data) for tensor in external]
+        weights, ranges = write_weights(Path(path), data)
+        for tensor, (offset, length) in zip(external, ranges, strict=True):
+            external_data_helper.set_external_data(tensor, weights.name, offset, length)
+            tensor.ClearField("raw_data")
     with write(path) as file:
         file.write(model.SerializeToString())
-
-
-def _move_out(tensors: Sequence[Any], path: Path) -> None:
-    """Write the bytes of tensors to a file named with their hash, each at a multiple of 4096."""
-    from onnx import external_data_helper
-
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.raw_data)
-    name = f"{path.stem}.{digest.hexdigest()[:12]}.weights"
-    with write(path.with_name(name)) as file:
-        for tensor in tensors:
-            file.write(b"\0" * (-file.tell() % ALIGNED))
-            offset, length = file.tell(), len(tensor.raw_data)
-            file.write(tensor.raw_data)
-            external_data_helper.set_external_data(tensor, name, offset, length)
-            tensor.ClearField("raw_data")

@@ -22,6 +22,7 @@ from demask.files.onnx.model import Graph, OnnxFile, OnnxNode
 from demask.files.onnx.module import OnnxModule
 from demask.files.onnx.op_functions import OnnxEntry
 from demask.files.onnx.ops import ENTRIES
+from demask.files.onnx.read.topological_order import names_read
 from demask.files.onnx.values import Host, Value
 from demask.graph.program import Program
 from demask.ops import Table
@@ -157,22 +158,7 @@ def _label(node: OnnxNode) -> str:
 
 def _flat(node: OnnxNode) -> OnnxNode:
     """A node whose operands include what its subgraphs read, without attributes."""
-    graphs = [v for v in node.attributes.values() if isinstance(v, Graph)]
-    reads = [name for graph in graphs for name in outer_reads(graph)]
-    return replace(node, inputs=(*node.inputs, *reads), attributes={})
-
-
-def outer_reads(graph: Graph, bound: Collection[str] = ()) -> list[str]:
-    """The names that a subgraph reads from the graph around it."""
-    inner = {*bound, *graph.constants, *(port.name for port in graph.inputs)}
-    reads: list[str] = []
-    for node in graph.nodes:
-        reads += [name for name in node.inputs if name and name not in inner]
-        for value in node.attributes.values():
-            if isinstance(value, Graph):
-                reads += outer_reads(value, inner)
-        inner |= set(node.outputs)
-    return reads + [port.name for port in graph.outputs if port.name not in inner]
+    return replace(node, inputs=tuple(names_read(node)), attributes={})
 
 
 def foreign_nodes(file: OnnxFile) -> set[str]:

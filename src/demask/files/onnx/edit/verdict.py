@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import BadInput, Mismatch
-from demask.files.onnx.check import UNITS, draws, onnxruntime, session
+from demask.files.onnx.check import UNITS, draws, onnxruntime, relative_error, session
 from demask.files.onnx.edit.foreign import longer_inputs
 
 QUANTIZED = ("DynamicQuantizeLinear", "QuantizeLinear", "MatMulInteger", "ConvInteger",
@@ -138,13 +138,7 @@ def _difference(a: Any, b: Any) -> float:
         return 0.0 if _equal(a, b) else np.inf
     if a.shape != b.shape or a.dtype != b.dtype:
         return np.inf
-    if a.dtype.kind != "f":
-        return 0.0 if np.array_equal(a, b) else np.inf
-    finite = np.isfinite(a)
-    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
-        return np.inf
-    x, y = a[finite].astype(np.float64), b[finite].astype(np.float64)
-    return float(np.abs(x - y).max(initial=0.0)) / (float(np.abs(x).max(initial=0.0)) or 1.0)
+    return relative_error(a, b, exact=a.dtype.kind != "f")
 
 
 def _equal(a: Any, b: Any) -> bool:

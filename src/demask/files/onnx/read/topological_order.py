@@ -50,7 +50,7 @@ def _nodes(
     """Nodes in order. known: names before the first node. outer: names of enclosing graphs,
     modified during the call and restored."""
     definitions = _definitions(nodes, known, outer)
-    reads = [list(dict.fromkeys(_reads(node))) for node in nodes]
+    reads = [list(dict.fromkeys(names_read(node))) for node in nodes]
     for node, names in zip(nodes, reads, strict=True):
         for name in names:
             if name not in definitions and name not in outer:
@@ -100,7 +100,7 @@ def _with_graphs(node: OnnxNode, outer: set[str]) -> OnnxNode:
     return replace(node, attributes={**node.attributes, **ordered})
 
 
-def _reads(node: OnnxNode) -> Iterator[str]:
+def names_read(node: OnnxNode) -> Iterator[str]:
     """Names that a node reads, itself or in its graphs."""
     yield from filter(None, node.inputs)
     for value in node.attributes.values():
@@ -112,7 +112,7 @@ def _free(graph: Graph) -> Iterator[str]:
     """Names that a graph reads and does not define."""
     definitions = {*(port.name for port in graph.inputs), *graph.constants}
     definitions.update(name for node in graph.nodes for name in node.outputs)
-    read = (name for node in graph.nodes for name in _reads(node))
+    read = (name for node in graph.nodes for name in names_read(node))
     for name in (*read, *(port.name for port in graph.outputs)):
         if name not in definitions:
             yield name

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +267,12 @@ def save(model: Any, path: str | os.PathLike[str], largest: int = LARGEST) -> No
     _save_with_external_data(model, Path(path))
 
 
+def tensor_bytes(model: Any) -> int:
+    """The bytes of the stored tensors of an `onnx_ir.Model`."""
+    constants = [value.const_value for value in model.graph.initializers.values()]
+    return sum(constant.nbytes for constant in constants if constant is not None)
+
+
 def serialized(model: Any) -> bytes:
     """The bytes of an `onnx_ir.Model`, checked, with weights, so at most 2 GiB."""
     proto = _proto(model)
@@ -284,22 +290,13 @@ def _proto(model: Any) -> Any:
 
 
 def _save_with_external_data(model: Any, path: Path) -> None:
-    """Write a model with its weights in a second file, each at a multiple of 4096 bytes. Its name
-    has a hash of its contents, so that no file of another network is overwritten."""
+    """Write a model with its weights in a second file, whose name has a hash of its contents, so
+    that no file of another network is overwritten."""
     import onnx_ir as ir
 
     values = [v for v in model.graph.initializers.values()
               if v.const_value is not None and v.const_value.nbytes >= MIN_EXTERNAL]  # fmt: skip
-    digest, ranges = hashlib.sha256(), []
-    for value in values:
-        digest.update(value.const_value.tobytes())
-    final = check_writable(path).with_name(f"{path.stem}.{digest.hexdigest()[:12]}.weights")
-    with write(final) as file:
-        for value in values:
-            data = value.const_value.tobytes()
-            file.write(b"\0" * (-file.tell() % ALIGNED))
-            ranges.append((file.tell(), len(data)))
-            file.write(data)
+    final, ranges = write_weights(path, [v.const_value.tobytes for v in values])
     for value, (offset, length) in zip(values, ranges, strict=True):
         old = value.const_value
         value.const_value = ir.ExternalTensor(final.name, offset, length, old.dtype,
@@ -308,6 +305,23 @@ def _save_with_external_data(model: Any, path: Path) -> None:
     data = _proto(model).SerializeToString()
     with write(path) as file:
         file.write(data)
+
+
+def write_weights(
+    path: Path, tensors: Sequence[Callable[[], bytes]]
+) -> tuple[Path, list[tuple[int, int]]]:
+    """Write the bytes of tensors to a file in the folder of `path`, each at a multiple of 4096, and
+    named with a hash of its contents; its path, and the offset and length of each."""
+    digest, ranges = hashlib.sha256(), []
+    for data in tensors:
+        digest.update(data())
+    final = check_writable(path).with_name(f"{path.stem}.{digest.hexdigest()[:12]}.weights")
+    with write(final) as file:
+        for data in tensors:
+            file.write(b"\0" * (-file.tell() % ALIGNED))
+            begin = file.tell()
+            ranges.append((begin, file.write(data())))
+    return final, ranges
 
 
 def copy_file(original: str | bytes, path: str | os.PathLike[str]) -> None:
