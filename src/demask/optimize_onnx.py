@@ -314,9 +314,10 @@ def _winner(
         if edited is None or race.runtime is None:  # which could not be compared then
             candidates.check()
             return next(iter(candidates.valid), None)
-        exported = [name for name, (_, model, _) in candidates.valid.items()
-                    if NOISE * tensor_bytes(model) < edited.tensor_bytes]  # fmt: skip
-        return next(iter(exported), EDITED)
+        for name, (_, model, _) in list(candidates.valid.items()):
+            if NOISE * tensor_bytes(model) < edited.tensor_bytes and candidates.agrees(name):
+                return name
+        return EDITED
     choices = (False, True) if candidates.has_borders else (True,)
     for borders in choices:
         candidates.enter(borders, WIDTH)
@@ -337,6 +338,9 @@ def _winner(
     best = min([*own, *candidates.valid], key=medians.__getitem__)
     if own and medians[EDITED] <= medians[best] * NOISE:
         best = EDITED
+    while own and best != EDITED and not candidates.agrees(best):
+        del candidates.valid[best]
+        best = min([*own, *candidates.valid], key=medians.__getitem__)
     progress("measuring against the original network")
     final = race.rounds([best], PAIRS, float("inf"))
     speed = replace(speed_of(final[GIVEN], final[best]), threads=race.threads)
@@ -405,6 +409,17 @@ class _OnnxCandidates:
             self.failure = error
             return
         self.valid[name], self.borders[name] = (slim, model, error), borders
+
+    def agrees(self, name: str) -> bool:
+        """Whether a candidate passes the comparison that edits of the file have passed."""
+        race, data = self.race, serialized(self.valid[name][1])
+        tolerance = None if race.judge is None else race.judge.tolerance
+        try:
+            compare_files(str(race.baseline), data, race.draws[0].inputs, tolerance)
+        except (BadInput, Mismatch) as error:
+            self.notes.append(f"{name} is left out: {error}")
+            return False
+        return True
 
     def check(self) -> None:
         """Raise the last failure if no candidate is valid."""

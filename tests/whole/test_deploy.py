@@ -143,6 +143,26 @@ def test_the_file_is_edited_where_an_export_is_no_smaller(given, tmp_path, monke
     assert made.slim.demasked.after.parameters == numbers  # of this file, not of an export
 
 
+@pytest.mark.parametrize("minimal", [True, False])
+def test_an_export_passes_the_comparison_of_edits(given, tmp_path, fast, monkeypatch, minimal):
+    """Each export is smaller and faster here, but differs on inputs that edits are compared on."""
+    fast(lambda name: 1.0 if "edited" in name else 0.5 if "width" in name else 1.5)
+    calls, real = [], deploying.compare_files
+
+    def compared(*args):
+        calls.append(args)
+        if len(calls) > 1:
+            raise Mismatch("output 0 differs on silence")
+        return real(*args)
+
+    monkeypatch.setattr(deploying, "compare_files", compared)
+    net, x = demask.from_onnx(given), (torch.randn(1, 3, 16, 16),)
+    made = deploy(net, x, tmp_path / "slim.onnx", file=given, minimal=minimal)
+    same(given, tmp_path / "slim.onnx")
+    assert made.edited is not None and len(calls) > 1
+    assert any("differs on silence" in note for note in made.slim.demasked.notes)
+
+
 def test_where_editing_fails_the_network_is_exported_anew(given, tmp_path, monkeypatch):
     monkeypatch.setattr(deploying, "edit_file", _fails)
     made = exported_minimally(given, tmp_path)

@@ -28,6 +28,7 @@ def clean(model: Any) -> None:
 
     graph, network_tensors = model.graph, frozenset(model.graph.initializers)
     common.InlinePass()(model)
+    _rename_clashes(graph)  # before values are folded, which become tensors with these names
     fold_constants_ir(
         model, onnx_shape_inference=True, output_size_limit=SMALL, should_fold=is_exact
     )
@@ -35,7 +36,6 @@ def clean(model: Any) -> None:
         if node.op_type in ("Conv", "ConvTranspose") and _is_zero(node.inputs[2:]):
             node.resize_inputs(2)
     common.RemoveUnusedNodesPass()(model)
-    _rename_clashes(graph)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common.LiftSubgraphInitializersToMainGraphPass()(model)
     _merge(graph, network_tensors)
