@@ -6,8 +6,10 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from torch import nn
 
 from demask.errors import Mismatch
+from demask.files.onnx import from_onnx
 from demask.files.onnx.edit.edit_file import edit_file, save_edited
 from demask.files.onnx.edit.verdict import compare_files
 from demask.ops import TABLE
@@ -134,3 +136,35 @@ def test_exports_of_tensors_with_the_exporters_names(tmp_path, k):
     x = torch.randn(3, 8)
     optimize_onnx(path, out, (x,), minimal=True)
     np.testing.assert_allclose(run(out, x=x.numpy())[0], run(path, x=x.numpy())[0], atol=1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")  # of the exporter
+def test_files_of_torchs_exporter_are_exported_again(tmp_path):
+    """Values that are folded become tensors, with names that tensors of the file have."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(30, 12)
+            self.convs = nn.ModuleList(nn.Conv1d(12, 24, k, padding=k // 2) for k in (3, 5))
+            self.a, self.b = nn.Linear(24, 16), nn.Linear(16, 2)
+
+        def forward(self, ids):
+            y = self.embed(ids).mT
+            y = torch.stack([conv(y) for conv in self.convs]).amax(0)
+            return self.b(self.a(y.mT).relu())
+
+    torch.manual_seed(0)
+    net, ids = Net().eval(), torch.arange(20)[None]
+    length = torch.export.Dim("length", min=2, max=512)
+    with torch.no_grad():
+        for conv in net.convs:  # other channels of each: an export has gathers
+            masked = torch.randperm(24)[:12]
+            conv.weight[masked] = conv.bias[masked] = 0
+    torch.onnx.export(net, (ids,), tmp_path / "in.onnx", dynamo=True, verbose=False,
+                      dynamic_shapes={"ids": {1: length}})  # fmt: skip
+    for minimal in (True, False):
+        optimize_onnx(tmp_path / "in.onnx", tmp_path / "out.onnx", (ids,), minimal=minimal)
+        again = from_onnx(tmp_path / "out.onnx")
+        torch.testing.assert_close(again(ids[:, :7])[0], net(ids[:, :7])[0])
