@@ -25,6 +25,7 @@ from demask.graph.result.resize import put_module
 
 CALLERS = ("generate",)  # methods that call modules in other ways than forward does
 LEAST_OF_MODULE, LEAST_OF_NETWORK = 0.2, 0.03  # of the size, that a graph must save
+VISIBLE = 8  # a graph removes up to this many times the zeros: with values also queries and keys
 
 Demasked = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], nn.Module]
 
@@ -58,7 +59,8 @@ def with_small_graphs(
     # Of MACs, how many zeros cost is known of the graph.
     least = {path: max(LEAST_OF_MODULE * size, 0 if by_macs else LEAST_OF_NETWORK * sizes[""])
              for path, size in sizes.items()}  # fmt: skip
-    wanted = [path for path, count in zeros.items() if path and count >= max(least[path], 1)]
+    wanted = [path for path, count in zeros.items()
+              if path and count * VISIBLE >= max(least[path], 1)]  # fmt: skip
     calls = _record_calls(own, inputs, wanted) if wanted else {}
     graphs: dict[str, nn.Module] = {}
     for path in sorted(calls, key=lambda path: -path.count(".")):
@@ -113,8 +115,9 @@ def _count_parameters(network: nn.Module) -> dict[str, int]:
 
 def _count_zeros(network: nn.Module) -> dict[str, int]:
     """The numbers in rows and columns of zeros in the weights below each module that has layers:
-    those of its own layers alone."""
+    those of its own layers, and its own."""
     counts: Counter[str] = Counter()
+    holders = {path for path, module in network.named_modules() if [*module.children()]}
     with torch.no_grad():
         for name, weight in network.named_parameters():
             if weight.ndim > 1:
@@ -122,7 +125,8 @@ def _count_zeros(network: nn.Module) -> dict[str, int]:
                 live_size = int(live.any(1).sum()) * int(live.any(0).sum())
                 each = weight.numel() // max(live.numel(), 1)
                 layer = name.rpartition(".")[0]
-                counts[layer.rpartition(".")[0]] += weight.numel() - live_size * each
+                path = layer if layer in holders else layer.rpartition(".")[0]
+                counts[path] += weight.numel() - live_size * each
     return dict(counts)
 
 
