@@ -216,7 +216,7 @@ def _runs(module: LawModule, batch: int, dynamic: Any) -> bool:
     with torch.no_grad():
         try:
             module(*module.inputs(0, batch, dynamic))
-        except RuntimeError:
+        except (IndexError, RuntimeError):
             return False
     return True
 
