@@ -145,6 +145,11 @@ def random_layout(rng, shape, axes=1):
     return tuple(layout)
 
 
+def grid(layout, shape):
+    """The index of the positions of a layout."""
+    return np.ix_(*(range(n) if p is None else p for p, n in zip(layout, shape, strict=True)))
+
+
 def array_of(rng, constant, low):
     if isinstance(constant, tuple):
         return rng.uniform(low, 1, constant).astype(np.float32)
@@ -202,9 +207,10 @@ def example(case, opset, rng):
         if case.op == "Split":
             wanted = tuple(None if p and max(p) >= n else p
                            for p, n in zip(wanted, y.shape, strict=True))  # fmt: skip
-        blank = np.zeros([1] * y.ndim)
+        known = np.ones(y.shape, bool)  # where it is not wanted
+        known[grid(wanted, y.shape)] = False
         dtype = torch.from_numpy(np.zeros(1, y.dtype)).dtype
-        values[name] = NamedValue(y.shape, dtype, blank > 0, blank, wanted)
+        values[name] = NamedValue(y.shape, dtype, known, np.zeros(y.shape), wanted)
     return model, feeds, expected, NamedValues(values, {}, frozenset())
 
 
@@ -224,8 +230,7 @@ def test_edited_nodes_equal_the_originals_at_the_positions_that_are_left(case):
             for k, (a, b) in enumerate(zip(expected, results, strict=True)):
                 assert a.dtype == b.dtype and a.shape == b.shape
                 layout = named.values[f"y{k}"].layout
-                index = np.ix_(*(range(n) if p is None else p
-                                 for p, n in zip(layout, a.shape, strict=True)))  # fmt: skip
+                index = grid(layout, a.shape)
                 np.testing.assert_allclose(
                     b[index].astype(np.float64), a[index].astype(np.float64), atol=3e-6, rtol=3e-6,
                     err_msg=f"op set {opset}, seed {seed}, y{k} {layout}, "

@@ -168,3 +168,42 @@ def test_files_of_torchs_exporter_are_exported_again(tmp_path):
         optimize_onnx(tmp_path / "in.onnx", tmp_path / "out.onnx", (ids,), minimal=minimal)
         again = from_onnx(tmp_path / "out.onnx")
         torch.testing.assert_close(again(ids[:, :7])[0], net(ids[:, :7])[0])
+
+
+def edited(path, *inputs):
+    """The edited file, which passes the comparison."""
+    after = edit_file(path, tuple(map(torch.as_tensor, inputs)), TABLE)
+    assert after is not None
+    model = after.model.SerializeToString()
+    compare_files(str(path), model, tuple(map(torch.as_tensor, inputs)), None)
+    return after
+
+
+def test_quantized_zeros_are_zero_points_to_readers_that_do_not_subtract_them(tmp_path):
+    path, names = tmp_path / "in.onnx", ["q", "s", "z"]
+    middle = [node("DynamicQuantizeLinear", ["a"], names), node("DequantizeLinear", names, ["b"])]
+    tensors = {"w": half(16, 32, axis=1), "v": np.ones((32, 8), np.float32)}
+    nodes = [node("MatMul", ["x", "w"], ["a"]), *middle, node("MatMul", ["b", "v"], ["y"])]
+    write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 8])], tensors)
+    after = edited(path, torch.randn(3, 16)).model
+    assert {t.name: list(t.dims) for t in after.graph.initializer}["w"] == [16, 16]
+
+
+@pytest.mark.parametrize("batch", ["B", 3])
+def test_values_that_the_analysis_skips_are_computed(tmp_path, batch):
+    """Two values in one tensor, which the analysis joins without the file's own nodes."""
+    path, draw = tmp_path / "in.onnx", np.random.default_rng(0)
+    a = [draw.standard_normal((16, 64)).astype(np.float32) for _ in range(2)]
+    for k in range(2):
+        a[k][:, [1 + 2 * k, *range(10, 50)]] = 0
+    nodes = [
+        *(node("MatMul", ["x", f"a{k}"], [f"h{k}"]) for k in range(2)),
+        *(node("Unsqueeze", [f"h{k}", "one"], [f"u{k}"]) for k in range(2)),
+        node("Concat", ["u0", "u1"], ["both"], axis=1),
+        node("Reshape", ["both", "sizes"], ["flat"]),
+        node("MatMul", ["flat", "v"], ["y"]),
+    ]
+    tensors = {"a0": a[0], "a1": a[1], "one": np.array([1]), "sizes": np.array([0, -1]),
+               "v": np.ones((128, 4), np.float32)}  # fmt: skip
+    write(path, nodes, [value("x", [batch, 16])], [value("y", [batch, 4])], tensors)
+    edited(path, torch.randn(3, 16))

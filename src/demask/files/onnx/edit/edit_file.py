@@ -20,10 +20,11 @@ from demask.files.onnx.edit.foreign import opaque_outputs
 from demask.files.onnx.edit.names import NamedValues, name_values
 from demask.files.onnx.edit.ops import handle
 from demask.files.onnx.edit.protos import copy_of, graph_reads
-from demask.files.onnx.edit.refusals import MustCompute, Unsupported
+from demask.files.onnx.edit.refusals import Unsupported
 from demask.files.onnx.read.reader import installed, parse_model, read
 from demask.files.onnx.write.writer import write_weights
 from demask.ops import Table
+from demask.shrink.layout.cells import Layout
 
 PASSES = 4
 
@@ -97,20 +98,18 @@ def _edited(model: Any, named: NamedValues, feeds: dict[str, np.ndarray]) -> Edi
     names -= set(feeds)
     producers = {n for node in model.graph.node for n in node.output if n}
     run = evaluated(model, names & producers, producers, feeds)
-    computed: list[str] = []
+    computed: dict[str, Layout] = {}
     while True:
         editor = Editor(model, named, run, handle, computed)
         try:
             editor.walk()
-            return editor
-        except MustCompute as missing:
-            if missing.args[0] in computed:
-                raise BadInput(f"no value for {missing.args[0]!r}") from missing
-            computed.append(missing.args[0])
         except Unsupported as reason:
             raise BadInput(f"the file cannot be edited: {reason}") from reason
-
-
+        if not editor.missing:
+            return editor
+        if all(computed.get(name) == layout for name, layout in editor.missing.items()):
+            raise BadInput(f"no value for {min(editor.missing)!r}")
+        computed |= editor.missing
 def _check_order(model: Any) -> None:
     """Raise BadInput unless every node follows those that it reads."""
     known = {t.name for t in model.graph.initializer} | {v.name for v in model.graph.input}

@@ -7,6 +7,7 @@ positions are known, or nothing reads them. What does not change is copied byte 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from demask.files.onnx.edit.protos import (
     graph_reads,
     is_standard,
 )
-from demask.files.onnx.edit.refusals import MustCompute, Unsupported, all_positions, require
+from demask.files.onnx.edit.refusals import Unsupported, all_positions, require
 from demask.files.onnx.values import NUMPY
 from demask.shrink.layout.cells import Layout, Positions, whole
 
@@ -32,9 +33,9 @@ class Editor:
     """The state of one walk over the nodes of a file.
 
     model: the file; it is not changed. values: facts and layouts. runtime_values: what the runtime
-    computes for some names, for known elements. handle: edits a node.
-    computed: names that are
-    computed whole although they are known.
+    computes for some names, for known elements. handle: edits a node. computed: positions of some
+    values to compute in addition to those of their layouts. missing: such positions that a walk
+    lacks; where there are any, its result is of no use.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Editor:
         named: NamedValues,
         runtime_values: Mapping[str, np.ndarray],
         handle: Handle,
-        computed: Sequence[str] = (),
+        computed: Mapping[str, Layout] = MappingProxyType({}),
     ):
         self.model, self.graph = model, model.graph
         self.named, self.values = named, named.values
@@ -67,13 +68,14 @@ class Editor:
         )  # fmt: skip
         self.node_names = {node.name for node in self.graph.node}
         self._types: dict[str, int] | None = None
-        for name in computed:
-            self._override(name, lambda n: None)
+        self.missing: dict[str, Layout] = {}
+        for name, layout in computed.items():
+            self._override(name, layout, self._unknown)
         for node in self.graph.node:
             if node.op_type in ("Shape", "Size") and is_standard(node):
-                self._override(
-                    node.input[0], lambda n: (0,) if isinstance(n, int) and n > 1 else None
-                )
+                name = node.input[0]
+                if name in self.values and self.wanted(name) is None:
+                    self._override(name, self._first(name), self._first)
 
     # values of the original
 
@@ -97,16 +99,55 @@ class Editor:
             return self.overridden[name]
         return self.values[name].layout
 
-    def _override(self, name: str, positions: Callable[[Size], Positions]) -> None:
-        """Compute a value that is known, and what it is computed from."""
-        if name not in self.values or name in self.constants or name in self.overridden:
+    def _override(self, name: str, layout: Layout, rest: Callable[[str], Layout]) -> None:
+        """Compute more positions of a value; `rest` are those of operands that are not computed."""
+        if name in self.constants or name in self.overridden:
             return
-        if self.wanted(name) is not None:
-            return
-        self.overridden[name] = tuple(map(positions, self.shape(name)))
+        wanted = self.wanted(name)
+        if wanted is not None:
+            pairs = zip(wanted, layout, self.shape(name), strict=True)
+            layout = tuple(_union(*pair) for pair in pairs)
+        self.overridden[name] = layout
         producer = self.constants.producers.get(name)
         for operand in producer.input if producer is not None else ():
-            self._override(operand, positions)
+            if operand in self.values and self.wanted(operand) is None:
+                self._override(operand, rest(operand), rest)
+
+    def _first(self, name: str) -> Layout:
+        """One position of each axis: of a value of which only the sizes are read."""
+        return tuple((0,) if isinstance(n, int) and n > 1 else None for n in self.shape(name))
+
+    def _unknown(self, name: str) -> Layout:
+        """The positions of each axis that are not known; those of a known value are all."""
+        known = self.values[name].known
+        if known.all():
+            return self._all(name)
+        layout: list[Positions] = []
+        for axis, size in enumerate(self.shape(name)):
+            others = np.moveaxis(known, axis, 0).reshape(known.shape[axis], -1).all(1)
+            is_cut = len(others) == size and others.any()
+            layout.append(tuple(np.flatnonzero(~others).tolist()) if is_cut else None)
+        return tuple(layout)
+
+    def is_known(self, name: str, layout: Layout) -> bool:
+        """Whether a value is known at the positions of a layout. If not, they become computed."""
+        known = self.values[name].known
+        if () in layout:
+            return True
+        for axis, positions in enumerate(layout):
+            if positions is not None and known.shape[axis] != 1:
+                known = np.take(known, positions, axis)
+        if not known.all():
+            self.lacks(name, layout)
+        return bool(known.all())
+
+    def lacks(self, name: str, layout: Layout) -> None:
+        """Have positions of a value computed in the next walk."""
+        before = self.missing.get(name, self.overridden.get(name))
+        if before is not None:
+            pairs = zip(before, layout, self.shape(name), strict=True)
+            layout = tuple(_union(*pair) for pair in pairs)
+        self.missing[name] = self._normal(name, layout)
 
     def fill(self, name: str) -> np.ndarray:
         """The known values of a tensor, 0 where unknown; each dimension is 1 or full."""
@@ -288,13 +329,16 @@ class Editor:
     def _known(self, name: str, layout: Layout, broadcast: bool) -> str:
         """A known value as a constant."""
         fill, shape = self.fill(name), self.shape(name)
+        if not self.is_known(name, layout):
+            return name
         for axis, positions in enumerate(layout):
             if positions is not None and fill.shape[axis] != 1:
                 fill = np.take(fill, positions, axis)
         if not broadcast:
             sizes = [n if p is None else len(p) for p, n in zip(layout, shape, strict=True)]
             if not all(isinstance(n, int) for n in sizes):
-                raise MustCompute(name)
+                self.lacks(name, layout)
+                return name
             fill = np.broadcast_to(fill, sizes)
         return self.tensor(fill, name, "known")
 
@@ -311,6 +355,9 @@ class Editor:
             index = {p: k for k, p in enumerate(present)}
             present = shared or present[:1]
             source = self._select(source, axis, [index[p] for p in present], name)
+        lacking = tuple(p for p in wanted if p not in set(present))
+        if not self.is_known(name, (*current[:axis], lacking, *current[axis + 1 :])):
+            return name
         fill = self.fill(name)
         for other in range(fill.ndim):
             now = wanted if other == axis else current[other]
@@ -496,6 +543,13 @@ class Editor:
         for added, mark in zip(dicts, marks[1:], strict=True):
             while len(added) > mark:
                 added.popitem()
+
+
+def _union(a: Positions, b: Positions, size: Size) -> Positions:
+    """The positions of two layouts of an axis: those of the first, then the others."""
+    if a is None or b is None:
+        return None
+    return whole(list(dict.fromkeys([*a, *b])), size)
 
 
 def _operand_layouts(editor: Editor, node: Any, layout: Layout) -> dict[int, Layout] | None:

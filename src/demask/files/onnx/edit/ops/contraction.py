@@ -16,9 +16,12 @@ NODE_BYTES = 160  # of a node that selects positions, and its constants
 Lost = dict[int, float]
 
 
-def contracted(edit: NodeEdit, k: int, axis: int, rows: np.ndarray) -> tuple[list[int], Lost]:
+def contracted(
+    edit: NodeEdit, k: int, axis: int, rows: np.ndarray, *, integers: bool = False
+) -> tuple[list[int], Lost]:
     """The positions of a summed axis of operand k to read, and the known values, other than 0, at
-    the others. rows: the weights by position of that axis."""
+    the others. rows: the weights by position of that axis. integers: whether the operand's zero
+    point is subtracted: positions are known to add 0 if both come from a DynamicQuantizeLinear."""
     editor, name = edit.editor, edit.name(k)
     rows = rows.reshape(len(rows), -1)
     used = (rows != 0).any(1)
@@ -30,6 +33,12 @@ def contracted(edit: NodeEdit, k: int, axis: int, rows: np.ndarray) -> tuple[lis
         read = present
     fill = editor.fill(name).astype(np.float64)
     missing = [p for p in range(len(rows)) if p not in set(read) and used[p]]
+    if integers and missing:
+        source = editor.constants.producers.get(name)
+        is_own = source is not None and source.op_type == "DynamicQuantizeLinear"
+        require(is_own and edit.name(2) == source.output[2], "known values of integers")
+        return read, {}
+    editor.is_known(name, (*[None] * axis, tuple(missing), *[None] * (fill.ndim - axis - 1)))
     require(fill.size == fill.shape[axis], "known values that differ along several axes")
     values = np.broadcast_to(fill.reshape(-1), [len(rows)])
     return read, {p: float(values[p]) for p in missing if values[p]}
@@ -146,14 +155,14 @@ def product(edit: NodeEdit) -> Sequence[Layout | None]:
         weights = weights.astype(np.float64) - edit.constant(3).astype(np.float64)
     w_io = weights[..., all_positions(layout[-1], weights.shape[-1])]
     axis = len(edit.shape(0)) - 1
-    read, lost = contracted(edit, 0, axis, np.moveaxis(w_io, -2, 0))
+    read, lost = contracted(edit, 0, axis, np.moveaxis(w_io, -2, 0), integers=is_integer)
     columns = whole(read, weights.shape[-2])
     edit.adapt(0, (*edit.broadcast(0, layout)[:-1], columns))
     edit.adapt(1, (*edit.broadcast(1, layout)[:-2], columns, layout[-1]))
     if is_integer and zero_point and editor.array(zero_point).size > 1:
         edit.adapt(3, (layout[-1],))
     if lost:
-        require(not is_integer and w_io.ndim == 2, "known values")
+        require(w_io.ndim == 2, "known values")
         added = editor.tensor(_sum_of(w_io, 0, lost).astype(weights.dtype), edit.name(1), "known")
         output = edit.node.output[0]
         edit.new.output[0] = editor.fresh(output, "product")
@@ -165,15 +174,13 @@ def product(edit: NodeEdit) -> Sequence[Layout | None]:
 def _product_of_values(edit: NodeEdit) -> Sequence[Layout | None]:
     """The product of two values: the summed axis is read where neither is known to be 0."""
     require(edit.node.op_type == "MatMul", "computed integers")
-    editor, layout = edit.editor, edit.layout
-    names = (edit.name(0), edit.name(1))
+    layout, names = edit.layout, (edit.name(0), edit.name(1))
     axes = (len(edit.shape(0)) - 1, len(edit.shape(1)) - 2)
     size = edit.shape(0)[-1]
-    require(names[0] not in editor.constants, "a constant on the left")
     read: Positions = None
     if isinstance(size, int):
-        sides = [_not_zero(edit, *side, size) for side in zip(names, axes, strict=True)]
-        both = [p for p in sides[0] if p in set(sides[1])]
+        zero = [_is_zero(edit, *side) for side in zip(names, axes, strict=True)]
+        both = np.flatnonzero(~(np.ones(size, bool) & (zero[0] | zero[1]))).tolist()
         require(both, "every product is 0")
         read = whole(both, size)
     edit.adapt(0, (*edit.broadcast(0, layout)[:-2], layout[-2], read))
@@ -181,13 +188,11 @@ def _product_of_values(edit: NodeEdit) -> Sequence[Layout | None]:
     return [layout]
 
 
-def _not_zero(edit: NodeEdit, name: str, axis: int, size: int) -> list[int]:
-    """The positions of an axis that are computed, then those that are known and not 0."""
+def _is_zero(edit: NodeEdit, name: str, axis: int) -> np.ndarray:
+    """The positions of an axis at which a value is known to be 0; of size 1 if all are alike."""
     editor = edit.editor
-    fill = editor.fill(name)
-    nonzero = (np.moveaxis(fill, axis, 0).reshape(fill.shape[axis], -1) != 0).any(1)
-    nonzero = np.broadcast_to(nonzero, [size])
-    present = []
-    if name in editor.layouts:
-        present = all_positions(editor.layouts[name][axis], size)
-    return [*present, *(p for p in range(size) if nonzero[p] and p not in set(present))]
+    if name in editor.constants:
+        zero = editor.array(name) == 0
+    else:
+        zero = editor.values[name].known & (editor.fill(name) == 0)
+    return zero.all(tuple(k for k in range(zero.ndim) if k != axis))
