@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from demask.files.onnx.edit.editor import Editor
 from demask.files.onnx.edit.names import NamedValue, NamedValues
@@ -17,7 +18,7 @@ from demask.files.onnx.edit.ops.reduce import REDUCTIONS
 from demask.files.onnx.edit.protos import op_of
 
 SEEDS = 12
-IR = {7: 3, 9: 4, 11: 6, 13: 7, 17: 8, 21: 10}
+IR = {7: 3, 9: 4, 11: 6, 13: 7, 14: 7, 17: 8, 21: 10, 22: 10}
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Case:
     opsets: tuple[int, ...] = (9, 13, 17, 21)
     outputs: int = 1
     low: float = -1.0
+    units: bool = False  # a recurrent layer: its outputs have units and directions in common
 
     def __str__(self):
         return f"{self.op}-{'x'.join(map(str, self.data[0]))}-{sorted(self.attributes)}"
@@ -130,6 +132,48 @@ CASES = [
     Case("QuantizeLinear", (IMAGE,), (np.linspace(0.01, 0.02, 6, dtype=np.float32),
                                       np.arange(6, dtype=np.uint8)), {"axis": 1}, (13, 17)),
 ]  # fmt: skip
+
+
+def layer(op, *, direction="forward", operands="wrb", outputs=3, opsets=(7, 14, 22), **attributes):
+    """A recurrent layer of 6 units: 1 and 4 are 0 at every step, 2 is read by no other. operands:
+    letters of w, r, b, l (lengths), h, c (initial states), p."""
+    rng, count = np.random.default_rng(0), 2 if direction == "bidirectional" else 1
+    gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[op]
+    zero = {"h": (1, 4), "c": (1, 4), "w": [g * 6 + u for g in range(gates) for u in (1, 4)],
+            "b": [g * 6 + u for g in range(2 * gates) for u in (1, 4)]}  # fmt: skip
+    state = (3, count, 6) if attributes.get("layout") else (count, 3, 6)
+    shapes = {"w": (count, gates * 6, 5), "r": (count, gates * 6, 6), "b": (count, gates * 12),
+              "h": state, "c": state, "p": (count, 18)}  # fmt: skip
+    arrays = {k: rng.uniform(-1, 1, n).astype(np.float32) for k, n in shapes.items()}
+    arrays["w"][:, zero["w"]] = arrays["r"][:, zero["w"]] = arrays["b"][:, zero["b"]] = 0
+    arrays["h"][..., zero["h"]] = arrays["c"][..., zero["c"]] = arrays["r"][..., 2] = 0
+    arrays["l"] = np.asarray([2, 4, 1], np.int32)
+    order = "wrblhcp" if op == "LSTM" else "wrblh"
+    constants = tuple(arrays[k] if k in operands else None for k in order)
+    x = (3, 4, 5) if attributes.get("layout") else (4, 3, 5)
+    attributes |= {"direction": direction, "hidden_size": 6}
+    outputs = min(outputs, 3 if op == "LSTM" else 2)
+    return Case(op, (x,), constants, attributes, opsets, outputs, units=True)
+
+
+CASES += [
+    *(layer(op, direction=way) for op in ("LSTM", "GRU", "RNN")
+      for way in ("forward", "reverse", "bidirectional")),
+    *(layer(op, operands="wr") for op in ("LSTM", "GRU", "RNN")),
+    *(layer(op, direction="bidirectional", operands="wrblhc") for op in ("LSTM", "GRU", "RNN")),
+    *(layer(op, direction=way, operands="wrh") for op in ("LSTM", "GRU")
+      for way in ("reverse", "bidirectional")),
+    layer("LSTM", direction="bidirectional", operands="wrbhcp"),
+    layer("LSTM", outputs=1, operands="wrp", input_forget=1),
+    *(layer(op, layout=1, opsets=(14, 22)) for op in ("LSTM", "GRU", "RNN")),
+    layer("GRU", linear_before_reset=1, operands="wrbh"),
+    layer("RNN", activations=["Relu"]),
+    layer("RNN", activations=["Sigmoid"]),
+    layer("LSTM", activations=["HardSigmoid", "Softsign", "Elu"], direction="reverse"),
+    layer("GRU", activations=["Sigmoid", "Relu", "HardSigmoid", "Tanh"], direction="bidirectional"),
+    layer("LSTM", activations=["Sigmoid", "ScaledTanh", "Tanh"], activation_alpha=[0.5],
+          activation_beta=[0.7], clip=0.8),
+]  # fmt: skip
 #: handlers whose law is shown by files: their operands are integers that other nodes compute
 BY_FILES = {"DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger"}
 
@@ -157,6 +201,8 @@ def array_of(rng, constant, low):
 
 
 def run(model, feeds):
+    if any(a.name == "layout" for node in model.graph.node for a in node.attribute):
+        return ReferenceEvaluator(model).run(None, feeds)  # the runtime has no batch first
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -171,6 +217,8 @@ def example(case, opset, rng):
     for k, shape in enumerate(case.data):
         data = rng.uniform(case.low, 1, shape).astype(np.float32)
         layout = random_layout(rng, shape)
+        if case.units:
+            layout = (None, None, *random_layout(rng, shape[2:]))
         known = np.zeros([n if p else 1 for n, p in zip(shape, layout, strict=True)], bool)
         fill = np.float32(rng.choice([0.5, 0.75, 0.0 if case.low < 0 else 1.0]))
         for axis, positions in enumerate(layout):
@@ -200,10 +248,14 @@ def example(case, opset, rng):
     del model.graph.input[:]
     model.graph.input.extend(inputs)
     expected = run(model, feeds)
-    wanted = None
+    wanted = units = None
     for name, y in zip(outputs, expected, strict=True):
         if wanted is None or case.op != "Split":
             wanted = random_layout(rng, y.shape, axes=2)
+        if case.units:
+            axis = y.ndim - 2 if case.attributes.get("layout") else y.ndim - 3
+            units = units or random_layout(rng, (y.shape[axis], 6), axes=2)
+            wanted = tuple({axis: units[0], y.ndim - 1: units[1]}.get(k) for k in range(y.ndim))
         if case.op == "Split":
             wanted = tuple(None if p and max(p) >= n else p
                            for p, n in zip(wanted, y.shape, strict=True))  # fmt: skip

@@ -142,7 +142,12 @@ class Editor:
         return bool(known.all())
 
     def lacks(self, name: str, layout: Layout) -> None:
-        """Have positions of a value computed in the next walk."""
+        """Have positions of a value computed in the next walk, without those that are known."""
+        pairs = zip(layout, self._unknown(name), self.shape(name), strict=True)
+        layout = tuple(
+            whole([p for p in all_positions(a, n) if p in set(b)], n) if b is not None else a
+            for a, b, n in pairs
+        )
         before = self.missing.get(name, self.overridden.get(name))
         if before is not None:
             pairs = zip(before, layout, self.shape(name), strict=True)

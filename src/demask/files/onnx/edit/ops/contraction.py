@@ -44,7 +44,7 @@ def contracted(
     return read, {p: float(values[p]) for p in missing if values[p]}
 
 
-def _sum_of(weights: np.ndarray, axis: int, lost: Lost) -> np.ndarray:
+def sum_of(weights: np.ndarray, axis: int, lost: Lost) -> np.ndarray:
     """The products of weights with known values, summed along an axis."""
     columns = np.take(weights, list(lost), axis).astype(np.float64)
     return np.tensordot(columns, list(lost.values()), ([axis], [0]))
@@ -78,7 +78,7 @@ def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
     if bias:
         edit.adapt(2, (rows,))
     if lost:
-        added = _sum_of(selected, 1, lost)
+        added = sum_of(selected, 1, lost)
         is_padded = any(edit.attributes.get("pads", ())) or edit.attributes.get(
             "auto_pad", "NOTSET"
         ) not in ("NOTSET", "VALID")
@@ -130,7 +130,7 @@ def gemm(edit: NodeEdit) -> Sequence[Layout | None]:
     if bias:
         edit.adapt(2, edit.broadcast(2, edit.layout), broadcast=True)
     if lost:
-        added = attributes.get("alpha", 1.0) * _sum_of(w_io, 0, lost)
+        added = attributes.get("alpha", 1.0) * sum_of(w_io, 0, lost)
         if bias:
             require(bias in editor.constants and attributes.get("beta", 1.0) == 1, "its bias")
             old = editor.array(bias)
@@ -163,7 +163,7 @@ def product(edit: NodeEdit) -> Sequence[Layout | None]:
         edit.adapt(3, (layout[-1],))
     if lost:
         require(w_io.ndim == 2, "known values")
-        added = editor.tensor(_sum_of(w_io, 0, lost).astype(weights.dtype), edit.name(1), "known")
+        added = editor.tensor(sum_of(w_io, 0, lost).astype(weights.dtype), edit.name(1), "known")
         output = edit.node.output[0]
         edit.new.output[0] = editor.fresh(output, "product")
         editor.nodes.append(copy_of(edit.new))
