@@ -110,6 +110,8 @@ def _edited(model: Any, named: NamedValues, feeds: dict[str, np.ndarray]) -> Edi
         if all(computed.get(name) == layout for name, layout in editor.missing.items()):
             raise BadInput(f"no value for {min(editor.missing)!r}")
         computed |= editor.missing
+
+
 def _check_order(model: Any) -> None:
     """Raise BadInput unless every node follows those that it reads."""
     known = {t.name for t in model.graph.initializer} | {v.name for v in model.graph.input}

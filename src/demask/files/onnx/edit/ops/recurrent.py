@@ -8,14 +8,12 @@ import numpy as np
 
 from demask.files.onnx.edit.calls import HANDLERS, NodeEdit
 from demask.files.onnx.edit.ops.contraction import contracted, sum_of
-from demask.files.onnx.edit.refusals import all_positions, require
+from demask.files.onnx.edit.refusals import all_positions
+from demask.files.onnx.ops.nn.recurrent import ZERO_AT_ZERO, direction_activations
 from demask.shrink.layout.cells import Layout, Positions, whole
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 MAIN = {"LSTM": 3, "GRU": 2, "RNN": 0}  # the gate that a unit takes its value from
-USUAL = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
-#: activations that are 0 at 0
-ODD = {"relu", "tanh", "softsign", "leakyrelu", "thresholdedrelu", "scaledtanh", "elu"}
 B, P = 3, 7  # operands: W, R, B, sequence_lens, initial_h, initial_c, P follow x
 STATES = (5, 6)
 
@@ -72,9 +70,8 @@ def recurrent(edit: NodeEdit) -> Sequence[Layout | None]:
     if ways is not None:
         edit.set("direction", ("forward", "reverse")[directions[0]])
         if "activations" in edit.attributes:
-            count = len(USUAL[op])
-            named = edit.attributes["activations"]
-            edit.set("activations", named[directions[0] * count :][:count])
+            half = len(edit.attributes["activations"]) // 2
+            edit.set("activations", edit.attributes["activations"][directions[0] * half :][:half])
     y: Layout = (None, None, ways, kept) if batch_first else (None, ways, None, kept)
     return [y, state, state][: len(edit.node.output)]
 
@@ -85,20 +82,19 @@ def _silent_units(edit: NodeEdit, direction: int) -> np.ndarray:
     w, r = edit.constant(1)[direction], edit.constant(2)[direction]
     gates, size = GATES[op], r.shape[1]
     rows = slice(MAIN[op] * size, (MAIN[op] + 1) * size)
-    names = edit.attributes.get("activations") or USUAL[op] * (direction + 1)
-    names = [_text(name).lower() for name in names][direction * len(USUAL[op]) :]
+    names = [name.decode() for name in edit.attributes.get("activations", ())]
+    _, values = direction_activations(op, names, direction)
     bias = np.zeros((2, size))
     if edit.name(B):
         bias = edit.constant(B)[direction].reshape(2, gates * size)[:, rows].astype(np.float64)
     total = bias.sum(0)
-    if op == "RNN" and names[0] == "relu":
+    if op == "RNN" and values == ["relu"]:
         silent = total <= 0
     elif op == "GRU":  # which multiplies one of the biases by a gate
         silent = (bias == 0).all(0)
     else:
         silent = total == 0
-    for name in names[1 if op != "RNN" else 0 : len(USUAL[op])]:
-        silent &= name in ODD
+    silent &= ZERO_AT_ZERO.issuperset(values)
     x = edit.name(0)
     read = np.ones(w.shape[1], bool)
     if x in editor.values:
@@ -125,7 +121,3 @@ def _zero_at_start(edit: NodeEdit, k: int, direction: int) -> np.ndarray:
     axes = (1, 0) if edit.attributes.get("layout", 0) else (0, 1)  # of directions and the batch
     zero = np.moveaxis(zero, axes, (0, 1)).all(1)
     return zero[direction if len(zero) > 1 else 0]
-
-
-def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name
