@@ -207,3 +207,35 @@ def test_values_that_the_analysis_skips_are_computed(tmp_path, batch):
                "v": np.ones((128, 4), np.float32)}  # fmt: skip
     write(path, nodes, [value("x", [batch, 16])], [value("y", [batch, 4])], tensors)
     edited(path, torch.randn(3, 16))
+
+
+@pytest.mark.parametrize("op", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("is_same", [True, False])
+def test_directions_keep_as_many_units_each_of_its_own(tmp_path, op, is_same):
+    path, draw, gates = (
+        tmp_path / "in.onnx",
+        np.random.default_rng(0),
+        {"RNN": 1, "GRU": 3, "LSTM": 4}[op],
+    )
+    sizes = {"w": (2, gates, 32, 8), "r": (2, gates, 32, 32), "b": (2, 2 * gates, 32)}
+    arrays = {k: draw.uniform(-1, 1, n).astype(np.float32) for k, n in sizes.items()}
+    for d in range(2):
+        units = draw.permutation(32)[:20] if d and not is_same else np.arange(20)
+        for array in arrays.values():
+            array[d, :, units] = 0
+    tensors = {k: a.reshape(2, -1, *a.shape[3:]) for k, a in arrays.items()}
+    tensors |= {"v": np.ones((64, 4), np.float32), "sizes": np.array([0, 0, -1])}
+    tensors["b"] = tensors["b"].reshape(2, -1)
+    nodes = [
+        node(op, ["x", "w", "r", "b", "n"], ["h"], hidden_size=32, direction="bidirectional"),
+        node("Transpose", ["h"], ["t"], perm=[0, 2, 1, 3]),
+        node("Reshape", ["t", "sizes"], ["both"]),
+        node("MatMul", ["both", "v"], ["y"]),
+    ]
+    inputs = [value("x", ["T", "B", 8]), value("n", ["B"], TensorProto.INT32)]
+    write(path, nodes, inputs, [value("y", ["T", "B", 4])], tensors)
+    lengths = torch.tensor([5, 3], dtype=torch.int32)
+    after = edited(path, torch.randn(5, 2, 8), lengths).model
+    assert [n.op_type for n in after.graph.node] == [n.op_type for n in nodes]
+    dims = {t.name: list(t.dims) for t in after.graph.initializer}
+    assert dims["r"] == [2, gates * 12, 12] and dims["v"] == [24, 4]

@@ -61,6 +61,7 @@ class Editor:
         self.cuts: dict[tuple[str, Any], str] = {}  # of constants, by layout or contents
         self.adapted: dict[tuple[str, Layout], str] = {}
         self.overridden: dict[str, Layout] = {}
+        self.done: set[str] = set()  # outputs of nodes that were edited with one before them
         self.barriers: list[tuple[str, str]] = []  # nodes that stay whole, and why
         self.taken = (
             set(self.constants.names) | set(self.constants.producers) | self.inner_reads
@@ -124,9 +125,9 @@ class Editor:
             return self._all(name)
         layout: list[Positions] = []
         for axis, size in enumerate(self.shape(name)):
-            others = np.moveaxis(known, axis, 0).reshape(known.shape[axis], -1).all(1)
-            is_cut = len(others) == size and others.any()
-            layout.append(tuple(np.flatnonzero(~others).tolist()) if is_cut else None)
+            rows = np.moveaxis(known, axis, 0).reshape(known.shape[axis], -1)
+            positions = np.flatnonzero(~rows.all(1)).tolist()
+            layout.append(whole(positions, size) if len(rows) == size else None)
         return tuple(layout)
 
     def is_known(self, name: str, layout: Layout) -> bool:
@@ -404,6 +405,8 @@ class Editor:
 
     def _edit(self, node: Any) -> None:
         outputs = [name for name in node.output if name]
+        if self.done.issuperset(outputs) and outputs:
+            return
         if outputs and all(name in self.constants for name in outputs):
             self.nodes.append(node)
             return

@@ -36,7 +36,8 @@ def contracted(
     if integers and missing:
         source = editor.constants.producers.get(name)
         is_own = source is not None and source.op_type == "DynamicQuantizeLinear"
-        require(is_own and edit.name(2) == source.output[2], "known values of integers")
+        zero_point = source.output[2] if is_own else None
+        require(edit.name(2) == zero_point, "known values of integers")
         return read, {}
     editor.is_known(name, (*[None] * axis, tuple(missing), *[None] * (fill.ndim - axis - 1)))
     require(fill.size == fill.shape[axis], "known values that differ along several axes")
