@@ -239,3 +239,29 @@ def test_directions_keep_as_many_units_each_of_its_own(tmp_path, op, is_same):
     assert [n.op_type for n in after.graph.node] == [n.op_type for n in nodes]
     dims = {t.name: list(t.dims) for t in after.graph.initializer}
     assert dims["r"] == [2, gates * 12, 12] and dims["v"] == [24, 4]
+
+
+@pytest.mark.parametrize("kind", ["linear", "images"])
+def test_what_follows_an_op_that_nothing_here_runs_is_cut(tmp_path, kind):
+    """The sizes of its output are those that its readers require."""
+    path = tmp_path / "in.onnx"
+    if kind == "linear":
+        weights, op, x = [(16, 32), (32, 16), (16, 32), (32, 4)], "MatMul", (2, 16, 16)
+    else:
+        weights, op, x = [(32, 16, 3, 3), (16, 32, 1, 1), (32, 16, 3, 3), (4, 32, 1, 1)], "Conv", (
+            1, 16, 12, 12)  # fmt: skip
+    axis = 1 if op == "MatMul" else 0
+    tensors = {f"w{k}": half(*n, axis=axis) if k % 2 == 0 else np.ones(n, np.float32)
+               for k, n in enumerate(weights)}  # fmt: skip
+    nodes = [
+        node(op, ["x", "w0"], ["a"]), node("Relu", ["a"], ["b"]), node(op, ["b", "w1"], ["c"]),
+        node("Mystery", ["c"], ["d"], domain="org.example", strength=0.5),
+        node(op, ["d", "w2"], ["e"]), node("Relu", ["e"], ["f"]), node(op, ["f", "w3"], ["y"]),
+    ]  # fmt: skip
+    output = value("y", ["B", *[None] * (len(x) - 1)])
+    model = write(path, nodes, [value("x", ["B", *x[1:]])], [output], tensors)
+    model.opset_import.append(helper.make_opsetid("org.example", 1))
+    onnx.save(model, path)
+    after = edit_file(path, (torch.randn(x),), TABLE)
+    for tensor in after.model.graph.initializer:
+        assert np.prod(tensor.dims) == np.prod(tensors[tensor.name].shape) / 2, tensor.name

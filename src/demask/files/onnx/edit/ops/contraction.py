@@ -35,8 +35,9 @@ def contracted(
     missing = [p for p in range(len(rows)) if p not in set(read) and used[p]]
     if integers and missing:
         source = editor.constants.producers.get(name)
-        is_own = source is not None and source.op_type == "DynamicQuantizeLinear"
-        zero_point = source.output[2] if is_own else None
+        zero_point = None
+        if source is not None and source.op_type == "DynamicQuantizeLinear":
+            zero_point = source.output[2]
         require(edit.name(2) == zero_point, "known values of integers")
         return read, {}
     editor.is_known(name, (*[None] * axis, tuple(missing), *[None] * (fill.ndim - axis - 1)))
