@@ -39,6 +39,7 @@ class Case:
         return f"{self.op}-{'x'.join(map(str, self.data[0]))}-{sorted(self.attributes)}"
 
 
+MS = "com.microsoft."
 IMAGE, ROWS = (2, 6, 5, 4), (3, 4, 6)
 ints = lambda *n: np.asarray(n, np.int64)  # noqa: E731
 UNARY = ("Abs Ceil Cos Elu Erf Exp Floor HardSigmoid Identity LeakyRelu Neg Relu Selu Sigmoid Sign "
@@ -93,6 +94,25 @@ CASES = [
     Case("Conv", (IMAGE,), ((6, 1, 3, 3), (6,)), {"group": 6, "pads": [1, 1, 1, 1]}),
     Case("Conv", (IMAGE,), ((8, 3, 3, 3), (8,)), {"group": 2}),
     Case("ConvTranspose", (IMAGE,), ((6, 8, 3, 3), (8,)), {"strides": [2, 2]}),
+    *(Case(f"{MS}FusedConv", (IMAGE,), ((8, 6, 3, 3), (8,)), {"activation": name, **params})
+      for name, params in (("Relu", {}), ("LeakyRelu", {"activation_params": [0.1]}))),
+    Case(f"{MS}FusedConv", (IMAGE,), ((8, 6, 3, 3), (8,), (2, 8, 5, 4)),
+         {"activation": "Relu", "pads": [1, 1, 1, 1]}),
+    Case(f"{MS}FusedConv", (IMAGE,), ((6, 1, 1, 1), None, IMAGE),
+         {"activation": "Tanh", "group": 6}),
+    Case(f"{MS}FusedGemm", ((3, 6),), ((6, 8), (8,)), {"alpha": 0.5, "activation": "Sigmoid"}),
+    *(Case(f"{MS}FusedMatMul", (ROWS,), ((6, 8),), a) for a in ({}, {"alpha": 0.5})),
+    Case(f"{MS}FusedMatMul", (ROWS,), ((8, 6),), {"transB": 1, "alpha": 2.0}),
+    Case(f"{MS}FusedMatMul", (ROWS, (3, 5, 6)), (), {"transB": 1}),
+    Case(f"{MS}FusedMatMul", ((3, 6, 4), (3, 6, 5)), (), {"transA": 1}),
+    Case(f"{MS}FusedMatMul", ((3, 6, 4), (3, 5, 6)), (), {"transA": 1, "transB": 1}),
+    Case(f"{MS}FusedMatMul", ((3, 6, 4),), ((6, 5),), {"transA": 1}),
+    *(Case(f"{MS}{op}", (ROWS,)) for op in ("Gelu", "FastGelu", "QuickGelu")),
+    *(Case(f"{MS}{op}", (ROWS,), ((6,),)) for op in ("BiasGelu", "FastGelu")),
+    *(Case(f"{MS}SkipLayerNormalization", (ROWS, ROWS), c) for c in (((6,),), ((6,), (6,), (6,)))),
+    Case(f"{MS}SkipLayerNormalization", (ROWS, ROWS[1:]), ((6,), (6,))),
+    Case(f"{MS}SkipSimplifiedLayerNormalization", (ROWS, ROWS), ((6,), (6,))),
+    Case("SimplifiedLayerNormalization", (ROWS,), ((6,),)),
     Case("Gemm", ((3, 6),), ((6, 8), (8,)), {"alpha": 0.5}),
     Case("Gemm", ((3, 6),), ((8, 6), (8,)), {"transB": 1}),
     Case("Gemm", ((3, 6),), ((8, 6),), {"transB": 1}, (11, 13)),
@@ -240,11 +260,13 @@ def example(case, opset, rng):
             array = array_of(rng, constant, case.low)
             tensors.append(numpy_helper.from_array(array, f"c{k}"))
     outputs = [f"y{k}" for k in range(case.outputs)]
-    nodes.append(helper.make_node(case.op, names, outputs, **case.attributes))
+    domain, _, op = case.op.rpartition(".")
+    nodes.append(helper.make_node(op, names, outputs, domain=domain, **case.attributes))
     infos = [onnx.ValueInfoProto(name=name) for name in outputs]
     graph = helper.make_graph(nodes, "g", inputs, infos, tensors)
     model = helper.make_model(graph, ir_version=IR[opset],
-                              opset_imports=[helper.make_opsetid("", opset)])  # fmt: skip
+                              opset_imports=[helper.make_opsetid("", opset),
+                                             helper.make_opsetid("com.microsoft", 1)])  # fmt: skip
     del model.graph.input[:]
     model.graph.input.extend(inputs)
     expected = run(model, feeds)

@@ -94,7 +94,7 @@ def layer_norm(
     return (result, mean.to(stash_dtype), (var + epsilon).rsqrt().to(stash_dtype))[:outputs]
 
 
-@OPS("RMSNormalization")
+@OPS("RMSNormalization", "SimplifiedLayerNormalization")  # the latter by ONNX Runtime
 def rms_norm(
     x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
 ) -> Tensor:
