@@ -265,3 +265,92 @@ def test_what_follows_an_op_that_nothing_here_runs_is_cut(tmp_path, kind):
     after = edit_file(path, (torch.randn(x),), TABLE)
     for tensor in after.model.graph.initializer:
         assert np.prod(tensor.dims) == np.prod(tensors[tensor.name].shape) / 2, tensor.name
+
+
+def hidden_layer(x, y, w, v):
+    return [node("MatMul", [x, w], [f"{y}.a"]), node("Relu", [f"{y}.a"], [f"{y}.b"]),
+            node("MatMul", [f"{y}.b", v], [y])]  # fmt: skip
+
+
+def dims(model):
+    return {t.name: list(t.dims) for t in model.graph.initializer}
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_bodies_of_functions_are_cut_and_calls_that_do_not_change_stay(tmp_path, calls):
+    """The constants are in the function's body, its weights among its operands."""
+    path = tmp_path / "in.onnx"
+    half_scale = numpy_helper.from_array(half(1, 32, axis=1) + np.float32(0.5))
+    body = [node("Constant", [], ["scale"], value=half_scale), node("MatMul", ["x", "w"], ["a"]),
+            node("Mul", ["a", "scale"], ["b"]), node("LeakyRelu", ["b"], ["c"]),
+            node("MatMul", ["c", "v"], ["y"])]  # fmt: skip
+    body[3].attribute.append(onnx.AttributeProto(name="alpha", ref_attr_name="slope", type=1))
+    opsets = [helper.make_opsetid("", 17)]
+    layer = helper.make_function("mine", "Layer", ["x", "w", "v"], ["y"], body, opsets, ["slope"])
+    call = [
+        node("Layer", ["x", "w", "v"], ["h"], domain="mine", name="one", slope=0.1),
+        node("Layer", ["h", "w2", "u"], ["y"], domain="mine", name="two", slope=0.2),
+    ]
+    if calls == 1:
+        call = [call[0], node("Relu", ["h"], ["y"], name="two")]
+    tensors = {k: np.ones((32, 16), np.float32) for k in ("v", "u")[:calls]}
+    tensors |= {"w": half(16, 32, axis=1), "w2": np.ones((16, 32), np.float32)}
+    model = write(path, call, [value("x", ["B", 16])], [value("y", ["B", 16])], tensors)
+    model.functions.append(layer)
+    model.opset_import.append(helper.make_opsetid("mine", 1))
+    onnx.save(model, path)
+    after = edited(path, torch.randn(3, 16)).model
+    assert dims(after)["w"] == [16, 16]
+    assert after.graph.node[-1] == call[-1]
+    assert len(after.functions) == calls - 1
+
+
+def choice(then, other, reads=("flag",), name="choice"):
+    graphs = {
+        f"{key}_branch": helper.make_graph(nodes, key, [], [onnx.ValueInfoProto(name=out)], tensors)
+        for key, (nodes, out, tensors) in (("then", then), ("else", other))
+    }
+    return node("If", list(reads), ["y"], name=name, **graphs)
+
+
+def test_branches_are_cut(tmp_path):
+    """Some of their weights are their own, some those of the graph around them."""
+    path = tmp_path / "in.onnx"
+    draw = np.random.default_rng(0)
+    own = {"w1": half(16, 64, axis=1), "v1": draw.standard_normal((64, 16)).astype(np.float32)}
+    own = [numpy_helper.from_array(array, name) for name, array in own.items()]
+    then = (hidden_layer("h", "p", "w1", "v1"), "p", own)
+    other = (hidden_layer("h", "q", "w2", "v2"), "q", [])
+    nodes = [*hidden_layer("x", "h", "w0", "v0"), choice(then, other)]
+    tensors = {"w0": half(16, 64, axis=1), "w2": half(16, 64, axis=1)}
+    tensors |= {f"v{k}": draw.standard_normal((64, 16)).astype(np.float32) for k in (0, 2)}
+    inputs = [value("x", ["B", 16]), value("flag", [], TensorProto.BOOL)]
+    write(path, nodes, inputs, [value("y", ["B", 16])], tensors)
+    x = torch.randn(3, 16)
+    after = edited(path, x, torch.tensor(True))
+    save_edited(after, tmp_path / "out.onnx")
+    for flag in (True, False):
+        feeds = {"x": x.numpy(), "flag": np.array(flag)}
+        expected = run(path, **feeds)[0]
+        np.testing.assert_allclose(run(tmp_path / "out.onnx", **feeds)[0], expected, atol=1e-4)
+    assert after.model.ByteSize() < 0.6 * path.stat().st_size
+
+
+def test_bodies_of_loops_are_cut(tmp_path):
+    """The number of steps is an input."""
+    path = tmp_path / "in.onnx"
+    draw = np.random.default_rng(0)
+    body = helper.make_graph(
+        [*hidden_layer("s", "t", "w", "v"), node("Tanh", ["t"], ["u"]),
+         node("Identity", ["go"], ["on"])],
+        "body", [value("k", [], TensorProto.INT64), value("go", [], TensorProto.BOOL),
+                 value("s", ["B", 16])],
+        [value("on", [], TensorProto.BOOL), value("u", ["B", 16])],
+    )  # fmt: skip
+    tensors = {"w": half(16, 64, axis=1), "v": draw.standard_normal((64, 16)).astype(np.float32),
+               "true": np.array(True)}  # fmt: skip
+    nodes = [node("Loop", ["n", "true", "x"], ["y"], body=body)]
+    inputs = [value("x", ["B", 16]), value("n", [], TensorProto.INT64)]
+    write(path, nodes, inputs, [value("y", ["B", 16])], tensors)
+    after = edited(path, torch.randn(3, 16), torch.tensor(3))
+    assert after.model.ByteSize() < 0.7 * path.stat().st_size

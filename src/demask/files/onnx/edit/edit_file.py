@@ -14,9 +14,11 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.files.atomic_write import write
+from demask.files.onnx.edit.bodies import edit_bodies
 from demask.files.onnx.edit.constants import evaluated
 from demask.files.onnx.edit.editor import Editor
 from demask.files.onnx.edit.foreign import opaque_outputs
+from demask.files.onnx.edit.functions import put_back_calls, write_out_calls
 from demask.files.onnx.edit.names import NamedValues, name_values
 from demask.files.onnx.edit.ops import handle
 from demask.files.onnx.edit.protos import copy_of, graph_reads
@@ -67,22 +69,10 @@ def edit_file(
         NotExportable: the file cannot be captured with the dynamic sizes that it declares.
     """
     onnx = installed()
-    file = read(path)
-    original = model = onnx.load(os.fspath(path))
-    _check_order(model)
-    barriers, foreign = (), frozenset()
-    for k in range(PASSES):
-        feeds = {port.name: x.detach().cpu().numpy()
-                 for port, x in zip(file.graph.inputs, args, strict=True)}  # fmt: skip
-        named = name_values(file, args, table, functools.partial(opaque_outputs, model, feeds))
-        editor = _edited(model, named, feeds)
-        smaller = editor.result()
-        if k == 0:
-            barriers, foreign = tuple(editor.barriers), named.opaque
-        if smaller.ByteSize() >= model.ByteSize():
-            break
-        model = smaller
-        file = parse_model(model, Path(path).parent)
+    read(path)
+    original = onnx.load(os.fspath(path))
+    _check_order(original)
+    model, barriers, foreign = _edit_model(original, args, Path(path).parent, table)
     if model is original:
         return None
     nodes = {node.SerializeToString() for node in original.graph.node}
@@ -90,6 +80,39 @@ def edit_file(
     declared = onnx.load(os.fspath(path), load_external_data=False).graph.initializer
     external = frozenset(t.name for t in declared if t.data_location == t.EXTERNAL)
     return EditedFile(model, len(model.graph.node), unchanged, barriers, external, foreign)
+
+
+_Edit = tuple[Any, tuple[tuple[str, str], ...], frozenset[str]]  # model, barriers, foreign ops
+
+
+def _edit_model(original: Any, args: Sequence[Tensor], folder: Path, table: Table) -> _Edit:
+    """The smaller file; the original where editing removes nothing. Functions that the file defines
+    are written out first; if that leads to no smaller file, their calls stay as they are."""
+
+    def edit_body(model: Any, inputs: Sequence[Tensor]) -> Any:
+        return _edit_model(model, inputs, folder, table)[0]
+
+    whole, calls = write_out_calls(original)
+    barriers, foreign = (), frozenset()
+    for start, written in ((whole, calls), (original, [])) if calls else ((original, []),):
+        names = [value.name for value in parse_model(start, folder).graph.inputs]
+        feeds = {n: x.detach().cpu().numpy() for n, x in zip(names, args, strict=True)}
+        model = edit_bodies(start, feeds, edit_body)
+        for k in range(PASSES):
+            file = parse_model(model, folder)
+            named = name_values(file, args, table, functools.partial(opaque_outputs, model, feeds))
+            editor = _edited(model, named, feeds)
+            smaller = editor.result()
+            if k == 0:
+                barriers, foreign = tuple(editor.barriers), named.opaque
+            if smaller.ByteSize() >= model.ByteSize():
+                break
+            model = smaller
+        if model is not start:
+            model = put_back_calls(model, written, original) if written else model
+            if model.ByteSize() < original.ByteSize():
+                return model, barriers, foreign
+    return original, barriers, foreign
 
 
 def _edited(model: Any, named: NamedValues, feeds: dict[str, np.ndarray]) -> Editor:

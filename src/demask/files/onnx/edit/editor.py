@@ -17,6 +17,7 @@ from demask.files.onnx.edit.names import NamedValues, Size
 from demask.files.onnx.edit.protos import (
     attributes_of,
     copy_of,
+    graph_names,
     graph_reads,
     is_standard,
 )
@@ -63,10 +64,7 @@ class Editor:
         self.overridden: dict[str, Layout] = {}
         self.done: set[str] = set()  # outputs of nodes that were edited with one before them
         self.barriers: list[tuple[str, str]] = []  # nodes that stay whole, and why
-        self.taken = (
-            set(self.constants.names) | set(self.constants.producers) | self.inner_reads
-            | {value.name for value in self.graph.input}
-        )  # fmt: skip
+        self.taken = set(self.constants.names) | graph_names(self.graph)
         self.node_names = {node.name for node in self.graph.node}
         self._types: dict[str, int] | None = None
         self.missing: dict[str, Layout] = {}

@@ -27,7 +27,7 @@ def opaque_outputs(
     derives none and the runtime computes equal sizes on two examples. What neither infers is read
     off the nodes that read the output.
     """
-    declared = _declared(model)
+    declared = declared_types(model)
     readers = {o: node for node in model.graph.node for o in node.output if o}
     producers = set(readers)
     operands = {n for name in names for n in _operands(readers[name])}
@@ -92,7 +92,7 @@ def _as_read(model: Any, name: str, declared: Mapping[str, Type]) -> Type:
     return next((t for t in types if t[1] is not None), types[0])
 
 
-def _declared(model: Any) -> dict[str, Type]:
+def declared_types(model: Any) -> dict[str, Type]:
     """Element type and sizes that shape inference derives, by name."""
     from onnx import shape_inference
 
