@@ -24,9 +24,9 @@ from demask.files.onnx.edit.protos import (
     rename,
     subgraphs,
 )
-from demask.files.onnx.edit.verdict import compare_files
+from demask.files.onnx.edit.verdict import can_run, compare_files
 
-LEAST_BYTES = 2048  # of a body that is worth an edit of its own
+LEAST_BYTES = 4096  # of tensors in a body that is worth an edit of its own
 Arrays = Mapping[str, np.ndarray]
 EditModel = Callable[[Any, Sequence[Tensor]], Any]
 
@@ -37,8 +37,9 @@ def edit_bodies(model: Any, feeds: Arrays, edit: EditModel) -> Any:
     stored = {t.name: t for t in model.graph.initializer}
     places = [(k, j) for k, node in enumerate(model.graph.node)
               for j, body in enumerate(subgraphs(node))
-              if body.ByteSize() + sum(stored[n].ByteSize() for n in set(outer_reads(body))
-                                       if n in stored) > LEAST_BYTES]  # fmt: skip
+              if sum(t.ByteSize() for t in _tensors(body)) + sum(
+                  stored[n].ByteSize() for n in set(outer_reads(body)) & set(stored)
+              ) > LEAST_BYTES]  # fmt: skip
     if not places:
         return model
     new, taken = copy_of(model), graph_names(model.graph)
@@ -54,7 +55,7 @@ def edit_bodies(model: Any, feeds: Arrays, edit: EditModel) -> Any:
             continue
         file, inputs = part
         try:
-            smaller = edit(file, inputs)
+            smaller = edit(file, inputs) if can_run(file, inputs) else file
             if smaller is file:
                 continue
             compare_files(file.SerializeToString(), smaller.SerializeToString(), inputs, None)
@@ -67,6 +68,15 @@ def edit_bodies(model: Any, feeds: Arrays, edit: EditModel) -> Any:
         if tensor.name not in live:
             new.graph.initializer.remove(tensor)
     return new if new.ByteSize() < model.ByteSize() else model
+
+
+def _tensors(graph: Any) -> list[Any]:
+    """The tensors that a graph and its subgraphs store."""
+    tensors = [*graph.initializer]
+    for node in graph.node:
+        tensors += [a.t for a in node.attribute if a.type == a.TENSOR]
+        tensors += [tensor for inner in subgraphs(node) for tensor in _tensors(inner)]
+    return tensors
 
 
 def _reads(node: Any) -> list[str]:

@@ -68,6 +68,16 @@ def compare_files(
     return Verdict(max(errors), by)
 
 
+def can_run(model: Any, inputs: Sequence[Tensor]) -> bool:
+    """Whether the runtime runs a file on these inputs."""
+    try:
+        runner = session(model.SerializeToString())
+    except BadInput:
+        return False
+    names = [value.name for value in model.graph.input]
+    return runner is not None and _outputs(runner, _feeds(names, inputs)) is not None
+
+
 def _runners(original: str | bytes, edited: bytes, *, optimized: bool) -> tuple[Any, Any] | None:
     """Both files, ready to run; None where nothing here runs the original."""
     if onnxruntime() is None:
