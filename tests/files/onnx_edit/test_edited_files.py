@@ -354,3 +354,45 @@ def test_bodies_of_loops_are_cut(tmp_path):
     write(path, nodes, inputs, [value("y", ["B", 16])], tensors)
     after = edited(path, torch.randn(3, 16), torch.tensor(3))
     assert after.model.ByteSize() < 0.7 * path.stat().st_size
+
+
+BLOCKS = {  # units that are 0, of 128 in blocks of 32: rows of weights and of scales that are left
+    "every second": (range(0, 128, 2), 64, 4, 16),
+    "whole blocks": (range(32, 96), 64, 2, 32),
+    "halves and wholes": ([*range(32), *range(40, 56)], 80, 5, 16),
+    "a shorter end": ([*range(16, 32), *range(100, 128)], 84, 6, 16),
+}
+
+
+@pytest.mark.parametrize("kind", ["INT4", "UINT4", "INT8", "FLOAT8E4M3FN", "FLOAT8E5M2"])
+@pytest.mark.parametrize("zeros", BLOCKS)
+def test_narrow_weights_are_cut_as_they_are_stored(tmp_path, kind, zeros):
+    """Along blocks that share a scale; 8-bit floats have one scale per column."""
+    path, draw = tmp_path / "in.onnx", np.random.default_rng(0)
+    units, rows, scales, block = BLOCKS[zeros]
+    number, is_float = getattr(TensorProto, kind), kind.startswith("FLOAT")
+    low, high = {"INT4": (-8, 8), "UINT4": (0, 16)}.get(kind, (-9, 9))
+    first = draw.standard_normal((16, 128)).astype(np.float32)
+    first[:, list(units)] = 0
+    stored = helper.make_tensor("q", number, [128, 8], draw.integers(low, high, 1024))
+    count = [8] if is_float else [4, 8]
+    tensors = {"w": first, "s": draw.uniform(0.01, 0.02, count).astype(np.float32)}
+    attributes = {"axis": 1} if is_float else {"axis": 0, "block_size": 32}
+    names = ["q", "s"]
+    zero_points = []
+    if kind == "UINT4":
+        names.append("z")
+        zero_points = [helper.make_tensor("z", number, count, draw.integers(0, 16, 32))]
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Relu", ["a"], ["b"]),
+             node("DequantizeLinear", names, ["v"], **attributes),
+             node("MatMul", ["b", "v"], ["y"])]  # fmt: skip
+    model = write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 8])], tensors, opset=21)
+    model.ir_version = 10
+    model.graph.initializer.extend([stored, *zero_points])
+    onnx.save(model, path)
+    after = edited(path, torch.randn(3, 16)).model
+    assert [n.op_type for n in after.graph.node] == [n.op_type for n in nodes]
+    assert {t.name: t.data_type for t in after.graph.initializer}["q"] == number
+    assert dims(after)["q"] == [rows, 8] and dims(after)["s"] == ([8] if is_float else [scales, 8])
+    sizes = [a.i for a in after.graph.node[2].attribute if a.name == "block_size"]
+    assert sizes == ([] if is_float else [block])

@@ -6,6 +6,8 @@ positions are known, or nothing reads them. What does not change is copied byte 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -20,11 +22,13 @@ from demask.files.onnx.edit.protos import (
     graph_names,
     graph_reads,
     is_standard,
+    set_attribute,
 )
 from demask.files.onnx.edit.refusals import Unsupported, all_positions, require
 from demask.files.onnx.values import NUMPY
 from demask.shrink.layout.cells import Layout, Positions, whole
 
+FOUR_BIT, SCALE_BYTES = (21, 22), 4  # types of tensors; bytes of a scale
 SLICE_INPUTS, PAD_INPUTS = 10, 11  # op sets since which Slice and Pad take operands
 
 Handle = Callable[["Editor", Any, Sequence[Layout | None]], tuple[Any, Sequence[Layout | None]]]
@@ -304,6 +308,8 @@ class Editor:
                     name = self._select(name, axis, positions, name)
             return name
         copy = copy_of(node)
+        if (blocks := _blocks(self, node, layout)) is not None:
+            set_attribute(copy, "block_size", blocks[0])
         for k, operand_layout in operands.items():
             copy.input[k] = self.cut(node.input[k], operand_layout)
         copy.output[0] = self.fresh(name, "cut")
@@ -573,12 +579,37 @@ def _operand_layouts(editor: Editor, node: Any, layout: Layout) -> dict[int, Lay
             operand[source] = layout[axis]
         return {0: tuple(operand)}
     if node.op_type == "DequantizeLinear":
-        layouts = {0: layout}
+        layouts, blocks = {0: layout}, _blocks(editor, node, layout)
         for k in range(1, len(node.input)):
             if node.input[k] and (cut := scale_layout(editor, node, k, layout)) is not None:
+                if cut == () and blocks is not None:
+                    axis = attributes.get("axis", 1) % len(layout)
+                    cut = (*layout[:axis], blocks[1], *layout[axis + 1 :])
                 layouts[k] = cut
         return None if any(x == () for x in layouts.values()) else layouts
     return None
+
+
+def _blocks(editor: Editor, node: Any, layout: Layout) -> tuple[int, tuple[int, ...]] | None:
+    """For a cut along blocks of positions that share a scale: the new size of blocks, and the old
+    block of each new one. None where there are no blocks, or their scales outweigh the cut."""
+    attributes, shape = attributes_of(node), editor.shape(node.input[0])
+    size, axis = attributes.get("block_size", 0), attributes.get("axis", 1) % max(len(layout), 1)
+    positions = layout[axis] if layout else None
+    if node.op_type != "DequantizeLinear" or not size or positions is None:
+        return None
+    of_positions = [p // size for p in positions]
+    runs = [(block, len(list(run))) for block, run in itertools.groupby(of_positions)]
+    if len({block for block, _ in runs}) < len(runs):
+        return None  # in an order that mixes blocks
+    *firsts, last = [count for _, count in runs]
+    new = math.gcd(*firsts) if firsts else last  # the last block may be shorter
+    blocks = tuple(block for block, count in runs for _ in range(-(-count // new)))
+    tensor = editor.constants.tensors.get(node.input[0])
+    itemsize = 0.5 if tensor is not None and tensor.data_type in FOUR_BIT else 1
+    saved = (shape[axis] - len(positions)) * itemsize
+    added = (len(blocks) - editor.shape(node.input[1])[axis]) * SCALE_BYTES
+    return (new, blocks) if added < saved else None
 
 
 def scale_layout(editor: Editor, node: Any, k: int, layout: Layout) -> Layout | None:

@@ -14,8 +14,8 @@ from demask.errors import BadInput, Mismatch
 from demask.files.onnx.check import UNITS, draws, onnxruntime, relative_error, session
 from demask.files.onnx.edit.foreign import longer_inputs
 
-QUANTIZED = ("DynamicQuantizeLinear", "QuantizeLinear", "MatMulInteger", "ConvInteger",
-             "QLinearConv", "QLinearMatMul")  # fmt: skip
+QUANTIZED = ("ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger",
+             "QLinearConv", "QLinearMatMul", "QuantizeLinear")  # fmt: skip
 FUSED = 0.05  # the runtime's fused integer kernels differ by this much from the file's own ops
 Feeds = Mapping[str, np.ndarray]
 
