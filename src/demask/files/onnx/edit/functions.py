@@ -37,16 +37,14 @@ def write_out_calls(model: Any) -> tuple[Any, list[WrittenCall]]:
 def put_back_calls(model: Any, calls: Sequence[WrittenCall], original: Any) -> Any:
     """The file with the calls whose nodes are unchanged, without functions that nothing calls."""
     places = {node.SerializeToString(): k for k, node in enumerate(model.graph.node)}
-    nodes: list[Any] = list(model.graph.node)
+    nodes: dict[int, Any] = dict(enumerate(model.graph.node))
     for call in calls:
-        at = [places.get(node.SerializeToString()) for node in call.nodes]
-        if all(k is not None for k in at):
-            for k in at:
-                nodes[k] = None  # type: ignore[call-overload]
-            nodes[max(at)] = call.call  # type: ignore[type-var]
+        at = [places.get(node.SerializeToString(), -1) for node in call.nodes]
+        if min(at) >= 0:
+            nodes = {k: node for k, node in nodes.items() if k not in at} | {max(at): call.call}
     new = copy_of(model)
     del new.graph.node[:], new.functions[:]
-    new.graph.node.extend(node for node in nodes if node is not None)
+    new.graph.node.extend(nodes[k] for k in sorted(nodes))
     unused = _called(original.graph.node, original) - _called(new.graph.node, original)
     new.functions.extend(f for f in original.functions if _key(f, f.name) not in unused)
     return new
@@ -73,7 +71,7 @@ def _called(nodes: Collection[Any], model: Any) -> set[tuple[str, str, str]]:
 def _written_out(
     node: Any, functions: dict[Any, Any], model: Any, taken: set[str]
 ) -> Iterator[Any]:
-    """The nodes that a node stands for. taken: names of values in the file; more are added."""
+    """A node, or the nodes of the function that it calls. taken: names of the file; it grows."""
     function = functions.get(_key(node, node.op_type))
     if function is None or not _fits(function, model):
         yield node
@@ -82,7 +80,7 @@ def _written_out(
     names = {formal: actual for formal, actual in names.items() if actual}
     names |= {name: node.input[k] if k < len(node.input) else ""
               for k, name in enumerate(function.input)}  # fmt: skip
-    given = {a.name: a for a in (*function.attribute_proto, *node.attribute)}
+    values = {a.name: a for a in (*function.attribute_proto, *node.attribute)}
     prefix = next(filter(None, node.output))  # which no other node has
 
     def fresh(name: str) -> str:
@@ -105,8 +103,8 @@ def _written_out(
         for attribute in inner.attribute:
             if not attribute.ref_attr_name:
                 copy.attribute.append(attribute)
-            elif attribute.ref_attr_name in given:
-                copy.attribute.append(given[attribute.ref_attr_name])
+            elif attribute.ref_attr_name in values:
+                copy.attribute.append(values[attribute.ref_attr_name])
                 copy.attribute[-1].name = attribute.name
         yield from _written_out(copy, functions, model, taken)
 

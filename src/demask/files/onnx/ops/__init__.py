@@ -5,7 +5,6 @@ from demask.files.onnx.ops.data import control, index, ml, move, sequence, text,
 from demask.files.onnx.ops.math import activation, cast, math, random, reduce, select
 from demask.files.onnx.ops.nn import (
     attention,
-    fused,
     image,
     linear,
     norms,
@@ -41,5 +40,4 @@ ENTRIES = join_tables(
     trees.OPS,
     image.OPS,
     resize.OPS,
-    fused.OPS,
 )

@@ -65,16 +65,16 @@ def recurrent(edit: NodeEdit) -> Sequence[Layout | None]:
         _cut(edit, B, directions, rows(2 * gates))
     if edit.name(P):
         _cut(edit, P, directions, rows(3))
-    ways, kept = whole(directions, len(w)), whole(units[0], size)
-    state: Layout = (None, ways, kept) if batch_first else (ways, None, kept)
+    ways, cut_units = whole(directions, len(w)), whole(units[0], size)
+    state: Layout = (None, ways, cut_units) if batch_first else (ways, None, cut_units)
     for k in STATES:
         if edit.name(k):
             require(joined is None, "initial states of directions with other units")
             edit.adapt(k, state)
     if edit.name(4):
         edit.adapt(4, (None,))
-    if kept is not None:
-        edit.set("hidden_size", len(kept))
+    if cut_units is not None:
+        edit.set("hidden_size", len(cut_units))
     if ways is not None:
         edit.set("direction", ("forward", "reverse")[directions[0]])
         if "activations" in edit.attributes:
@@ -82,7 +82,7 @@ def recurrent(edit: NodeEdit) -> Sequence[Layout | None]:
             edit.set("activations", edit.attributes["activations"][directions[0] * half :][:half])
     if joined is not None:
         return joined.replace(edit, [u + d * size for d in directions for u in units[d]])
-    y: Layout = (None, None, ways, kept) if batch_first else (None, ways, None, kept)
+    y: Layout = (None, None, ways, cut_units) if batch_first else (None, ways, None, cut_units)
     return [y, state, state][: len(edit.node.output)]
 
 
@@ -139,7 +139,7 @@ class _JoinedDirections:
 
 
 def _joined_directions(edit: NodeEdit, size: int) -> _JoinedDirections | None:
-    """What joins the directions of the only output that is read; None where they are read apart, or
+    """What joins the directions of the only output that is read; None where each is read alone, or
     of equal units."""
     editor = edit.editor
     read = [k for k, name in enumerate(edit.node.output) if name and _readers(editor, name)]
