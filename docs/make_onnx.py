@@ -98,10 +98,20 @@ demask slim speech.onnx -o slim.onnx --fix rate=16000
 demask verify model.onnx slim.onnx
 ```
 
-The smallest file is not always the fastest. `slim` tries widths in multiples of 1, 4, 8 and 16,
-compares each candidate with the original file, calls both in turns in ONNX Runtime
-(`pip install 'demask[onnxruntime]'`), and writes the file unchanged if nothing is faster.
-Without the runtime it rounds widths up to 8.
+`slim` edits the file: nodes, names, op set, IR version, producer, documents and metadata that need
+not change are copied byte for byte, integer and 4-bit weights are cut as they are stored, and
+weights in other files stay in one. Ops that demask has no function for (of other domains, text,
+undecided control flow) stay whole, and the report names them; what is around them is cut. The
+edited file is compared with the original on the example, zeros, ones, tiny, large, negative and
+normal numbers, at the example's sizes and at larger ones. It is written unless an output differs by
+more than `--tolerance` (default: 84 units in the last place, or 8 times what rounding of the inputs
+moves it). Where nothing here runs the file, the command says that it was not compared.
+
+Only where editing removes nothing, differs, or is slower than an export by more than 5 %, is the
+network exported anew, with op set 20. The smallest file is not always the fastest. `slim` tries
+widths in multiples of 1, 4, 8 and 16, compares each candidate with the original file, calls both in
+turns in ONNX Runtime (`pip install 'demask[onnxruntime]'`), and writes the file unchanged if
+nothing is faster. Without the runtime it rounds widths up to 8.
 
 `--size` gives a dynamic size its number, in example inputs and in what is timed. Its name is the
 file's, or input and axis (`image.2`) where the file has none; one name is one size everywhere.
@@ -125,7 +135,8 @@ the original. Weights of 7 bits (`reduce_range=True` in ONNX Runtime's tool) cli
 A file is run as it says or refused with a `demask.BadInput` that names the node; no op, attribute
 or value is skipped. Refused are
 
-- **ops without a function** in the table below: those of other domains (`com.microsoft`), and
+- **ops without a function** in the table below: those of other domains, but some that ONNX
+  Runtime's optimizer writes (`com.microsoft.FusedConv`), and
 {missing}. Ops that the file defines itself, as functions, run;
 - **op sets** newer than the installed onnx package knows. From op set 7 on, each is read as its
   version says. In older ones, nodes with attributes that are gone since (`broadcast`, `is_test`)

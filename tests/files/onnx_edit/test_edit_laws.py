@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from demask.files.onnx.edit.editor import Editor
 from demask.files.onnx.edit.names import NamedValue, NamedValues
@@ -17,7 +18,7 @@ from demask.files.onnx.edit.ops.reduce import REDUCTIONS
 from demask.files.onnx.edit.protos import op_of
 
 SEEDS = 12
-IR = {7: 3, 9: 4, 11: 6, 13: 7, 17: 8, 21: 10}
+IR = {7: 3, 9: 4, 11: 6, 13: 7, 14: 7, 17: 8, 21: 10, 22: 10}
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,13 @@ class Case:
     opsets: tuple[int, ...] = (9, 13, 17, 21)
     outputs: int = 1
     low: float = -1.0
+    units: bool = False  # a recurrent layer: its outputs have units and directions in common
 
     def __str__(self):
         return f"{self.op}-{'x'.join(map(str, self.data[0]))}-{sorted(self.attributes)}"
 
 
+MS = "com.microsoft."
 IMAGE, ROWS = (2, 6, 5, 4), (3, 4, 6)
 ints = lambda *n: np.asarray(n, np.int64)  # noqa: E731
 UNARY = ("Abs Ceil Cos Elu Erf Exp Floor HardSigmoid Identity LeakyRelu Neg Relu Selu Sigmoid Sign "
@@ -91,6 +94,25 @@ CASES = [
     Case("Conv", (IMAGE,), ((6, 1, 3, 3), (6,)), {"group": 6, "pads": [1, 1, 1, 1]}),
     Case("Conv", (IMAGE,), ((8, 3, 3, 3), (8,)), {"group": 2}),
     Case("ConvTranspose", (IMAGE,), ((6, 8, 3, 3), (8,)), {"strides": [2, 2]}),
+    *(Case(f"{MS}FusedConv", (IMAGE,), ((8, 6, 3, 3), (8,)), {"activation": name, **params})
+      for name, params in (("Relu", {}), ("LeakyRelu", {"activation_params": [0.1]}))),
+    Case(f"{MS}FusedConv", (IMAGE,), ((8, 6, 3, 3), (8,), (2, 8, 5, 4)),
+         {"activation": "Relu", "pads": [1, 1, 1, 1]}),
+    Case(f"{MS}FusedConv", (IMAGE,), ((6, 1, 1, 1), None, IMAGE),
+         {"activation": "Tanh", "group": 6}),
+    Case(f"{MS}FusedGemm", ((3, 6),), ((6, 8), (8,)), {"alpha": 0.5, "activation": "Sigmoid"}),
+    *(Case(f"{MS}FusedMatMul", (ROWS,), ((6, 8),), a) for a in ({}, {"alpha": 0.5})),
+    Case(f"{MS}FusedMatMul", (ROWS,), ((8, 6),), {"transB": 1, "alpha": 2.0}),
+    Case(f"{MS}FusedMatMul", (ROWS, (3, 5, 6)), (), {"transB": 1}),
+    Case(f"{MS}FusedMatMul", ((3, 6, 4), (3, 6, 5)), (), {"transA": 1}),
+    Case(f"{MS}FusedMatMul", ((3, 6, 4), (3, 5, 6)), (), {"transA": 1, "transB": 1}),
+    Case(f"{MS}FusedMatMul", ((3, 6, 4),), ((6, 5),), {"transA": 1}),
+    *(Case(f"{MS}{op}", (ROWS,)) for op in ("Gelu", "FastGelu", "QuickGelu")),
+    *(Case(f"{MS}{op}", (ROWS,), ((6,),)) for op in ("BiasGelu", "FastGelu")),
+    *(Case(f"{MS}SkipLayerNormalization", (ROWS, ROWS), c) for c in (((6,),), ((6,), (6,), (6,)))),
+    Case(f"{MS}SkipLayerNormalization", (ROWS, ROWS[1:]), ((6,), (6,))),
+    Case(f"{MS}SkipSimplifiedLayerNormalization", (ROWS, ROWS), ((6,), (6,))),
+    Case("SimplifiedLayerNormalization", (ROWS,), ((6,),)),
     Case("Gemm", ((3, 6),), ((6, 8), (8,)), {"alpha": 0.5}),
     Case("Gemm", ((3, 6),), ((8, 6), (8,)), {"transB": 1}),
     Case("Gemm", ((3, 6),), ((8, 6),), {"transB": 1}, (11, 13)),
@@ -130,6 +152,48 @@ CASES = [
     Case("QuantizeLinear", (IMAGE,), (np.linspace(0.01, 0.02, 6, dtype=np.float32),
                                       np.arange(6, dtype=np.uint8)), {"axis": 1}, (13, 17)),
 ]  # fmt: skip
+
+
+def layer(op, *, direction="forward", operands="wrb", outputs=3, opsets=(7, 14, 22), **attributes):
+    """A recurrent layer of 6 units: 1 and 4 are 0 at every step, 2 is read by no other. operands:
+    letters of w, r, b, l (lengths), h, c (initial states), p."""
+    rng, count = np.random.default_rng(0), 2 if direction == "bidirectional" else 1
+    gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[op]
+    zero = {"h": (1, 4), "c": (1, 4), "w": [g * 6 + u for g in range(gates) for u in (1, 4)],
+            "b": [g * 6 + u for g in range(2 * gates) for u in (1, 4)]}  # fmt: skip
+    state = (3, count, 6) if attributes.get("layout") else (count, 3, 6)
+    shapes = {"w": (count, gates * 6, 5), "r": (count, gates * 6, 6), "b": (count, gates * 12),
+              "h": state, "c": state, "p": (count, 18)}  # fmt: skip
+    arrays = {k: rng.uniform(-1, 1, n).astype(np.float32) for k, n in shapes.items()}
+    arrays["w"][:, zero["w"]] = arrays["r"][:, zero["w"]] = arrays["b"][:, zero["b"]] = 0
+    arrays["h"][..., zero["h"]] = arrays["c"][..., zero["c"]] = arrays["r"][..., 2] = 0
+    arrays["l"] = np.asarray([2, 4, 1], np.int32)
+    order = "wrblhcp" if op == "LSTM" else "wrblh"
+    constants = tuple(arrays[k] if k in operands else None for k in order)
+    x = (3, 4, 5) if attributes.get("layout") else (4, 3, 5)
+    attributes |= {"direction": direction, "hidden_size": 6}
+    outputs = min(outputs, 3 if op == "LSTM" else 2)
+    return Case(op, (x,), constants, attributes, opsets, outputs, units=True)
+
+
+CASES += [
+    *(layer(op, direction=way) for op in ("LSTM", "GRU", "RNN")
+      for way in ("forward", "reverse", "bidirectional")),
+    *(layer(op, operands="wr") for op in ("LSTM", "GRU", "RNN")),
+    *(layer(op, direction="bidirectional", operands="wrblhc") for op in ("LSTM", "GRU", "RNN")),
+    *(layer(op, direction=way, operands="wrh") for op in ("LSTM", "GRU")
+      for way in ("reverse", "bidirectional")),
+    layer("LSTM", direction="bidirectional", operands="wrbhcp"),
+    layer("LSTM", outputs=1, operands="wrp", input_forget=1),
+    *(layer(op, layout=1, opsets=(14, 22)) for op in ("LSTM", "GRU", "RNN")),
+    layer("GRU", linear_before_reset=1, operands="wrbh"),
+    layer("RNN", activations=["Relu"]),
+    layer("RNN", activations=["Sigmoid"]),
+    layer("LSTM", activations=["HardSigmoid", "Softsign", "Elu"], direction="reverse"),
+    layer("GRU", activations=["Sigmoid", "Relu", "HardSigmoid", "Tanh"], direction="bidirectional"),
+    layer("LSTM", activations=["Sigmoid", "ScaledTanh", "Tanh"], activation_alpha=[0.5],
+          activation_beta=[0.7], clip=0.8),
+]  # fmt: skip
 #: handlers whose law is shown by files: their operands are integers that other nodes compute
 BY_FILES = {"DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger"}
 
@@ -145,6 +209,11 @@ def random_layout(rng, shape, axes=1):
     return tuple(layout)
 
 
+def grid(layout, shape):
+    """The index of the positions of a layout."""
+    return np.ix_(*(range(n) if p is None else p for p, n in zip(layout, shape, strict=True)))
+
+
 def array_of(rng, constant, low):
     if isinstance(constant, tuple):
         return rng.uniform(low, 1, constant).astype(np.float32)
@@ -152,6 +221,8 @@ def array_of(rng, constant, low):
 
 
 def run(model, feeds):
+    if any(a.name == "layout" for node in model.graph.node for a in node.attribute):
+        return ReferenceEvaluator(model).run(None, feeds)  # the runtime has no batch first
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -166,6 +237,8 @@ def example(case, opset, rng):
     for k, shape in enumerate(case.data):
         data = rng.uniform(case.low, 1, shape).astype(np.float32)
         layout = random_layout(rng, shape)
+        if case.units:
+            layout = (None, None, *random_layout(rng, shape[2:]))
         known = np.zeros([n if p else 1 for n, p in zip(shape, layout, strict=True)], bool)
         fill = np.float32(rng.choice([0.5, 0.75, 0.0 if case.low < 0 else 1.0]))
         for axis, positions in enumerate(layout):
@@ -187,24 +260,31 @@ def example(case, opset, rng):
             array = array_of(rng, constant, case.low)
             tensors.append(numpy_helper.from_array(array, f"c{k}"))
     outputs = [f"y{k}" for k in range(case.outputs)]
-    nodes.append(helper.make_node(case.op, names, outputs, **case.attributes))
+    domain, _, op = case.op.rpartition(".")
+    nodes.append(helper.make_node(op, names, outputs, domain=domain, **case.attributes))
     infos = [onnx.ValueInfoProto(name=name) for name in outputs]
     graph = helper.make_graph(nodes, "g", inputs, infos, tensors)
     model = helper.make_model(graph, ir_version=IR[opset],
-                              opset_imports=[helper.make_opsetid("", opset)])  # fmt: skip
+                              opset_imports=[helper.make_opsetid("", opset),
+                                             helper.make_opsetid("com.microsoft", 1)])  # fmt: skip
     del model.graph.input[:]
     model.graph.input.extend(inputs)
     expected = run(model, feeds)
-    wanted = None
+    wanted = units = None
     for name, y in zip(outputs, expected, strict=True):
         if wanted is None or case.op != "Split":
             wanted = random_layout(rng, y.shape, axes=2)
+        if case.units:
+            axis = y.ndim - 2 if case.attributes.get("layout") else y.ndim - 3
+            units = units or random_layout(rng, (y.shape[axis], 6), axes=2)
+            wanted = tuple({axis: units[0], y.ndim - 1: units[1]}.get(k) for k in range(y.ndim))
         if case.op == "Split":
             wanted = tuple(None if p and max(p) >= n else p
                            for p, n in zip(wanted, y.shape, strict=True))  # fmt: skip
-        blank = np.zeros([1] * y.ndim)
+        known = np.ones(y.shape, bool)  # where it is not wanted
+        known[grid(wanted, y.shape)] = False
         dtype = torch.from_numpy(np.zeros(1, y.dtype)).dtype
-        values[name] = NamedValue(y.shape, dtype, blank > 0, blank, wanted)
+        values[name] = NamedValue(y.shape, dtype, known, np.zeros(y.shape), wanted)
     return model, feeds, expected, NamedValues(values, {}, frozenset())
 
 
@@ -224,8 +304,7 @@ def test_edited_nodes_equal_the_originals_at_the_positions_that_are_left(case):
             for k, (a, b) in enumerate(zip(expected, results, strict=True)):
                 assert a.dtype == b.dtype and a.shape == b.shape
                 layout = named.values[f"y{k}"].layout
-                index = np.ix_(*(range(n) if p is None else p
-                                 for p, n in zip(layout, a.shape, strict=True)))  # fmt: skip
+                index = grid(layout, a.shape)
                 np.testing.assert_allclose(
                     b[index].astype(np.float64), a[index].astype(np.float64), atol=3e-6, rtol=3e-6,
                     err_msg=f"op set {opset}, seed {seed}, y{k} {layout}, "

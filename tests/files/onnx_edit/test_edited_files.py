@@ -168,3 +168,231 @@ def test_files_of_torchs_exporter_are_exported_again(tmp_path):
         optimize_onnx(tmp_path / "in.onnx", tmp_path / "out.onnx", (ids,), minimal=minimal)
         again = from_onnx(tmp_path / "out.onnx")
         torch.testing.assert_close(again(ids[:, :7])[0], net(ids[:, :7])[0])
+
+
+def edited(path, *inputs):
+    """The edited file, which passes the comparison."""
+    after = edit_file(path, tuple(map(torch.as_tensor, inputs)), TABLE)
+    assert after is not None
+    model = after.model.SerializeToString()
+    compare_files(str(path), model, tuple(map(torch.as_tensor, inputs)), None)
+    return after
+
+
+def test_quantized_zeros_are_zero_points_to_readers_that_do_not_subtract_them(tmp_path):
+    path, names = tmp_path / "in.onnx", ["q", "s", "z"]
+    middle = [node("DynamicQuantizeLinear", ["a"], names), node("DequantizeLinear", names, ["b"])]
+    tensors = {"w": half(16, 32, axis=1), "v": np.ones((32, 8), np.float32)}
+    nodes = [node("MatMul", ["x", "w"], ["a"]), *middle, node("MatMul", ["b", "v"], ["y"])]
+    write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 8])], tensors)
+    after = edited(path, torch.randn(3, 16)).model
+    assert {t.name: list(t.dims) for t in after.graph.initializer}["w"] == [16, 16]
+
+
+@pytest.mark.parametrize("batch", ["B", 3])
+def test_values_that_the_analysis_skips_are_computed(tmp_path, batch):
+    """Two values in one tensor, which the analysis joins without the file's own nodes."""
+    path, draw = tmp_path / "in.onnx", np.random.default_rng(0)
+    a = [draw.standard_normal((16, 64)).astype(np.float32) for _ in range(2)]
+    for k in range(2):
+        a[k][:, [1 + 2 * k, *range(10, 50)]] = 0
+    nodes = [
+        *(node("MatMul", ["x", f"a{k}"], [f"h{k}"]) for k in range(2)),
+        *(node("Unsqueeze", [f"h{k}", "one"], [f"u{k}"]) for k in range(2)),
+        node("Concat", ["u0", "u1"], ["both"], axis=1),
+        node("Reshape", ["both", "sizes"], ["flat"]),
+        node("MatMul", ["flat", "v"], ["y"]),
+    ]
+    tensors = {"a0": a[0], "a1": a[1], "one": np.array([1]), "sizes": np.array([0, -1]),
+               "v": np.ones((128, 4), np.float32)}  # fmt: skip
+    write(path, nodes, [value("x", [batch, 16])], [value("y", [batch, 4])], tensors)
+    edited(path, torch.randn(3, 16))
+
+
+@pytest.mark.parametrize("op", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("is_same", [True, False])
+def test_directions_keep_as_many_units_each_of_its_own(tmp_path, op, is_same):
+    path, draw, gates = (
+        tmp_path / "in.onnx",
+        np.random.default_rng(0),
+        {"RNN": 1, "GRU": 3, "LSTM": 4}[op],
+    )
+    sizes = {"w": (2, gates, 32, 8), "r": (2, gates, 32, 32), "b": (2, 2 * gates, 32)}
+    arrays = {k: draw.uniform(-1, 1, n).astype(np.float32) for k, n in sizes.items()}
+    for d in range(2):
+        units = draw.permutation(32)[:20] if d and not is_same else np.arange(20)
+        for array in arrays.values():
+            array[d, :, units] = 0
+    tensors = {k: a.reshape(2, -1, *a.shape[3:]) for k, a in arrays.items()}
+    tensors |= {"v": np.ones((64, 4), np.float32), "sizes": np.array([0, 0, -1])}
+    tensors["b"] = tensors["b"].reshape(2, -1)
+    nodes = [
+        node(op, ["x", "w", "r", "b", "n"], ["h"], hidden_size=32, direction="bidirectional"),
+        node("Transpose", ["h"], ["t"], perm=[0, 2, 1, 3]),
+        node("Reshape", ["t", "sizes"], ["both"]),
+        node("MatMul", ["both", "v"], ["y"]),
+    ]
+    inputs = [value("x", ["T", "B", 8]), value("n", ["B"], TensorProto.INT32)]
+    write(path, nodes, inputs, [value("y", ["T", "B", 4])], tensors)
+    lengths = torch.tensor([5, 3], dtype=torch.int32)
+    after = edited(path, torch.randn(5, 2, 8), lengths).model
+    assert [n.op_type for n in after.graph.node] == [n.op_type for n in nodes]
+    dims = {t.name: list(t.dims) for t in after.graph.initializer}
+    assert dims["r"] == [2, gates * 12, 12] and dims["v"] == [24, 4]
+
+
+@pytest.mark.parametrize("kind", ["linear", "images"])
+def test_what_follows_an_op_that_nothing_here_runs_is_cut(tmp_path, kind):
+    """The sizes of its output are those that its readers require."""
+    path = tmp_path / "in.onnx"
+    if kind == "linear":
+        weights, op, x = [(16, 32), (32, 16), (16, 32), (32, 4)], "MatMul", (2, 16, 16)
+    else:
+        weights, op, x = [(32, 16, 3, 3), (16, 32, 1, 1), (32, 16, 3, 3), (4, 32, 1, 1)], "Conv", (
+            1, 16, 12, 12)  # fmt: skip
+    axis = 1 if op == "MatMul" else 0
+    tensors = {f"w{k}": half(*n, axis=axis) if k % 2 == 0 else np.ones(n, np.float32)
+               for k, n in enumerate(weights)}  # fmt: skip
+    nodes = [
+        node(op, ["x", "w0"], ["a"]), node("Relu", ["a"], ["b"]), node(op, ["b", "w1"], ["c"]),
+        node("Mystery", ["c"], ["d"], domain="org.example", strength=0.5),
+        node(op, ["d", "w2"], ["e"]), node("Relu", ["e"], ["f"]), node(op, ["f", "w3"], ["y"]),
+    ]  # fmt: skip
+    output = value("y", ["B", *[None] * (len(x) - 1)])
+    model = write(path, nodes, [value("x", ["B", *x[1:]])], [output], tensors)
+    model.opset_import.append(helper.make_opsetid("org.example", 1))
+    onnx.save(model, path)
+    after = edit_file(path, (torch.randn(x),), TABLE)
+    for tensor in after.model.graph.initializer:
+        assert np.prod(tensor.dims) == np.prod(tensors[tensor.name].shape) / 2, tensor.name
+
+
+def hidden_layer(x, y, w, v):
+    return [node("MatMul", [x, w], [f"{y}.a"]), node("Relu", [f"{y}.a"], [f"{y}.b"]),
+            node("MatMul", [f"{y}.b", v], [y])]  # fmt: skip
+
+
+def dims(model):
+    return {t.name: list(t.dims) for t in model.graph.initializer}
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_bodies_of_functions_are_cut_and_calls_that_do_not_change_stay(tmp_path, calls):
+    """The constants are in the function's body, its weights among its operands."""
+    path = tmp_path / "in.onnx"
+    half_scale = numpy_helper.from_array(half(1, 32, axis=1) + np.float32(0.5))
+    body = [node("Constant", [], ["scale"], value=half_scale), node("MatMul", ["x", "w"], ["a"]),
+            node("Mul", ["a", "scale"], ["b"]), node("LeakyRelu", ["b"], ["c"]),
+            node("MatMul", ["c", "v"], ["y"])]  # fmt: skip
+    body[3].attribute.append(onnx.AttributeProto(name="alpha", ref_attr_name="slope", type=1))
+    opsets = [helper.make_opsetid("", 17)]
+    layer = helper.make_function("mine", "Layer", ["x", "w", "v"], ["y"], body, opsets, ["slope"])
+    call = [
+        node("Layer", ["x", "w", "v"], ["h"], domain="mine", name="one", slope=0.1),
+        node("Layer", ["h", "w2", "u"], ["y"], domain="mine", name="two", slope=0.2),
+    ]
+    if calls == 1:
+        call = [call[0], node("Relu", ["h"], ["y"], name="two")]
+    tensors = {k: np.ones((32, 16), np.float32) for k in ("v", "u")[:calls]}
+    tensors |= {"w": half(16, 32, axis=1), "w2": np.ones((16, 32), np.float32)}
+    model = write(path, call, [value("x", ["B", 16])], [value("y", ["B", 16])], tensors)
+    model.functions.append(layer)
+    model.opset_import.append(helper.make_opsetid("mine", 1))
+    onnx.save(model, path)
+    after = edited(path, torch.randn(3, 16)).model
+    assert dims(after)["w"] == [16, 16]
+    assert after.graph.node[-1] == call[-1]
+    assert len(after.functions) == calls - 1
+
+
+def choice(then, other, reads=("flag",), name="choice"):
+    graphs = {
+        f"{key}_branch": helper.make_graph(nodes, key, [], [onnx.ValueInfoProto(name=out)], tensors)
+        for key, (nodes, out, tensors) in (("then", then), ("else", other))
+    }
+    return node("If", list(reads), ["y"], name=name, **graphs)
+
+
+def test_branches_are_cut(tmp_path):
+    """Some of their weights are their own, some those of the graph around them."""
+    path = tmp_path / "in.onnx"
+    draw = np.random.default_rng(0)
+    own = {"w1": half(16, 64, axis=1), "v1": draw.standard_normal((64, 16)).astype(np.float32)}
+    own = [numpy_helper.from_array(array, name) for name, array in own.items()]
+    then = (hidden_layer("h", "p", "w1", "v1"), "p", own)
+    other = (hidden_layer("h", "q", "w2", "v2"), "q", [])
+    nodes = [*hidden_layer("x", "h", "w0", "v0"), choice(then, other)]
+    tensors = {"w0": half(16, 64, axis=1), "w2": half(16, 64, axis=1)}
+    tensors |= {f"v{k}": draw.standard_normal((64, 16)).astype(np.float32) for k in (0, 2)}
+    inputs = [value("x", ["B", 16]), value("flag", [], TensorProto.BOOL)]
+    write(path, nodes, inputs, [value("y", ["B", 16])], tensors)
+    x = torch.randn(3, 16)
+    after = edited(path, x, torch.tensor(True))
+    save_edited(after, tmp_path / "out.onnx")
+    for flag in (True, False):
+        feeds = {"x": x.numpy(), "flag": np.array(flag)}
+        expected = run(path, **feeds)[0]
+        np.testing.assert_allclose(run(tmp_path / "out.onnx", **feeds)[0], expected, atol=1e-4)
+    assert after.model.ByteSize() < 0.6 * path.stat().st_size
+
+
+def test_bodies_of_loops_are_cut(tmp_path):
+    """The number of steps is an input."""
+    path = tmp_path / "in.onnx"
+    draw = np.random.default_rng(0)
+    body = helper.make_graph(
+        [*hidden_layer("s", "t", "w", "v"), node("Tanh", ["t"], ["u"]),
+         node("Identity", ["go"], ["on"])],
+        "body", [value("k", [], TensorProto.INT64), value("go", [], TensorProto.BOOL),
+                 value("s", ["B", 16])],
+        [value("on", [], TensorProto.BOOL), value("u", ["B", 16])],
+    )  # fmt: skip
+    tensors = {"w": half(16, 64, axis=1), "v": draw.standard_normal((64, 16)).astype(np.float32),
+               "true": np.array(True)}  # fmt: skip
+    nodes = [node("Loop", ["n", "true", "x"], ["y"], body=body)]
+    inputs = [value("x", ["B", 16]), value("n", [], TensorProto.INT64)]
+    write(path, nodes, inputs, [value("y", ["B", 16])], tensors)
+    after = edited(path, torch.randn(3, 16), torch.tensor(3))
+    assert after.model.ByteSize() < 0.7 * path.stat().st_size
+
+
+BLOCKS = {  # units that are 0, of 128 in blocks of 32: rows of weights and of scales that are left
+    "every second": (range(0, 128, 2), 64, 4, 16),
+    "whole blocks": (range(32, 96), 64, 2, 32),
+    "halves and wholes": ([*range(32), *range(40, 56)], 80, 5, 16),
+    "a shorter end": ([*range(16, 32), *range(100, 128)], 84, 6, 16),
+}
+
+
+@pytest.mark.parametrize("kind", ["INT4", "UINT4", "INT8", "FLOAT8E4M3FN", "FLOAT8E5M2"])
+@pytest.mark.parametrize("zeros", BLOCKS)
+def test_narrow_weights_are_cut_as_they_are_stored(tmp_path, kind, zeros):
+    """Along blocks that share a scale; 8-bit floats have one scale per column."""
+    path, draw = tmp_path / "in.onnx", np.random.default_rng(0)
+    units, rows, scales, block = BLOCKS[zeros]
+    number, is_float = getattr(TensorProto, kind), kind.startswith("FLOAT")
+    low, high = {"INT4": (-8, 8), "UINT4": (0, 16)}.get(kind, (-9, 9))
+    first = draw.standard_normal((16, 128)).astype(np.float32)
+    first[:, list(units)] = 0
+    stored = helper.make_tensor("q", number, [128, 8], draw.integers(low, high, 1024))
+    count = [8] if is_float else [4, 8]
+    tensors = {"w": first, "s": draw.uniform(0.01, 0.02, count).astype(np.float32)}
+    attributes = {"axis": 1} if is_float else {"axis": 0, "block_size": 32}
+    names = ["q", "s"]
+    zero_points = []
+    if kind == "UINT4":
+        names.append("z")
+        zero_points = [helper.make_tensor("z", number, count, draw.integers(0, 16, 32))]
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Relu", ["a"], ["b"]),
+             node("DequantizeLinear", names, ["v"], **attributes),
+             node("MatMul", ["b", "v"], ["y"])]  # fmt: skip
+    model = write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 8])], tensors, opset=21)
+    model.ir_version = 10
+    model.graph.initializer.extend([stored, *zero_points])
+    onnx.save(model, path)
+    after = edited(path, torch.randn(3, 16)).model
+    assert [n.op_type for n in after.graph.node] == [n.op_type for n in nodes]
+    assert {t.name: t.data_type for t in after.graph.initializer}["q"] == number
+    assert dims(after)["q"] == [rows, 8] and dims(after)["s"] == ([8] if is_float else [scales, 8])
+    sizes = [a.i for a in after.graph.node[2].attribute if a.name == "block_size"]
+    assert sizes == ([] if is_float else [block])

@@ -14,16 +14,19 @@ from torch import Tensor
 
 from demask.errors import BadInput
 from demask.files.atomic_write import write
+from demask.files.onnx.edit.bodies import edit_bodies
 from demask.files.onnx.edit.constants import evaluated
 from demask.files.onnx.edit.editor import Editor
 from demask.files.onnx.edit.foreign import opaque_outputs
+from demask.files.onnx.edit.functions import put_back_calls, write_out_calls
 from demask.files.onnx.edit.names import NamedValues, name_values
 from demask.files.onnx.edit.ops import handle
 from demask.files.onnx.edit.protos import copy_of, graph_reads
-from demask.files.onnx.edit.refusals import MustCompute, Unsupported
+from demask.files.onnx.edit.refusals import Unsupported
 from demask.files.onnx.read.reader import installed, parse_model, read
 from demask.files.onnx.write.writer import write_weights
 from demask.ops import Table
+from demask.shrink.layout.cells import Layout
 
 PASSES = 4
 
@@ -66,22 +69,10 @@ def edit_file(
         NotExportable: the file cannot be captured with the dynamic sizes that it declares.
     """
     onnx = installed()
-    file = read(path)
-    original = model = onnx.load(os.fspath(path))
-    _check_order(model)
-    barriers, foreign = (), frozenset()
-    for k in range(PASSES):
-        feeds = {port.name: x.detach().cpu().numpy()
-                 for port, x in zip(file.graph.inputs, args, strict=True)}  # fmt: skip
-        named = name_values(file, args, table, functools.partial(opaque_outputs, model, feeds))
-        editor = _edited(model, named, feeds)
-        smaller = editor.result()
-        if k == 0:
-            barriers, foreign = tuple(editor.barriers), named.opaque
-        if smaller.ByteSize() >= model.ByteSize():
-            break
-        model = smaller
-        file = parse_model(model, Path(path).parent)
+    read(path)
+    original = onnx.load(os.fspath(path))
+    _check_order(original)
+    model, barriers, foreign = _edit_model(original, args, Path(path).parent, table)
     if model is original:
         return None
     nodes = {node.SerializeToString() for node in original.graph.node}
@@ -91,24 +82,57 @@ def edit_file(
     return EditedFile(model, len(model.graph.node), unchanged, barriers, external, foreign)
 
 
+_Edit = tuple[Any, tuple[tuple[str, str], ...], frozenset[str]]  # model, barriers, foreign ops
+
+
+def _edit_model(original: Any, args: Sequence[Tensor], folder: Path, table: Table) -> _Edit:
+    """The smaller file; the original where editing removes nothing. Functions that the file defines
+    are written out first; if that leads to no smaller file, their calls stay as they are."""
+
+    def edit_body(model: Any, inputs: Sequence[Tensor]) -> Any:
+        return _edit_model(model, inputs, folder, table)[0]
+
+    whole, calls = write_out_calls(original)
+    barriers, foreign = (), frozenset()
+    for start, written in ((whole, calls), (original, [])) if calls else ((original, []),):
+        names = [value.name for value in parse_model(start, folder).graph.inputs]
+        feeds = {n: x.detach().cpu().numpy() for n, x in zip(names, args, strict=True)}
+        model = edit_bodies(start, feeds, edit_body)
+        for k in range(PASSES):
+            file = parse_model(model, folder)
+            named = name_values(file, args, table, functools.partial(opaque_outputs, model, feeds))
+            editor = _edited(model, named, feeds)
+            smaller = editor.result()
+            if k == 0:
+                barriers, foreign = tuple(editor.barriers), named.opaque
+            if smaller.ByteSize() >= model.ByteSize():
+                break
+            model = smaller
+        if model is not start:
+            model = put_back_calls(model, written, original) if written else model
+            if model.ByteSize() < original.ByteSize():
+                return model, barriers, foreign
+    return original, barriers, foreign
+
+
 def _edited(model: Any, named: NamedValues, feeds: dict[str, np.ndarray]) -> Editor:
     """An editor after its walk."""
     names = {name for name, v in named.values.items() if (v.known & (v.fill != 0)).any()}
     names -= set(feeds)
     producers = {n for node in model.graph.node for n in node.output if n}
     run = evaluated(model, names & producers, producers, feeds)
-    computed: list[str] = []
+    computed: dict[str, Layout] = {}
     while True:
         editor = Editor(model, named, run, handle, computed)
         try:
             editor.walk()
-            return editor
-        except MustCompute as missing:
-            if missing.args[0] in computed:
-                raise BadInput(f"no value for {missing.args[0]!r}") from missing
-            computed.append(missing.args[0])
         except Unsupported as reason:
             raise BadInput(f"the file cannot be edited: {reason}") from reason
+        if not editor.missing:
+            return editor
+        if all(computed.get(name) == layout for name, layout in editor.missing.items()):
+            raise BadInput(f"no value for {min(editor.missing)!r}")
+        computed |= editor.missing
 
 
 def _check_order(model: Any) -> None:

@@ -6,7 +6,10 @@ positions are known, or nothing reads them. What does not change is copied byte 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,13 +19,16 @@ from demask.files.onnx.edit.names import NamedValues, Size
 from demask.files.onnx.edit.protos import (
     attributes_of,
     copy_of,
+    graph_names,
     graph_reads,
     is_standard,
+    set_attribute,
 )
-from demask.files.onnx.edit.refusals import MustCompute, Unsupported, all_positions, require
+from demask.files.onnx.edit.refusals import Unsupported, all_positions, require
 from demask.files.onnx.values import NUMPY
 from demask.shrink.layout.cells import Layout, Positions, whole
 
+FOUR_BIT, SCALE_BYTES = (21, 22), 4  # types of tensors; bytes of a scale
 SLICE_INPUTS, PAD_INPUTS = 10, 11  # op sets since which Slice and Pad take operands
 
 Handle = Callable[["Editor", Any, Sequence[Layout | None]], tuple[Any, Sequence[Layout | None]]]
@@ -32,9 +38,9 @@ class Editor:
     """The state of one walk over the nodes of a file.
 
     model: the file; it is not changed. values: facts and layouts. runtime_values: what the runtime
-    computes for some names, for known elements. handle: edits a node.
-    computed: names that are
-    computed whole although they are known.
+    computes for some names, for known elements. handle: edits a node. computed: positions of some
+    values to compute in addition to those of their layouts. missing: such positions that a walk
+    lacks; where there are any, its result is of no use.
     """
 
     def __init__(
@@ -43,7 +49,7 @@ class Editor:
         named: NamedValues,
         runtime_values: Mapping[str, np.ndarray],
         handle: Handle,
-        computed: Sequence[str] = (),
+        computed: Mapping[str, Layout] = MappingProxyType({}),
     ):
         self.model, self.graph = model, model.graph
         self.named, self.values = named, named.values
@@ -60,20 +66,19 @@ class Editor:
         self.cuts: dict[tuple[str, Any], str] = {}  # of constants, by layout or contents
         self.adapted: dict[tuple[str, Layout], str] = {}
         self.overridden: dict[str, Layout] = {}
+        self.done: set[str] = set()  # outputs of nodes that were edited with one before them
         self.barriers: list[tuple[str, str]] = []  # nodes that stay whole, and why
-        self.taken = (
-            set(self.constants.names) | set(self.constants.producers) | self.inner_reads
-            | {value.name for value in self.graph.input}
-        )  # fmt: skip
+        self.taken = set(self.constants.names) | graph_names(self.graph)
         self.node_names = {node.name for node in self.graph.node}
         self._types: dict[str, int] | None = None
-        for name in computed:
-            self._override(name, lambda n: None)
+        self.missing: dict[str, Layout] = {}
+        for name, layout in computed.items():
+            self._override(name, layout, self._unknown)
         for node in self.graph.node:
             if node.op_type in ("Shape", "Size") and is_standard(node):
-                self._override(
-                    node.input[0], lambda n: (0,) if isinstance(n, int) and n > 1 else None
-                )
+                name = node.input[0]
+                if name in self.values and self.wanted(name) is None:
+                    self._override(name, self._first(name), self._first)
 
     # values of the original
 
@@ -97,16 +102,60 @@ class Editor:
             return self.overridden[name]
         return self.values[name].layout
 
-    def _override(self, name: str, positions: Callable[[Size], Positions]) -> None:
-        """Compute a value that is known, and what it is computed from."""
-        if name not in self.values or name in self.constants or name in self.overridden:
+    def _override(self, name: str, layout: Layout, rest: Callable[[str], Layout]) -> None:
+        """Compute more positions of a value; `rest` are those of operands that are not computed."""
+        if name in self.constants or name in self.overridden:
             return
-        if self.wanted(name) is not None:
-            return
-        self.overridden[name] = tuple(map(positions, self.shape(name)))
+        wanted = self.wanted(name)
+        if wanted is not None:
+            pairs = zip(wanted, layout, self.shape(name), strict=True)
+            layout = tuple(_union(*pair) for pair in pairs)
+        self.overridden[name] = layout
         producer = self.constants.producers.get(name)
         for operand in producer.input if producer is not None else ():
-            self._override(operand, positions)
+            if operand in self.values and self.wanted(operand) is None:
+                self._override(operand, rest(operand), rest)
+
+    def _first(self, name: str) -> Layout:
+        """One position of each axis: of a value of which only the sizes are read."""
+        return tuple((0,) if isinstance(n, int) and n > 1 else None for n in self.shape(name))
+
+    def _unknown(self, name: str) -> Layout:
+        """The positions of each axis that are not known; those of a known value are all."""
+        known = self.values[name].known
+        if known.all():
+            return self._all(name)
+        layout: list[Positions] = []
+        for axis, size in enumerate(self.shape(name)):
+            rows = np.moveaxis(known, axis, 0).reshape(known.shape[axis], -1)
+            positions = np.flatnonzero(~rows.all(1)).tolist()
+            layout.append(whole(positions, size) if len(rows) == size else None)
+        return tuple(layout)
+
+    def is_known(self, name: str, layout: Layout) -> bool:
+        """Whether a value is known at the positions of a layout. If not, they become computed."""
+        known = self.values[name].known
+        if () in layout:
+            return True
+        for axis, positions in enumerate(layout):
+            if positions is not None and known.shape[axis] != 1:
+                known = np.take(known, positions, axis)
+        if not known.all():
+            self.lacks(name, layout)
+        return bool(known.all())
+
+    def lacks(self, name: str, layout: Layout) -> None:
+        """Have positions of a value computed in the next walk, without those that are known."""
+        pairs = zip(layout, self._unknown(name), self.shape(name), strict=True)
+        layout = tuple(
+            whole([p for p in all_positions(a, n) if p in set(b)], n) if b is not None else a
+            for a, b, n in pairs
+        )
+        before = self.missing.get(name, self.overridden.get(name))
+        if before is not None:
+            pairs = zip(before, layout, self.shape(name), strict=True)
+            layout = tuple(_union(*pair) for pair in pairs)
+        self.missing[name] = self._normal(name, layout)
 
     def fill(self, name: str) -> np.ndarray:
         """The known values of a tensor, 0 where unknown; each dimension is 1 or full."""
@@ -259,6 +308,8 @@ class Editor:
                     name = self._select(name, axis, positions, name)
             return name
         copy = copy_of(node)
+        if (blocks := _blocks(self, node, layout)) is not None:
+            set_attribute(copy, "block_size", blocks[0])
         for k, operand_layout in operands.items():
             copy.input[k] = self.cut(node.input[k], operand_layout)
         copy.output[0] = self.fresh(name, "cut")
@@ -288,13 +339,16 @@ class Editor:
     def _known(self, name: str, layout: Layout, broadcast: bool) -> str:
         """A known value as a constant."""
         fill, shape = self.fill(name), self.shape(name)
+        if not self.is_known(name, layout):
+            return name
         for axis, positions in enumerate(layout):
             if positions is not None and fill.shape[axis] != 1:
                 fill = np.take(fill, positions, axis)
         if not broadcast:
             sizes = [n if p is None else len(p) for p, n in zip(layout, shape, strict=True)]
             if not all(isinstance(n, int) for n in sizes):
-                raise MustCompute(name)
+                self.lacks(name, layout)
+                return name
             fill = np.broadcast_to(fill, sizes)
         return self.tensor(fill, name, "known")
 
@@ -311,6 +365,9 @@ class Editor:
             index = {p: k for k, p in enumerate(present)}
             present = shared or present[:1]
             source = self._select(source, axis, [index[p] for p in present], name)
+        lacking = tuple(p for p in wanted if p not in set(present))
+        if not self.is_known(name, (*current[:axis], lacking, *current[axis + 1 :])):
+            return name
         fill = self.fill(name)
         for other in range(fill.ndim):
             now = wanted if other == axis else current[other]
@@ -352,6 +409,8 @@ class Editor:
 
     def _edit(self, node: Any) -> None:
         outputs = [name for name in node.output if name]
+        if self.done.issuperset(outputs) and outputs:
+            return
         if outputs and all(name in self.constants for name in outputs):
             self.nodes.append(node)
             return
@@ -498,6 +557,13 @@ class Editor:
                 added.popitem()
 
 
+def _union(a: Positions, b: Positions, size: Size) -> Positions:
+    """The positions of two layouts of an axis: those of the first, then the others."""
+    if a is None or b is None:
+        return None
+    return whole(list(dict.fromkeys([*a, *b])), size)
+
+
 def _operand_layouts(editor: Editor, node: Any, layout: Layout) -> dict[int, Layout] | None:
     """The layouts of the operands of a node on constants, so that it computes a cut of its output;
     None where that has no rule."""
@@ -513,12 +579,37 @@ def _operand_layouts(editor: Editor, node: Any, layout: Layout) -> dict[int, Lay
             operand[source] = layout[axis]
         return {0: tuple(operand)}
     if node.op_type == "DequantizeLinear":
-        layouts = {0: layout}
+        layouts, blocks = {0: layout}, _blocks(editor, node, layout)
         for k in range(1, len(node.input)):
             if node.input[k] and (cut := scale_layout(editor, node, k, layout)) is not None:
+                if cut == () and blocks is not None:
+                    axis = attributes.get("axis", 1) % len(layout)
+                    cut = (*layout[:axis], blocks[1], *layout[axis + 1 :])
                 layouts[k] = cut
         return None if any(x == () for x in layouts.values()) else layouts
     return None
+
+
+def _blocks(editor: Editor, node: Any, layout: Layout) -> tuple[int, tuple[int, ...]] | None:
+    """For a cut along blocks of positions that share a scale: the new size of blocks, and the old
+    block of each new one. None where there are no blocks, or their scales outweigh the cut."""
+    attributes, shape = attributes_of(node), editor.shape(node.input[0])
+    size, axis = attributes.get("block_size", 0), attributes.get("axis", 1) % max(len(layout), 1)
+    positions = layout[axis] if layout else None
+    if node.op_type != "DequantizeLinear" or not size or positions is None:
+        return None
+    of_positions = [p // size for p in positions]
+    runs = [(block, len(list(run))) for block, run in itertools.groupby(of_positions)]
+    if len({block for block, _ in runs}) < len(runs):
+        return None  # in an order that mixes blocks
+    *firsts, last = [count for _, count in runs]
+    new = math.gcd(*firsts) if firsts else last  # the last block may be shorter
+    blocks = tuple(block for block, count in runs for _ in range(-(-count // new)))
+    tensor = editor.constants.tensors.get(node.input[0])
+    itemsize = 0.5 if tensor is not None and tensor.data_type in FOUR_BIT else 1
+    saved = (shape[axis] - len(positions)) * itemsize
+    added = (len(blocks) - editor.shape(node.input[1])[axis]) * SCALE_BYTES
+    return (new, blocks) if added < saved else None
 
 
 def scale_layout(editor: Editor, node: Any, k: int, layout: Layout) -> Layout | None:

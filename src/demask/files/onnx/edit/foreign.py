@@ -9,8 +9,13 @@ import numpy as np
 
 from demask.files.onnx.edit.constants import evaluated
 from demask.files.onnx.edit.opaque import Dimension, OpaqueOutput
-from demask.files.onnx.edit.protos import graph_reads, is_standard
+from demask.files.onnx.edit.protos import attributes_of, graph_reads, is_standard
 from demask.files.onnx.read.tensors import DTYPES
+
+SAME_SIZES = ("BatchNormalization", "Elu", "Erf", "Exp", "Gelu", "HardSwish", "Identity",
+              "InstanceNormalization", "LayerNormalization", "LeakyRelu", "Mish", "Neg", "Relu",
+              "Sigmoid", "Softmax", "Softplus", "Sqrt", "Tanh")  # fmt: skip
+Type = tuple[int, list[int | str | None] | None]  # of an element, as a number; sizes
 
 
 def opaque_outputs(
@@ -19,9 +24,10 @@ def opaque_outputs(
     """The outputs of some nodes, by name, without those whose type or number of axes is unknown.
 
     A size is that of an axis of an operand if the file names both alike, or if shape inference
-    derives none and the runtime computes equal sizes on two examples.
+    derives none and the runtime computes equal sizes on two examples. What neither infers is read
+    off the nodes that read the output.
     """
-    declared = _declared(model)
+    declared = declared_types(model)
     readers = {o: node for node in model.graph.node for o in node.output if o}
     producers = set(readers)
     operands = {n for name in names for n in _operands(readers[name])}
@@ -33,6 +39,8 @@ def opaque_outputs(
         tensors = _operands(readers[name])
         dtype, dims = declared.get(name, (0, None))
         arrays = [run.get(name) for run in runs]
+        if dims is None and arrays[0] is None:
+            dtype, dims = _as_read(model, name, declared)
         if dims is None and arrays[0] is None:
             continue
         if arrays[0] is not None and arrays[0].dtype.kind in "OUS":
@@ -56,7 +64,35 @@ def _operands(node: Any) -> list[str]:
     return [name for name in (*node.input, *graph_reads(node)) if name]
 
 
-def _declared(model: Any) -> dict[str, tuple[int, list[int | str | None] | None]]:
+def _as_read(model: Any, name: str, declared: Mapping[str, Type]) -> Type:
+    """Element type and sizes that the readers of a value require."""
+    if declared.get(name, (0, None))[1] is not None:
+        return declared[name]
+    tensors = {t.name: t for t in model.graph.initializer}
+    types: list[Type] = [(0, None)]
+    for node in model.graph.node:
+        if name not in node.input or not is_standard(node):
+            continue
+        attributes, op = attributes_of(node), node.op_type
+        weights = tensors.get(node.input[1]) if len(node.input) > 1 else None
+        if op in SAME_SIZES:
+            types.append(_as_read(model, node.output[0], declared))
+        elif weights is None or name != node.input[0] or name in node.input[1:]:
+            continue
+        elif op == "MatMul" and len(weights.dims) == 2:
+            dims = _as_read(model, node.output[0], declared)[1]
+            if dims is not None and len(dims) > 1:
+                types.append((weights.data_type, [*dims[:-1], weights.dims[0]]))
+        elif op == "Gemm" and not attributes.get("transA"):
+            types.append((weights.data_type, [None, weights.dims[attributes.get("transB", 0)]]))
+        elif op in ("Conv", "ConvTranspose"):
+            groups = attributes.get("group", 1)
+            size = weights.dims[1] * groups if op == "Conv" else weights.dims[0]
+            types.append((weights.data_type, [None, size, *[None] * (len(weights.dims) - 2)]))
+    return next((t for t in types if t[1] is not None), types[0])
+
+
+def declared_types(model: Any) -> dict[str, Type]:
     """Element type and sizes that shape inference derives, by name."""
     from onnx import shape_inference
 

@@ -22,6 +22,7 @@ from demask.files.onnx.model import Graph, OnnxFile, OnnxNode
 from demask.files.onnx.module import OnnxModule
 from demask.files.onnx.op_functions import OnnxEntry
 from demask.files.onnx.ops import ENTRIES
+from demask.files.onnx.ops.nn.recurrent import KINDS, ZERO_AT_ZERO, direction_activations
 from demask.files.onnx.read.topological_order import names_read
 from demask.files.onnx.values import Host, Value
 from demask.graph.program import Program
@@ -31,6 +32,7 @@ from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.pipeline import canonicalize, programs_of
 
 Size = Any  # an int, or an expression of sympy for a dynamic size
+PLAIN = ("direction", "hidden_size", "layout")
 OpaqueOutputs = Mapping[str, OpaqueOutput]  # by name; without those that are not tensors
 
 
@@ -100,7 +102,10 @@ class NamedModule(OnnxModule):
     every tensor of its graph."""
 
     def __init__(self, file: OnnxFile, opaque: Collection[str], outputs: OpaqueOutputs):
-        nodes = tuple(_flat(n) if _label(n) in opaque else n for n in file.graph.nodes)
+        nodes = tuple(
+            _flat(n) if _label(n) in opaque else n if n.domain or n.op not in KINDS
+            else plain_layer(n) or n for n in file.graph.nodes
+        )  # fmt: skip
         file = replace(file, graph=replace(file.graph, nodes=nodes))
         self_opaque = {node.outputs for node in nodes if _label(node) in opaque}
 
@@ -161,6 +166,24 @@ def _flat(node: OnnxNode) -> OnnxNode:
     return replace(node, inputs=tuple(names_read(node)), attributes={})
 
 
+def plain_layer(node: OnnxNode) -> OnnxNode | None:
+    """A recurrent layer as one that torch has an op for, which reads as much and of which no more
+    is known; None if there is none. It has no lengths of sequences and no peepholes. With other
+    activations, units stay 0, too, if these are 0 at 0."""
+    names = node.attributes.get("activations")
+    count = 2 if node.attributes.get("direction") == "bidirectional" else 1
+    values = {n for d in range(count) for n in direction_activations(node.op, names, d)[1]}
+    if not values <= ZERO_AT_ZERO:
+        return None
+    attributes = {k: v for k, v in node.attributes.items() if k in PLAIN}
+    if node.op == "GRU":
+        attributes["linear_before_reset"] = 1
+    elif values == {"relu"} and node.op == "RNN":
+        attributes["activations"] = ("Relu",) * count
+    inputs = ["" if k == 4 else name for k, name in enumerate(node.inputs[:7])]
+    return replace(node, inputs=tuple(inputs), attributes=attributes)
+
+
 def foreign_nodes(file: OnnxFile) -> set[str]:
     """Nodes (by their first output) of ops that demask has no function for, or that hold such."""
 
@@ -186,7 +209,8 @@ def name_values(file: OnnxFile, args: Sequence[Tensor], table: Table, outputs: A
     Raises:
         NotExportable: the file cannot be captured, or not with the dynamic sizes that it declares.
     """
-    opaque = foreign_nodes(file)
+    layers = [n for n in file.graph.nodes if not n.domain and n.op in KINDS]
+    opaque = foreign_nodes(file) | {_label(n) for n in layers if plain_layer(n) is None}
     while True:
         names = [o for n in file.graph.nodes if _label(n) in opaque for o in n.outputs if o]
         module = NamedModule(file, opaque, outputs(names) if names else {})

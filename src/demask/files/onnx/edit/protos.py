@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 GRAPH, GRAPHS = 5, 10  # types of attributes
@@ -50,13 +50,7 @@ def set_attribute(node: Any, name: str, value: Any) -> None:
 
 def graph_reads(node: Any) -> list[str]:
     """The names that the subgraphs of a node read from the graph around it."""
-    reads = []
-    for attribute in node.attribute:
-        if attribute.type == GRAPH:
-            reads += outer_reads(attribute.g)
-        elif attribute.type == GRAPHS:
-            reads += [name for graph in attribute.graphs for name in outer_reads(graph)]
-    return reads
+    return [name for graph in subgraphs(node) for name in outer_reads(graph)]
 
 
 def outer_reads(graph: Any, bound: Collection[str] = ()) -> list[str]:
@@ -68,3 +62,31 @@ def outer_reads(graph: Any, bound: Collection[str] = ()) -> list[str]:
         reads += [name for name in names if name and name not in inner]
         inner |= set(node.output)
     return reads + [value.name for value in graph.output if value.name not in inner]
+
+
+def graph_names(graph: Any) -> set[str]:
+    """The names of all values of a graph and of its subgraphs."""
+    names = {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
+    for node in graph.node:
+        names |= {*node.input, *node.output}
+        for inner in subgraphs(node):
+            names |= graph_names(inner)
+    return names
+
+
+def subgraphs(node: Any) -> list[Any]:
+    """The graphs in a node's attributes."""
+    single = [a.g for a in node.attribute if a.type == GRAPH]
+    return single + [g for a in node.attribute if a.type == GRAPHS for g in a.graphs]
+
+
+def rename(graph: Any, names: Mapping[str, str]) -> None:
+    """Rename values of a graph and of its subgraphs, in place."""
+    for value in (*graph.input, *graph.output, *graph.initializer, *graph.value_info):
+        value.name = names.get(value.name, value.name)
+    for node in graph.node:
+        for values in (node.input, node.output):
+            for k, name in enumerate(values):
+                values[k] = names.get(name, name)
+        for inner in subgraphs(node):
+            rename(inner, names)

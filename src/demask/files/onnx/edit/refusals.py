@@ -9,10 +9,6 @@ class Unsupported(Exception):
     """A node that no handler can cut: its operands and outputs stay whole."""
 
 
-class MustCompute(Exception):
-    """A known value of dynamic size that a node reads whole: it is computed. args: its name."""
-
-
 def require(condition: object, reason: str) -> None:
     """Raise Unsupported with the reason unless the condition is true."""
     if not condition:

@@ -14,8 +14,8 @@ from demask.errors import BadInput, Mismatch
 from demask.files.onnx.check import UNITS, draws, onnxruntime, relative_error, session
 from demask.files.onnx.edit.foreign import longer_inputs
 
-QUANTIZED = ("DynamicQuantizeLinear", "QuantizeLinear", "MatMulInteger", "ConvInteger",
-             "QLinearConv", "QLinearMatMul")  # fmt: skip
+QUANTIZED = ("ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger",
+             "QLinearConv", "QLinearMatMul", "QuantizeLinear")  # fmt: skip
 FUSED = 0.05  # the runtime's fused integer kernels differ by this much from the file's own ops
 Feeds = Mapping[str, np.ndarray]
 
@@ -30,11 +30,11 @@ class Verdict:
 
 
 def compare_files(
-    original: str, edited: bytes, inputs: Sequence[Tensor], tolerance: float | None
+    original: str | bytes, edited: bytes, inputs: Sequence[Tensor], tolerance: float | None
 ) -> Verdict:
-    """Compare two files on the example, zeros, ones, and tiny, large, negative and normal numbers,
-    at the example's sizes and at larger ones where the file leaves sizes open. Inputs on which the
-    original fails are skipped.
+    """Compare two files (a path or contents, and contents) on the example, zeros, ones, and tiny,
+    large, negative and normal numbers, at the example's sizes and at larger ones where the file
+    leaves sizes open. Inputs on which the original fails are skipped.
 
     Raises:
         Mismatch: an output differs by more than `tolerance` (default: 84 units in the last place of
@@ -68,7 +68,17 @@ def compare_files(
     return Verdict(max(errors), by)
 
 
-def _runners(original: str, edited: bytes, *, optimized: bool) -> tuple[Any, Any] | None:
+def can_run(model: Any, inputs: Sequence[Tensor]) -> bool:
+    """Whether the runtime runs a file on these inputs."""
+    try:
+        runner = session(model.SerializeToString())
+    except BadInput:
+        return False
+    names = [value.name for value in model.graph.input]
+    return runner is not None and _outputs(runner, _feeds(names, inputs)) is not None
+
+
+def _runners(original: str | bytes, edited: bytes, *, optimized: bool) -> tuple[Any, Any] | None:
     """Both files, ready to run; None where nothing here runs the original."""
     if onnxruntime() is None:
         return None
@@ -82,10 +92,12 @@ def _runners(original: str, edited: bytes, *, optimized: bool) -> tuple[Any, Any
         raise Mismatch(f"the edited file does not load: {error}") from error
 
 
-def _declared(path: str) -> Any:
+def _declared(file: str | bytes) -> Any:
     import onnx
 
-    return onnx.load(path, load_external_data=False)
+    if isinstance(file, bytes):
+        return onnx.load_from_string(file)
+    return onnx.load(file, load_external_data=False)
 
 
 def _feeds(names: Sequence[str], inputs: Sequence[Tensor]) -> Feeds:

@@ -16,9 +16,12 @@ NODE_BYTES = 160  # of a node that selects positions, and its constants
 Lost = dict[int, float]
 
 
-def contracted(edit: NodeEdit, k: int, axis: int, rows: np.ndarray) -> tuple[list[int], Lost]:
+def contracted(
+    edit: NodeEdit, k: int, axis: int, rows: np.ndarray, *, integers: bool = False
+) -> tuple[list[int], Lost]:
     """The positions of a summed axis of operand k to read, and the known values, other than 0, at
-    the others. rows: the weights by position of that axis."""
+    the others. rows: the weights by position of that axis. integers: whether the operand's zero
+    point is subtracted: positions are known to add 0 if both come from a DynamicQuantizeLinear."""
     editor, name = edit.editor, edit.name(k)
     rows = rows.reshape(len(rows), -1)
     used = (rows != 0).any(1)
@@ -30,21 +33,30 @@ def contracted(edit: NodeEdit, k: int, axis: int, rows: np.ndarray) -> tuple[lis
         read = present
     fill = editor.fill(name).astype(np.float64)
     missing = [p for p in range(len(rows)) if p not in set(read) and used[p]]
+    if integers and missing:
+        source = editor.constants.producers.get(name)
+        zero_point = None
+        if source is not None and source.op_type == "DynamicQuantizeLinear":
+            zero_point = source.output[2]
+        require(edit.name(2) == zero_point, "known values of integers")
+        return read, {}
+    editor.is_known(name, (*[None] * axis, tuple(missing), *[None] * (fill.ndim - axis - 1)))
     require(fill.size == fill.shape[axis], "known values that differ along several axes")
     values = np.broadcast_to(fill.reshape(-1), [len(rows)])
     return read, {p: float(values[p]) for p in missing if values[p]}
 
 
-def _sum_of(weights: np.ndarray, axis: int, lost: Lost) -> np.ndarray:
+def sum_of(weights: np.ndarray, axis: int, lost: Lost) -> np.ndarray:
     """The products of weights with known values, summed along an axis."""
     columns = np.take(weights, list(lost), axis).astype(np.float64)
     return np.tensordot(columns, list(lost.values()), ([axis], [0]))
 
 
-@HANDLERS("Conv")
+@HANDLERS("Conv", "com.microsoft.FusedConv")
 def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
     """conv(x, w)[:, p] == conv(x[:, q], w[p, q]) + conv(x[:, r], w[p, r]), of which x[:, r] is
-    known: a bias where there is no padding, else one more channel of ones."""
+    known: a bias where there is no padding, else one more channel of ones. To its output a fused
+    convolution adds operand 3 at the same positions."""
     editor, weights = edit.editor, edit.constant(1)
     groups, rank = edit.attributes.get("group", 1), len(edit.shape(0))
     bias = edit.name(2)
@@ -53,9 +65,13 @@ def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
     batch, rows = edit.layout[:2]
     if groups > 1:
         if groups != len(weights) or groups != edit.shape(0)[1]:
-            edit.adapt(0, (batch, *([None] * (rank - 1))))
-            return [(batch, *([None] * (rank - 1)))]
-        edit.adapt(0, (batch, rows, *images))
+            for k in (0, 3):
+                if edit.name(k):
+                    edit.adapt(k, (batch, None, *images))
+            return [(batch, None, *images)]
+        for k in (0, 3):
+            if edit.name(k):
+                edit.adapt(k, (batch, rows, *images))
         edit.adapt(1, (rows, *([None] * (rank - 1))))
         edit.set("group", len(all_positions(rows, groups)))
         if bias:
@@ -68,8 +84,10 @@ def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
     edit.adapt(1, (rows, columns, *images))
     if bias:
         edit.adapt(2, (rows,))
+    if edit.name(3):
+        edit.adapt(3, (batch, rows, *images))
     if lost:
-        added = _sum_of(selected, 1, lost)
+        added = sum_of(selected, 1, lost)
         is_padded = any(edit.attributes.get("pads", ())) or edit.attributes.get(
             "auto_pad", "NOTSET"
         ) not in ("NOTSET", "VALID")
@@ -104,7 +122,7 @@ def transposed_convolution(edit: NodeEdit) -> Sequence[Layout | None]:
     return [(batch, rows, *images)]
 
 
-@HANDLERS("Gemm")
+@HANDLERS("Gemm", "com.microsoft.FusedGemm")
 def gemm(edit: NodeEdit) -> Sequence[Layout | None]:
     """(x @ w + b)[:, p] == x[:, q] @ w[q, p] + b[p]."""
     attributes, editor = edit.attributes, edit.editor
@@ -121,7 +139,7 @@ def gemm(edit: NodeEdit) -> Sequence[Layout | None]:
     if bias:
         edit.adapt(2, edit.broadcast(2, edit.layout), broadcast=True)
     if lost:
-        added = attributes.get("alpha", 1.0) * _sum_of(w_io, 0, lost)
+        added = attributes.get("alpha", 1.0) * sum_of(w_io, 0, lost)
         if bias:
             require(bias in editor.constants and attributes.get("beta", 1.0) == 1, "its bias")
             old = editor.array(bias)
@@ -133,28 +151,35 @@ def gemm(edit: NodeEdit) -> Sequence[Layout | None]:
     return [(batch, rows)]
 
 
-@HANDLERS("MatMul", "MatMulInteger")
+@HANDLERS("MatMul", "MatMulInteger", "com.microsoft.FusedMatMul")
 def product(edit: NodeEdit) -> Sequence[Layout | None]:
     """(x @ w)[..., p] == x[..., q] @ w[q, p] + x[..., r] @ w[r, p]."""
     require(min(len(edit.shape(0)), len(edit.shape(1))) > 1, "vectors")
-    if edit.name(1) not in edit.editor.constants:
+    attributes = edit.attributes
+    require(not (attributes.get("transBatchA") or attributes.get("transBatchB")), "moved axes")
+    if edit.name(1) not in edit.editor.constants or attributes.get("transA"):
         return _product_of_values(edit)
     weights, layout, editor = edit.constant(1), edit.layout, edit.editor
     is_integer = edit.node.op_type == "MatMulInteger"
+    is_transposed = bool(attributes.get("transB"))
+    if is_transposed:
+        weights = weights.swapaxes(-1, -2)
     zero_point = edit.name(3)
     if is_integer and zero_point:
         weights = weights.astype(np.float64) - edit.constant(3).astype(np.float64)
     w_io = weights[..., all_positions(layout[-1], weights.shape[-1])]
     axis = len(edit.shape(0)) - 1
-    read, lost = contracted(edit, 0, axis, np.moveaxis(w_io, -2, 0))
+    read, lost = contracted(edit, 0, axis, np.moveaxis(w_io, -2, 0), integers=is_integer)
     columns = whole(read, weights.shape[-2])
     edit.adapt(0, (*edit.broadcast(0, layout)[:-1], columns))
-    edit.adapt(1, (*edit.broadcast(1, layout)[:-2], columns, layout[-1]))
+    both = (layout[-1], columns) if is_transposed else (columns, layout[-1])
+    edit.adapt(1, (*edit.broadcast(1, layout)[:-2], *both))
     if is_integer and zero_point and editor.array(zero_point).size > 1:
         edit.adapt(3, (layout[-1],))
     if lost:
-        require(not is_integer and w_io.ndim == 2, "known values")
-        added = editor.tensor(_sum_of(w_io, 0, lost).astype(weights.dtype), edit.name(1), "known")
+        require(w_io.ndim == 2, "known values")
+        total = attributes.get("alpha", 1.0) * sum_of(w_io, 0, lost)
+        added = editor.tensor(total.astype(weights.dtype), edit.name(1), "known")
         output = edit.node.output[0]
         edit.new.output[0] = editor.fresh(output, "product")
         editor.nodes.append(copy_of(edit.new))
@@ -164,30 +189,29 @@ def product(edit: NodeEdit) -> Sequence[Layout | None]:
 
 def _product_of_values(edit: NodeEdit) -> Sequence[Layout | None]:
     """The product of two values: the summed axis is read where neither is known to be 0."""
-    require(edit.node.op_type == "MatMul", "computed integers")
-    editor, layout = edit.editor, edit.layout
-    names = (edit.name(0), edit.name(1))
-    axes = (len(edit.shape(0)) - 1, len(edit.shape(1)) - 2)
-    size = edit.shape(0)[-1]
-    require(names[0] not in editor.constants, "a constant on the left")
+    require(edit.node.op_type != "MatMulInteger", "computed integers")
+    layout, names = edit.layout, (edit.name(0), edit.name(1))
+    swaps = [bool(edit.attributes.get(name)) for name in ("transA", "transB")]
+    ranks = [len(edit.shape(0)), len(edit.shape(1))]
+    axes = (ranks[0] - 1 - swaps[0], ranks[1] - 2 + swaps[1])  # summed ones
+    size = edit.shape(0)[axes[0]]
     read: Positions = None
     if isinstance(size, int):
-        sides = [_not_zero(edit, *side, size) for side in zip(names, axes, strict=True)]
-        both = [p for p in sides[0] if p in set(sides[1])]
+        zero = [_is_zero(edit, *side) for side in zip(names, axes, strict=True)]
+        both = np.flatnonzero(~(np.ones(size, bool) & (zero[0] | zero[1]))).tolist()
         require(both, "every product is 0")
         read = whole(both, size)
-    edit.adapt(0, (*edit.broadcast(0, layout)[:-2], layout[-2], read))
-    edit.adapt(1, (*edit.broadcast(1, layout)[:-2], read, layout[-1]))
+    sides = ((layout[-2], read), (read, layout[-1]))
+    for k, side in enumerate(sides):
+        edit.adapt(k, (*edit.broadcast(k, layout)[:-2], *(side[::-1] if swaps[k] else side)))
     return [layout]
 
 
-def _not_zero(edit: NodeEdit, name: str, axis: int, size: int) -> list[int]:
-    """The positions of an axis that are computed, then those that are known and not 0."""
+def _is_zero(edit: NodeEdit, name: str, axis: int) -> np.ndarray:
+    """The positions of an axis at which a value is known to be 0; of size 1 if all are alike."""
     editor = edit.editor
-    fill = editor.fill(name)
-    nonzero = (np.moveaxis(fill, axis, 0).reshape(fill.shape[axis], -1) != 0).any(1)
-    nonzero = np.broadcast_to(nonzero, [size])
-    present = []
-    if name in editor.layouts:
-        present = all_positions(editor.layouts[name][axis], size)
-    return [*present, *(p for p in range(size) if nonzero[p] and p not in set(present))]
+    if name in editor.constants:
+        zero = editor.array(name) == 0
+    else:
+        zero = editor.values[name].known & (editor.fill(name) == 0)
+    return zero.all(tuple(k for k in range(zero.ndim) if k != axis))

@@ -115,7 +115,7 @@ def reshape(edit: NodeEdit) -> Sequence[Layout | None]:
                 operand[k] = positions
     edit.adapt(0, tuple(operand))
     if edit.node.op_type == "Reshape" and any(p is not None for p in layout):
-        _set_target(edit, after, layout)
+        set_target(edit, after, layout)
     return [tuple(layout)]
 
 
@@ -132,7 +132,7 @@ def _moved_back(
     return [whole(p, n) for p, n in zip(axes, before, strict=True)]
 
 
-def _set_target(edit: NodeEdit, after: Sequence[Any], layout: Sequence[Positions]) -> None:
+def set_target(edit: NodeEdit, after: Sequence[Any], layout: Sequence[Positions]) -> None:
     """The sizes that a reshape is to: 0 (as before) and -1 (the rest) stay."""
     editor, target = edit.editor, edit.name(1)
 

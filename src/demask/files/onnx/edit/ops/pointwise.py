@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from demask.files.onnx.edit.calls import HANDLERS, NodeEdit
+from demask.files.onnx.edit.protos import is_standard
 from demask.files.onnx.edit.refusals import require
 from demask.shrink.layout.cells import Layout
 
@@ -15,6 +16,7 @@ POINTWISE = (
     "Log Max Mean Min Mish Mod Mul Neg Not Or PRelu Pow Reciprocal Relu Round Selu Shrink Sigmoid "
     "Sign Sin Sinh Softplus Softsign Sqrt Sub Sum Swish Tan Tanh ThresholdedRelu Where Xor"
 ).split()
+POINTWISE += [f"com.microsoft.{name}" for name in ("BiasGelu", "FastGelu", "Gelu", "QuickGelu")]
 SAME_AXES = 7  # op set since which Add, Mul, … broadcast without an attribute
 
 
@@ -27,7 +29,7 @@ def pointwise(edit: NodeEdit) -> Sequence[Layout | None]:
     require(computed, "every operand is known")  # constants of size 1 would not have its shape
     for k, name in enumerate(edit.node.input):
         if name and not (edit.node.op_type == "Dropout" and k):
-            edit.adapt(k, edit.broadcast(k, layout), broadcast=True)
+            edit.adapt(k, edit.broadcast(k, layout), broadcast=is_standard(edit.node))
     require(_is_spanned(edit, computed), "a known operand alone has the size of an axis")
     return [layout, *([layout] * (len(edit.node.output) - 1))]
 

@@ -28,9 +28,15 @@ def quantize(edit: NodeEdit) -> Sequence[Layout | None]:
 
 @HANDLERS("DynamicQuantizeLinear")
 def quantize_dynamically(edit: NodeEdit) -> Sequence[Layout | None]:
-    """q(x)[p] == q(x[p]) where x is 0 at the other positions: the range always contains 0."""
+    """q(x)[p] == q(x[p]) where x is 0 at the other positions: the range always contains 0. There,
+    q(x) is the zero point, which a product with integers subtracts; other readers have it computed.
+    """
     editor, name = edit.editor, edit.name(0)
     require(name in editor.layouts and not editor.fill(name).any(), "known values other than 0")
-    layout = editor.layouts[name]
+    layout = editor.overridden.get(edit.node.output[0], editor.layouts[name])
+    for axis, (positions, size) in enumerate(zip(layout, editor.shape(name), strict=True)):
+        if positions is not None:
+            others = tuple(set(range(size)) - set(positions))
+            editor.is_known(name, tuple(others if k == axis else None for k in range(len(layout))))
     edit.adapt(0, layout)
     return [layout, (), ()]

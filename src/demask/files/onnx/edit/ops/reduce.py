@@ -40,7 +40,7 @@ def along_axis(edit: NodeEdit) -> Sequence[Layout | None]:
     return [layout]
 
 
-@HANDLERS("LayerNormalization", "RMSNormalization")
+@HANDLERS("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
 def layer_norm(edit: NodeEdit) -> Sequence[Layout | None]:
     """norm(x)[p] == norm(x[p]), for p on the axes before the normalized ones."""
     require(not any(edit.wanted[1:]), "its mean or deviation is read")
@@ -48,6 +48,17 @@ def layer_norm(edit: NodeEdit) -> Sequence[Layout | None]:
     layout = _whole_along(edit.layout, set(range(axis, len(edit.layout))))
     edit.adapt(0, layout)
     return [layout, *([None] * (len(edit.node.output) - 1))]
+
+
+@HANDLERS("com.microsoft.SkipLayerNormalization", "com.microsoft.SkipSimplifiedLayerNormalization")
+def skip_norm(edit: NodeEdit) -> Sequence[Layout | None]:
+    """norm(x + y)[p] == norm(x[p] + y[p]), for p on the axes before the last."""
+    require(not any(edit.wanted[1:3]), "its mean or deviation is read")
+    axes = zip(*(layout for layout in edit.wanted if layout is not None), strict=True)
+    layout = (*(p[0] if len(set(p)) == 1 else None for p in list(axes)[:-1]), None)
+    for k in (0, 1):
+        edit.adapt(k, edit.broadcast(k, layout))
+    return [layout, None, None, layout][: len(edit.node.output)]
 
 
 @HANDLERS(*REDUCTIONS, "ArgMax", "ArgMin")

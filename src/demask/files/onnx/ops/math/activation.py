@@ -11,6 +11,7 @@ from demask.files.onnx.op_functions import Ops
 from demask.files.onnx.ops.math.wide_unsigned import widened
 
 OPS = Ops()
+RUNTIME = "com.microsoft"  # the domain of ops that ONNX Runtime's optimizer writes
 # attributes are float32 in the file
 _SIXTH = torch.tensor(1 / 6).item()
 _SELU = (torch.tensor(1.6732632423543772).item(), torch.tensor(1.0507009873554805).item())
@@ -92,3 +93,27 @@ def _is_per_channel(x: Tensor, weight: Tensor) -> bool:
     sizes = (1,) * (x.ndim - weight.ndim) + tuple(weight.shape)
     others = sizes[:1] + sizes[2:]
     return x.ndim >= 2 and len(sizes) == x.ndim and all(n == 1 for n in others)
+
+
+@OPS("Gelu", domain=RUNTIME)
+def plain_gelu(x: Tensor) -> Tensor:
+    """x times the cumulative normal distribution at x."""
+    return functional.gelu(x)
+
+
+@OPS("BiasGelu", domain=RUNTIME)
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """gelu(x + bias)."""
+    return functional.gelu(x + bias)
+
+
+@OPS("FastGelu", domain=RUNTIME)
+def fast_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """gelu(x + bias), approximated by tanh."""
+    return functional.gelu(x if bias is None else x + bias, approximate="tanh")
+
+
+@OPS("QuickGelu", domain=RUNTIME)
+def quick_gelu(x: Tensor, *, alpha: float = 1.702) -> Tensor:
+    """x sigmoid(alpha x)."""
+    return x * torch.sigmoid(alpha * x)

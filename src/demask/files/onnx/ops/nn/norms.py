@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from demask.errors import BadInput
 from demask.files.onnx.op_functions import Ops
+from demask.files.onnx.ops.math.activation import RUNTIME
 from demask.files.onnx.read.reader import DTYPES
 
 OPS = Ops()
@@ -94,7 +95,7 @@ def layer_norm(
     return (result, mean.to(stash_dtype), (var + epsilon).rsqrt().to(stash_dtype))[:outputs]
 
 
-@OPS("RMSNormalization")
+@OPS("RMSNormalization", "SimplifiedLayerNormalization")  # the latter by ONNX Runtime
 def rms_norm(
     x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
 ) -> Tensor:
@@ -121,3 +122,23 @@ def group_norm(
     normalized = torch.group_norm(wide, num_groups, None, None, epsilon).to(x.dtype)
     space = [1] * (x.ndim - 2)
     return normalized * scale.reshape(-1, *space) + bias.reshape(-1, *space)
+
+
+@OPS("SkipLayerNormalization", domain=RUNTIME)
+def skip_layer_norm(
+    x: Tensor, skip: Tensor, scale: Tensor, shift: Tensor | None = None,
+    bias: Tensor | None = None, *, epsilon: float = 1e-12,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """x + skip + bias, normalized over the last axis, and as the fourth output not normalized."""
+    total = x + skip if bias is None else x + skip + bias
+    normalized = layer_norm(total, scale, shift, epsilon=epsilon, outputs=1)
+    return normalized, None, None, total
+
+
+@OPS("SkipSimplifiedLayerNormalization", domain=RUNTIME)
+def skip_rms_norm(
+    x: Tensor, skip: Tensor, scale: Tensor, bias: Tensor | None = None, *, epsilon: float = 1e-12
+) -> tuple[Tensor | None, ...]:
+    """x + skip + bias, divided by its root mean square over the last axis, and not divided."""
+    total = x + skip if bias is None else x + skip + bias
+    return rms_norm(total, scale, epsilon=epsilon), None, None, total

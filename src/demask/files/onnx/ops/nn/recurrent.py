@@ -40,6 +40,8 @@ _ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], tuple[float | None, ...]]] 
     "elu": (functional.elu, (1.0,)),
 }
 
+ZERO_AT_ZERO = set(_ACTIVATIONS) - {"sigmoid", "softplus", "affine", "hardsigmoid"}
+
 
 @dataclass(frozen=True, slots=True)
 class RecurrentDirection:
@@ -126,7 +128,8 @@ class RecurrentAttributes:
 @dataclass(frozen=True, slots=True)
 class RecurrentKind:
     """A kind of layer. order: index in ONNX's gates of each of torch's. usual: default activations,
-    with which torch's op is equal. step: computes the states of the next step."""
+    with which torch's op is equal, those of gates first. step: computes the states of the next
+    step."""
 
     order: tuple[int, ...]
     usual: tuple[str, ...]
@@ -138,6 +141,18 @@ _LSTM = RecurrentKind((0, 2, 3, 1), ("sigmoid", "tanh", "tanh"), aten.lstm.input
 _GRU = RecurrentKind((1, 0, 2), ("sigmoid", "tanh"), aten.gru.input, _gru_step)
 _RNN = RecurrentKind((0,), ("tanh",), aten.rnn_tanh.input, _rnn_step)
 _RNN_RELU = RecurrentKind((0,), ("relu",), aten.rnn_relu.input, _rnn_step)
+KINDS = {"LSTM": _LSTM, "GRU": _GRU, "RNN": _RNN}
+
+
+def direction_activations(
+    op: str, names: Sequence[str] | None, direction: int
+) -> tuple[list[str], list[str]]:
+    """The activations of the gates of a direction, and those of its values, in lower case."""
+    usual = KINDS[op].usual
+    count = len(usual)
+    own = [n.lower() for n in names[direction * count :][:count]] if names else list(usual)
+    gates = 0 if op == "RNN" else 1
+    return own[:gates], own[gates:]
 
 
 def _run_torch_op(
