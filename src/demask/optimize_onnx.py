@@ -225,8 +225,9 @@ def deploy(
         progress("writing the original network")
         if file is not None:
             verdict = Verdict(0.0, "no runtime, as it is the original file")
-        elif check:  # the exporter may be wrong
-            verdict = candidates.compared(race.baseline)
+        elif check:  # exporters may be wrong
+            assert isinstance(source, bytes)
+            verdict = candidates.compared(source)
         copy_file(race.baseline, path)
         if program is not None:
             slim = build(program, unchanged_provenance(candidates.reduced(True)[1])).eval()

@@ -292,7 +292,8 @@ class NetworkOriginal:
     """A network of torch. filled: returns its args and kwargs for input tensors. table: of its
     ops. steps: relative size of FLIPS steps of its coarsest quantized values, 0 without any."""
 
-    by, failure = None, ""
+    by: str | None = None
+    failure = ""
 
     def __init__(self, network: fx.GraphModule, filled: Filled, table: Table, steps: float):
         self.network, self.filled, self.steps = network, filled, steps
@@ -542,14 +543,16 @@ class _Pair:
             other = other.astype(a.dtype)
         if _is_float(a):
             self.moves |= np.isfinite(other) != np.isfinite(a)
-            moved = _error(*(np.where(self.moves, 0, x) for x in (a, other)))
+            moved = _error(self._steady(a), self._steady(other))
             self.allowed = max(self.allowed, moved if moved < math.inf else 0.0)
         else:
             self.moves |= other != a
         if a.shape == b.shape and a.dtype == b.dtype:
-            zero = a.dtype.type()
-            self.error = _error(*(np.where(self.moves, zero, x) for x in (a, b)), self.slack)
+            self.error = _error(self._steady(a), self._steady(b), self.slack)
             self.is_equal = self.error <= self.allowed
+
+    def _steady(self, array: np.ndarray) -> np.ndarray:
+        return np.where(self.moves, array.dtype.type(), array)
 
     def describe(self) -> str:
         """How they differ, and where."""
