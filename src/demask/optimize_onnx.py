@@ -14,19 +14,22 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from demask.errors import BadInput, DemaskError, Mismatch
+from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.facts.analysis import Analysis
 from demask.failures import described, is_strict, public
 from demask.files.atomic_write import check_writable
 from demask.files.onnx import from_onnx
 from demask.files.onnx.check import UNCHECKED, Judge, Verdict, first_line, session
-from demask.files.onnx.edit.edit_file import EditedFile, edit_file, save_edited
+from demask.files.onnx.edit.convert import opset_of
+from demask.files.onnx.edit.edit_file import EditedFile, edit_file, file_with, save_edited
 from demask.files.onnx.edit.names import foreign_nodes
 from demask.files.onnx.module import OnnxModule
-from demask.files.onnx.read.reader import parse_model, read
+from demask.files.onnx.read.reader import installed, parse_model, read
+from demask.files.onnx.write.leftover_weights import remove_unnamed, weight_files
 from demask.files.onnx.write.writer import (
     LARGEST,
     as_demasked,
+    check_opset,
     check_tolerance,
     copy_file,
     judge_of,
@@ -55,6 +58,7 @@ WIDTH = 8  # widths are rounded up to a multiple of it if nothing can be measure
 MULTIPLES = (1, 4, 16)  # also measured if ONNX Runtime is installed
 ROUNDS, SECONDS = 15, 10.0
 EDITED = "the file, edited"
+ORIGINAL = Verdict(0.0, "nothing")  # of the original file itself
 NOISE = 1.05  # an exported network has to be faster or smaller by more than this than the edit
 ProgressCallback = Callable[[str], object]
 
@@ -94,6 +98,7 @@ def optimize_onnx(
     *,
     dynamic_shapes: Any = None,
     minimal: bool = False,
+    opset: int | None = None,
     threads: int | None = None,
     check: bool = True,
     tolerance: float | None = None,
@@ -114,7 +119,8 @@ def optimize_onnx(
 
     An ONNX file is edited: nodes, names, op set and metadata that need not change are copied byte
     for byte, also ops that demask has no function for. Only where that removes nothing, differs or
-    is slower is the network exported anew.
+    is slower is the network exported anew. Files of weights that the file at `path` named, and that
+    no file in its folder names any more, are removed; notes say so.
 
     Args:
         model: an `nn.Module`, a `torch.export.ExportedProgram`, or the path of an ONNX file.
@@ -125,6 +131,8 @@ def optimize_onnx(
         dynamic_shapes: sizes that may differ from call to call, as for `demask.demask`.
         minimal: whether to write the smallest candidate (multiples of 1) without timing. Default:
             False.
+        opset: version of ONNX's op set, an int such as 17; a file is converted by `onnx`. Default:
+            None, for that of the file, or the exporter's.
         threads: number of threads of ONNX Runtime, 1 or more, with the limit of `demask.optimize`.
             Default: `torch.get_num_threads()`.
         check: whether to compare what is written with the original network. False also writes files
@@ -163,7 +171,8 @@ def optimize_onnx(
         network = None if foreign_nodes(read(file)) else from_onnx(file)
     return deploy(
         network, args, path, kwargs, file=file, dynamic_shapes=dynamic_shapes, minimal=minimal,
-        threads=threads, check=check, tolerance=tolerance, table=table, progress=progress,
+        opset=opset, threads=threads, check=check, tolerance=tolerance, table=table,
+        progress=progress,
     )  # fmt: skip
 
 
@@ -178,6 +187,7 @@ def deploy(
     file: str | os.PathLike[str] | None = None,
     dynamic_shapes: Any = None,
     minimal: bool = False,
+    opset: int | None = None,
     threads: int | None = None,
     check: bool = True,
     tolerance: float | None = None,
@@ -188,10 +198,15 @@ def deploy(
     None if demask cannot run the file."""
     check_writable(path)
     check_tolerance(tolerance)
+    check_opset(opset)
     edited, failure = None, None
     if file is not None and not kwargs:
         progress("editing the file")
         edited, failure = _edited(os.fspath(file), args, table)
+        if edited is not None and opset is not None:
+            barriers, foreign = edited.barriers, edited.foreign
+            edited = file_with(file, edited.model, opset)
+            edited = replace(edited, barriers=barriers, foreign=foreign)
     named: dict[str, Any] = {}
     program = None
     if model is not None:
@@ -205,30 +220,38 @@ def deploy(
     elif failure is not None:
         raise failure
     inputs = [t for t in pytree.tree_leaves((args, named)) if isinstance(t, Tensor)]
+    original = None  # the file in another op set
     if file is not None:
         source: str | bytes = os.fspath(file)
         judge_for = partial(Judge.of_file, source, inputs, tolerance)
+        if opset not in (None, opset_of(installed().load(source, load_external_data=False))):
+            original = file_with(file, opset=opset)
+            source = original.model.SerializeToString()
     else:
         assert program is not None
         whole = as_demasked(program)
-        source = serialized(proto_of(whole))
+        source = serialized(_exported(whole, opset))
         judge_for = partial(judge_of, whole, source, (args, named), tolerance, table)
     race = _SessionRace(source, inputs, threads)
-    candidates = _Candidates(program, race, judge_for if check else None, table, progress)
+    candidates = _Candidates(program, race, judge_for if check else None, table, progress,
+                             opset, file is not None)  # fmt: skip
     if failure is not None:
         candidates.notes.append(f"the file could not be edited: {failure}")
     if edited is not None:
         candidates.add(EDITED, edited.model.SerializeToString())
+    before = weight_files(path)
     name = _winner(candidates, minimal)
     slim, verdict = None, UNCHECKED
     if name is None:
         progress("writing the original network")
-        if file is not None:
-            verdict = Verdict(0.0, "no runtime, as it is the original file")
-        elif check:  # exporters may be wrong
-            assert isinstance(source, bytes)
+        if isinstance(source, str):
+            verdict = ORIGINAL
+        elif check:  # exporters and converters may be wrong
             verdict = candidates.compared(source)
-        copy_file(race.baseline, path)
+        if original is not None:
+            save_edited(original, path)
+        elif isinstance(source, bytes) or not _is_same_file(source, path):
+            copy_file(source, path)
         if program is not None:
             slim = build(program, unchanged_provenance(candidates.reduced(True)[1])).eval()
     else:
@@ -245,10 +268,12 @@ def deploy(
             save_edited(edited, path)
         else:
             save(chosen.model, path)
+    candidates.notes += remove_unnamed(path, before)
     if slim is not None:
         notes = (*slim.demasked.notes, *candidates.notes)
         slim.demasked = replace(slim.demasked, notes=notes, **candidates.measured)
-    return Deployed(slim, verdict.error, edited if name == EDITED else None, str(verdict),
+    checked = "it is the original file" if verdict is ORIGINAL else str(verdict)
+    return Deployed(slim, verdict.error, edited if name == EDITED else None, checked,
                     tuple(candidates.notes), **candidates.measured)  # fmt: skip
 
 
@@ -282,6 +307,19 @@ def _edited(path: str, args: Any, table: Table) -> tuple[EditedFile | None, Dema
         return None, BadInput(f"editing failed inside: {described(error)}")
 
 
+def _is_same_file(source: str, path: str | os.PathLike[str]) -> bool:
+    return os.path.exists(path) and os.path.samefile(source, path)
+
+
+def _exported(slim: Demasked, opset: int | None) -> Any:
+    """The `onnx_ir.Model` of a network. Raises NotExportable where it has another op set."""
+    model = proto_of(slim, opset=opset)
+    if opset is not None and (version := model.opset_imports[""]) != opset:
+        reason = f"torch's exporter writes op set {version}, not {opset}"
+        raise NotExportable(reason, "the network", "leave --opset (opset=) out")
+    return model
+
+
 def _winner(candidates: _Candidates, minimal: bool) -> str | None:
     """Name of the candidate to write; None for the original network.
 
@@ -295,6 +333,8 @@ def _winner(candidates: _Candidates, minimal: bool) -> str | None:
             candidates.enter(*((True, 1) if minimal else (False, WIDTH)))
         sizes = {name: len(one.data) * (1 if name == EDITED else NOISE)
                  for name, one in candidates.valid.items()}  # fmt: skip
+        if candidates.is_file and candidates.valid:
+            sizes[GIVEN] = size_of(race.baseline)
         return candidates.best(sizes)
     if program is not None:
         choices = (False, True) if candidates.has_borders else (True,)
@@ -321,16 +361,20 @@ def _winner(candidates: _Candidates, minimal: bool) -> str | None:
     candidates.progress("measuring against the original network")
     final = race.rounds([best], PAIRS, float("inf"))
     speed = replace(speed_of(final[GIVEN], final[best]), threads=race.threads)
-    chosen = best if speed.least >= ALLOWED else GIVEN
+    has_gain = best in own or not candidates.is_file or speed.ratio > NOISE or (
+        NOISE * len(candidates.valid[best].data) < size_of(race.baseline)
+    )  # fmt: skip
+    chosen = best if speed.least >= ALLOWED and has_gain else GIVEN
     # The rows of both are from the same rounds, as is the ratio.
     medians |= {GIVEN: speed.given[0], best: speed.result[0]}
     candidates.measured = {"decisions": (TuneDecision(WHOLE, chosen, medians),), "speed": speed}
     if chosen == best:
         return best
+    words = "may be slower in ONNX Runtime" if has_gain else "is hardly smaller or faster"
     candidates.notes.append(
-        f"the fastest candidate ({best}) may be slower in ONNX Runtime than the original network "
-        f"(ratio {speed.ratio:.2f}, at least {speed.least:.2f}): that was written, unchanged; "
-        "--minimal writes the smallest"
+        f"the fastest candidate ({best}) {words} than the original network (ratio "
+        f"{speed.ratio:.2f}, at least {speed.least:.2f}): that was written, unchanged; --minimal "
+        "writes the smallest"
     )
     return None
 
@@ -350,13 +394,16 @@ class _Candidate:
 @dataclass
 class _Candidates:
     """Candidates for the file. valid: by name. judge_for: returns the judge; None if nothing is
-    compared. reductions: demasked programs, with border maps (True) and without."""
+    compared. is_file: whether the original is a file. reductions: demasked programs, with border
+    maps (True) and without."""
 
     program: Program | None
     race: _SessionRace
     judge_for: Callable[[], Judge] | None
     table: Table
     progress: ProgressCallback
+    opset: int | None = None
+    is_file: bool = False
     valid: dict[str, _Candidate] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     measured: dict[str, Any] = field(default_factory=dict)
@@ -419,7 +466,7 @@ class _Candidates:
         rewritten = for_runtime(program, self.table, multiple)
         try:
             slim = build(rewritten, optimized_provenance(rewritten, provenance, self.table)).eval()
-            model = proto_of(slim)
+            model = _exported(slim, self.opset)
             data = serialized(model)
         except DemaskError as error:
             if is_strict():
@@ -435,6 +482,8 @@ class _Candidates:
         """The candidate of least cost that computes what the original does; others are left out.
         Raises the last failure if none is left."""
         for name in sorted(costs, key=costs.__getitem__):
+            if name == GIVEN:
+                break
             if self.judge_for is None:
                 return name
             self.progress(f"checking: {name}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.files.atomic_write import write
 from demask.files.onnx.edit.constants import evaluated
+from demask.files.onnx.edit.convert import with_opset
 from demask.files.onnx.edit.editor import Editor
 from demask.files.onnx.edit.foreign import opaque_outputs
 from demask.files.onnx.edit.names import NamedValues, name_values
@@ -84,11 +85,30 @@ def edit_file(
         file = parse_model(model, Path(path).parent)
     if model is original:
         return None
-    nodes = {node.SerializeToString() for node in original.graph.node}
+    return replace(file_with(path, model), barriers=barriers, foreign=foreign)
+
+
+def file_with(
+    path: str | os.PathLike[str], model: Any = None, opset: int | None = None
+) -> EditedFile:
+    """The file at `path` with another model in its place.
+
+    Args:
+        path: name of the original.
+        model: a ModelProto. Default: that of the file.
+        opset: version of ONNX's op set to convert to. Default: that of the model.
+
+    Raises:
+        NotExportable: the model cannot be converted.
+    """
+    onnx = installed()
+    declared = onnx.load(os.fspath(path), load_external_data=False).graph
+    model = onnx.load(os.fspath(path)) if model is None else model
+    model = model if opset is None else with_opset(model, opset)
+    nodes = {node.SerializeToString() for node in declared.node}
     unchanged = sum(node.SerializeToString() in nodes for node in model.graph.node)
-    declared = onnx.load(os.fspath(path), load_external_data=False).graph.initializer
-    external = frozenset(t.name for t in declared if t.data_location == t.EXTERNAL)
-    return EditedFile(model, len(model.graph.node), unchanged, barriers, external, foreign)
+    external = frozenset(t.name for t in declared.initializer if t.data_location == t.EXTERNAL)
+    return EditedFile(model, len(model.graph.node), unchanged, (), external, frozenset())
 
 
 def _edited(model: Any, named: NamedValues, feeds: dict[str, np.ndarray]) -> Editor:

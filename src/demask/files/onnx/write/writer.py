@@ -115,7 +115,7 @@ def to_onnx(
     """
     check_writable(path)
     check_tolerance(tolerance)
-    _check_opset(opset)
+    check_opset(opset)
     stated = state_domains(module, args, kwargs, inputs)
     slim = _network(module, args, kwargs, dynamic_shapes)
     try:
@@ -400,7 +400,7 @@ def _translated(slim: Demasked, opset: int | None) -> Any:
         raise NotExportable(f"torch.onnx: {message}", "the demasked graph", advice) from error
 
 
-def _check_opset(opset: int | None) -> None:
+def check_opset(opset: int | None) -> None:
     """Raise BadInput for a version that the installed onnx does not know."""
     installed()
     from onnx.defs import onnx_opset_version
