@@ -119,8 +119,8 @@ class OnnxPlanner:
             path = f"{_path(name).replace('.', '_')}_{next(self.fresh)}"  # not in a submodule
         self.tensors[path] = tensor
         self.modules.update(_above(path))
-        is_number = tensor.is_floating_point() or quantized
-        if stored or not is_number or not tensor.ndim:
+        is_parameter = quantized or (tensor.is_floating_point() and not stored)
+        if not is_parameter or not tensor.ndim:
             self.stored.add(path)
         if tensor.dtype not in NUMPY or tensor.numel() > MAX_HOST:
             return path

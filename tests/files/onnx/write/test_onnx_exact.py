@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import demask
-from demask.errors import BadInput, Mismatch
+from demask.errors import BadInput, Mismatch, NotExportable
 from demask.files.onnx import check as checking
 from demask.files.onnx.check import runner
 from demask.files.onnx.write import writer as writing
@@ -265,6 +265,71 @@ def test_floats_are_left_to_the_runtime(op):
 
     values = [ir.Value(name=n, type=ir.TensorType(ir.DataType.FLOAT)) for n in "ab"]
     assert not is_exact(ir.node(op, values))
+
+
+class TiedWords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(50, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.mix(self.embed(ids)).relu())
+
+
+class TiedLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(self.a(x).relu())
+
+
+@pytest.mark.parametrize("result", [None, "class", "graph"])
+@pytest.mark.parametrize(
+    ("kind", "x"), [(TiedWords, torch.arange(10).view(2, 5)), (TiedLayers, torch.randn(3, 16))]
+)
+def test_tied_weights_are_stored_once(tmp_path, kind, x, result):
+    net = kind().eval()
+    with torch.no_grad():
+        (net.mix if kind is TiedWords else net.a).bias.zero_()
+    slim = net if result is None else demask.demask(net, (x,), result=result)
+    to_onnx(slim, tmp_path / "net.onnx", (x,))
+    stored = onnx.load(tmp_path / "net.onnx").graph.initializer
+    count = sum(math.prod(tensor.dims) for tensor in stored)
+    assert count == sum(p.numel() for p in net.parameters())
+
+
+def test_equal_weights_that_are_not_tied_stay_apart(tmp_path):
+    """Training may change one of them."""
+    net = TiedLayers().eval()
+    net.b.weight = nn.Parameter(net.a.weight.detach().clone())
+    to_onnx(demask.demask(net, (torch.randn(3, 16),)), tmp_path / "net.onnx")
+    names = {tensor.name for tensor in onnx.load(tmp_path / "net.onnx").graph.initializer}
+    assert names >= {"a.weight", "b.weight"}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of its quantization
+def test_packed_weights_are_refused_with_the_way_out(tmp_path):
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
+    packed = torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(NotExportable, match=r"(?s)torch\.ao\.quantization .* 0, 2\n.*onnxruntime"):
+        to_onnx(packed, tmp_path / "net.onnx", (torch.randn(3, 16),))
+
+
+def test_a_file_quantized_as_it_runs_is_written_again(tmp_path):
+    from onnxruntime.quantization import quantize_dynamic
+
+    net, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(3, 16)
+    to_onnx(net, tmp_path / "net.onnx", (x,))
+    quantize_dynamic(tmp_path / "net.onnx", tmp_path / "given.onnx")
+    given = demask.from_onnx(tmp_path / "given.onnx")
+    to_onnx(given, tmp_path / "again.onnx", (x,))
+    again = demask.from_onnx(tmp_path / "again.onnx")
+    torch.testing.assert_close(again(x), given(x))
 
 
 def spelled_out() -> onnx.ModelProto:

@@ -121,6 +121,19 @@ def demasked_file() -> nn.Module:
     return demask.demask(net, (torch.from_numpy(image(9)),))
 
 
+def test_a_report_counts_quantized_weights(tmp_path):
+    path = made(tmp_path, Tokens)
+    result = demask.optimize_onnx(
+        path, tmp_path / "slim.onnx", (torch.from_numpy(image(9)),), minimal=True
+    )
+    before, after = result.slim.demasked.before, result.slim.demasked.after
+    layers = sum(p.numel() for p in masked(Tokens).parameters())
+    assert before.parameters == layers and 0 < after.parameters < layers
+    assert not any(
+        p.requires_grad for p in demask.from_onnx(path).parameters() if p.dtype.itemsize < 4
+    )
+
+
 def slimmed(path, out, x=None):
     x = torch.from_numpy(image(9)) if x is None else x
     slim = demask.demask(demask.from_onnx(path), (x,))

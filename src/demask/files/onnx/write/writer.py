@@ -187,12 +187,26 @@ def _with_example_sizes(slim: Demasked, args: Any, kwargs: Any) -> Demasked | No
 def _model(slim: Demasked, opset: int | None) -> Any:
     interface = slim.demasked.interface or _interface(slim)
     model = _translated(quantize_constants(slim), opset_for(slim, opset))
-    clean(model)
+    clean(model, _ties(slim))
     for node in model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with paths of this machine
     _set_names(model, interface)
     refuse_sizes(model, slim.demasked.inputs, slim.demasked.guards)
     return model
+
+
+def _ties(slim: nn.Module) -> dict[str, str]:
+    """The first name of each tensor that has several, by its further names."""
+    firsts: dict[Any, str] = {}
+    tensors = (*slim.named_parameters(remove_duplicate=False),
+               *slim.named_buffers(remove_duplicate=False))  # fmt: skip
+    ties = {}
+    for name, tensor in tensors:
+        if tensor.numel():
+            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if (first := firsts.setdefault(key, name)) != name:
+                ties[name] = first
+    return ties
 
 
 def _check_values(
