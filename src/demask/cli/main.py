@@ -294,21 +294,31 @@ def inspect(
     """Print what could be removed from MODEL: sizes, masked share per module, ops without a rule.
 
     For every op whose missing rule keeps something from being removed, it prints what a rule would
-    free at most; each takes as long as demasking once more.
+    free at most; each takes as long as demasking once more. Of a .onnx file it also prints which
+    nodes `demask slim` would change, and which stay whole and why.
 
     \b
     Example:
       demask inspect model.pt2
+      demask inspect model.onnx
     """
     with progress("loading") as step:
-        from demask.cli.commands.inspection import inspect_network
-        from demask.cli.read_network import read_network
+        from demask.cli.commands.inspection import inspect_edit, inspect_network
+        from demask.cli.read_network import ExampleOptions, read_to_edit
 
         import_modules(imports)
-        network = read_network(model, sizes, inputs, static, fix)
-        step("looking for masked work")
-        inspection = inspect_network(network, step)
-    show(inspection, inspection.to_dict(), as_json)
+        network = read_to_edit(model, ExampleOptions(sizes or (), inputs or (), static, fix or ()))
+        parts: list[Any] = []
+        data: dict[str, Any] = {}
+        if network.model is not None:
+            step("looking for masked work")
+            inspection = inspect_network(network, step)
+            parts, data = [inspection], inspection.to_dict()
+        if network.file is not None:
+            step("editing the file, to see what changes")
+            edit = inspect_edit(network.file, network.args)
+            parts, data = [*parts, edit], data | {"edit": edit.to_dict()}
+    show("\n\n".join(map(str, parts)), data, as_json)
 
 
 @app.command()

@@ -54,7 +54,15 @@ class EditedFile:
 def edit_file(
     path: str | os.PathLike[str], args: Sequence[Tensor], table: Table
 ) -> EditedFile | None:
-    """The smaller file; None where editing removes nothing.
+    """The smaller file; None where editing removes nothing. Arguments and errors as `examine`."""
+    edited, is_smaller = examine(path, args, table)
+    return edited if is_smaller else None
+
+
+def examine(
+    path: str | os.PathLike[str], args: Sequence[Tensor], table: Table
+) -> tuple[EditedFile, bool]:
+    """The edited file, and whether it is smaller; if not, it is the original, with its barriers.
 
     Args:
         path: name of the file, which is not changed.
@@ -83,9 +91,8 @@ def edit_file(
             break
         model = smaller
         file = parse_model(model, Path(path).parent)
-    if model is original:
-        return None
-    return replace(file_with(path, model), barriers=barriers, foreign=foreign)
+    edited = replace(file_with(path, model), barriers=barriers, foreign=foreign)
+    return edited, model is not original
 
 
 def file_with(
