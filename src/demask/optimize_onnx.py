@@ -233,7 +233,7 @@ def deploy(
         source = serialized(_exported(whole, opset))
         judge_for = partial(judge_of, whole, source, (args, named), tolerance, table)
     race = _SessionRace(source, inputs, threads)
-    candidates = _Candidates(program, race, judge_for if check else None, table, progress,
+    candidates = _OnnxCandidates(program, race, judge_for if check else None, table, progress,
                              opset, file is not None)  # fmt: skip
     if failure is not None:
         candidates.notes.append(f"the file could not be edited: {failure}")
@@ -278,7 +278,7 @@ def deploy(
 
 
 def _as_network(
-    edited: EditedFile, file: Path, call: Any, dynamic_shapes: Any, candidates: _Candidates
+    edited: EditedFile, file: Path, call: Any, dynamic_shapes: Any, candidates: _OnnxCandidates
 ) -> Demasked | None:
     """An edited file as a graph module with its record; None where it cannot be captured."""
     args, named = call
@@ -320,7 +320,7 @@ def _exported(slim: Demasked, opset: int | None) -> Any:
     return model
 
 
-def _winner(candidates: _Candidates, minimal: bool) -> str | None:
+def _winner(candidates: _OnnxCandidates, minimal: bool) -> str | None:
     """Name of the candidate to write; None for the original network.
 
     Raises:
@@ -380,7 +380,7 @@ def _winner(candidates: _Candidates, minimal: bool) -> str | None:
 
 
 @dataclass(slots=True)
-class _Candidate:
+class _OnnxCandidate:
     """A file that may be written. data: its bytes. slim, model: the network and the `onnx_ir.Model`
     of an export. borders: whether it may have border maps."""
 
@@ -392,7 +392,7 @@ class _Candidate:
 
 
 @dataclass
-class _Candidates:
+class _OnnxCandidates:
     """Candidates for the file. valid: by name. judge_for: returns the judge; None if nothing is
     compared. is_file: whether the original is a file. reductions: demasked programs, with border
     maps (True) and without."""
@@ -404,7 +404,7 @@ class _Candidates:
     progress: ProgressCallback
     opset: int | None = None
     is_file: bool = False
-    valid: dict[str, _Candidate] = field(default_factory=dict)
+    valid: dict[str, _OnnxCandidate] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     measured: dict[str, Any] = field(default_factory=dict)
     reductions: dict[bool, tuple[Program, Provenance]] = field(default_factory=dict)
@@ -446,7 +446,7 @@ class _Candidates:
         except BadInput as error:
             self._leave_out(name, error)
             return
-        self.valid[name] = _Candidate(data, **more)
+        self.valid[name] = _OnnxCandidate(data, **more)
 
     def _leave_out(self, name: str, error: DemaskError) -> None:
         self.notes.append(f"{name} is left out: {error}")

@@ -134,6 +134,19 @@ def test_a_report_counts_quantized_weights(tmp_path):
     )
 
 
+def test_a_report_counts_weights_that_are_quantized_with_their_inputs(tmp_path):
+    """MatMulInteger and DynamicQuantizeLinear: the file is edited, though weights do not train."""
+    demask.to_onnx(masked(Tokens), tmp_path / "net.onnx", (torch.from_numpy(image(0)),))
+    path, out = tmp_path / "given.onnx", tmp_path / "slim.onnx"
+    quantization.quantize_dynamic(tmp_path / "net.onnx", path)
+    x = (torch.from_numpy(image(9)),)
+    result = demask.optimize_onnx(path, out, x, minimal=True)
+    assert calls(path)["MatMulInteger"] == calls(out)["MatMulInteger"] == 3
+    before, after = result.slim.demasked.before, result.slim.demasked.after
+    assert 0 < after.parameters < 0.8 * before.parameters
+    np.testing.assert_array_equal(run(out, image(3)), run(path, image(3)))
+
+
 def slimmed(path, out, x=None):
     x = torch.from_numpy(image(9)) if x is None else x
     slim = demask.demask(demask.from_onnx(path), (x,))

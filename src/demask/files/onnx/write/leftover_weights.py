@@ -32,7 +32,7 @@ def remove_unnamed(path: str | os.PathLike[str], before: Iterable[str]) -> list[
     """Remove files of weights that the ONNX file at `path` named before, and does not name now.
 
     A file stays where anything makes it doubtful that nothing needs it: it is a link, or has
-    another; it is in another folder; a file beside it, or a model in the folder above, has its
+    another; it is in another folder; a file of its folder, or a model in the folder above, has its
     name; or these cannot all be read.
 
     Returns:
