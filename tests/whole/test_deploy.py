@@ -319,3 +319,22 @@ def test_a_trained_face_detector(tmp_path, fast, monkeypatch):
     sizes = made.slim.demasked
     assert sizes.after.parameters < 0.65 * sizes.before.parameters
     assert [v.name for v in onnx.load(tmp_path / "slim.onnx").graph.output] == ["scores", "boxes"]
+
+
+def test_the_table_has_the_numbers_that_the_ratio_is_from(given, tmp_path, fast, monkeypatch):
+    """The edit was fast in the first rounds, and slower than the original in the last ones."""
+    fast(lambda name: 1.0)
+    monkeypatch.setattr(deploying, "MULTIPLES", ())
+
+    def measured(calls, pairs, **_):
+        is_last = len(calls) == 2 and pairs == deploying.PAIRS
+        seconds = {name: 1.0 if name == "given" else 1.01 if is_last else 0.4 for name in calls}
+        return {name: [s] * pairs for name, s in seconds.items()}
+
+    monkeypatch.setattr(deploying, "sample_seconds", measured)
+    net = demask.from_onnx(given)
+    made = deploy(net, (torch.randn(1, 3, 16, 16),), tmp_path / "slim.onnx", file=given)
+    decision, speed = made.slim.demasked.decisions[0], made.slim.demasked.speed
+    assert decision.seconds["given"] == 1.0 and decision.seconds["the file, edited"] == 1.01
+    assert speed.ratio < 1 and decision.chosen == "the file, edited"
+    assert made.edited is not None  # smaller, and no slower than noise
