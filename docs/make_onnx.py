@@ -67,7 +67,8 @@ for network in (net, slim):
 - Float initializers become parameters, so that `state_dict`, pruning and training work as on any
   module. Quantized weights become parameters of whole numbers, which nothing trains. Buffers are:
   other initializers of integers or booleans, those without axes, the statistics of batch norms, the
-  bounds of `Clip`, scales and zero points, and the values of `Constant` nodes. Names stay: a dot makes a submodule (`encoder.0.weight`), signs
+  bounds of `Clip`, scales and zero points, and the values of `Constant` nodes. Names stay:
+  a dot makes a submodule (`encoder.0.weight`), signs
   that PyTorch does not take become `_`. An initializer that the file lists as an input too has its
   value, and is no argument.
 - `demask.from_onnx("speech.onnx", inputs={{"rate": 16000}})` puts constants (numbers, lists,
@@ -105,7 +106,7 @@ demask verify model.onnx slim.onnx
 `slim` edits the file: nodes, names, op set, IR version, producer, documents and metadata that need
 not change are copied byte for byte, integer and 4-bit weights are cut as they are stored, and
 weights in other files stay in one. Ops that demask has no function for (`com.microsoft`, text,
-undecided control flow) stay whole, and the report names them; what is around them is cut. Where an
+undecided control flow) stay whole, and the report names them; the rest is cut. Where an
 output differs by more than `--tolerance`, nothing is written, the command exits with 1 and says
 which output, where and on which inputs. A file with ops of a domain that nothing here runs is
 compared around these; if that fails too, it is refused, and `--check off` writes it unchecked.
