@@ -65,9 +65,10 @@ for network in (net, slim):
   a tuple of them. Text is passed as NumPy arrays of strings, sequences as lists, a missing
   optional value as `None`.
 - Float initializers become parameters, so that `state_dict`, pruning and training work as on any
-  module. These become buffers, which nothing trains: initializers of integers or booleans, those
-  without axes, the statistics of batch norms, the bounds of `Clip`, what quantized ops read, and
-  the values of `Constant` nodes. Names stay: a dot makes a submodule (`encoder.0.weight`), signs
+  module. Quantized weights become parameters of whole numbers, which nothing trains. Buffers are:
+  other initializers of integers or booleans, those without axes, the statistics of batch norms, the
+  bounds of `Clip`, scales and zero points, and the values of `Constant` nodes. Names stay:
+  a dot makes a submodule (`encoder.0.weight`), signs
   that PyTorch does not take become `_`. An initializer that the file lists as an input too has its
   value, and is no argument.
 - `demask.from_onnx("speech.onnx", inputs={{"rate": 16000}})` puts constants (numbers, lists,
@@ -79,11 +80,14 @@ for network in (net, slim):
 - `to_onnx` takes any module with example inputs, or a demasked one without. A network that came
   from an ONNX file keeps the names of its inputs, outputs and dynamic sizes, and its metadata.
   Weights of more than 2 GiB are written to a second file next to it.
-- Before a file is written, `to_onnx` calls it and the network with the example, zeros, tiny (1e-9),
-  large (1e4), negative and random numbers, in ONNX Runtime or in ONNX's reference implementation.
-  Outputs may differ by 1e-5 of their largest value. Where they differ by more, every call of the
-  network is rounded up or down once in float64: outputs may differ by 8 times what that moves them.
-  `tolerance=` replaces both rules, `check=False` leaves the comparison out.
+- Before a file is written, `to_onnx`, `optimize_onnx` and `demask slim` compare it with the
+  original by one rule: both are called with the example, zeros, ones, tiny (1e-9), large (1e4),
+  negative and random numbers, also at larger sizes where sizes are dynamic, in ONNX Runtime
+  (quantized networks with its optimizations and without) or, where that is missing or cannot, in
+  ONNX's reference implementation. Outputs may differ by 84 units in the last place of their largest
+  value (1e-5 for float32), or by what rounding alone moves the original's: of its inputs, or of
+  every call of a PyTorch network. `tolerance=` replaces both rules, `check=False` leaves the
+  comparison out.
 - `demask.optimize_onnx(net, "fast.onnx", (images,))` searches the widths that ONNX Runtime is fast
   at, as `demask slim` does; it takes the path of an ONNX file, too.
 
@@ -93,6 +97,7 @@ for network in (net, slim):
 demask inspect model.onnx                        # what could go, and what stays for which op
 demask slim model.onnx -o slim.onnx              # the file that ONNX Runtime runs fastest
 demask slim model.onnx -o slim.onnx --minimal    # the smallest, not measured
+demask slim model.onnx --in-place --opset 17
 demask slim model.onnx -o slim.onnx --size height=480 --size width=640 --threads 1
 demask slim speech.onnx -o slim.onnx --fix rate=16000
 demask verify model.onnx slim.onnx
@@ -100,18 +105,20 @@ demask verify model.onnx slim.onnx
 
 `slim` edits the file: nodes, names, op set, IR version, producer, documents and metadata that need
 not change are copied byte for byte, integer and 4-bit weights are cut as they are stored, and
-weights in other files stay in one. Ops that demask has no function for (of other domains, text,
-undecided control flow) stay whole, and the report names them; what is around them is cut. The
-edited file is compared with the original on the example, zeros, ones, tiny, large, negative and
-normal numbers, at the example's sizes and at larger ones. It is written unless an output differs by
-more than `--tolerance` (default: 84 units in the last place, or 8 times what rounding of the inputs
-moves it). Where nothing here runs the file, the command says that it was not compared.
+weights in other files stay in one. Ops that demask has no function for (`com.microsoft`, text,
+undecided control flow) stay whole, and the report names them; the rest is cut. Where an
+output differs by more than `--tolerance`, nothing is written, the command exits with 1 and says
+which output, where and on which inputs. A file with ops of a domain that nothing here runs is
+compared around these; if that fails too, it is refused, and `--check off` writes it unchecked.
+`--opset 17` converts the result by `onnx`. `--in-place` replaces the file; files of weights that it
+named, and that nothing in the folder names any more, are removed.
 
 Only where editing removes nothing, differs, or is slower than an export by more than 5 %, is the
 network exported anew, with op set 20. The smallest file is not always the fastest. `slim` tries
-widths in multiples of 1, 4, 8 and 16, compares each candidate with the original file, calls both in
-turns in ONNX Runtime (`pip install 'demask[onnxruntime]'`), and writes the file unchanged if
-nothing is faster. Without the runtime it rounds widths up to 8.
+widths in multiples of 1, 4, 8 and 16, calls them and the original in turns in ONNX Runtime
+(`pip install 'demask[onnxruntime]'`), compares the fastest with the original, and writes the file
+unchanged if nothing is faster or smaller.
+Without the runtime it rounds widths up to 8.
 
 `--size` gives a dynamic size its number, in example inputs and in what is timed. Its name is the
 file's, or input and axis (`image.2`) where the file has none; one name is one size everywhere.

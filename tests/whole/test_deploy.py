@@ -14,6 +14,7 @@ from torch import nn
 
 import demask
 from demask.errors import BadInput, Mismatch
+from demask.files.onnx import check as checking
 from demask.machine.timing import sample_seconds
 from demask.optimize_onnx import deploy
 from test_cli import run  # noqa: F401  (a fixture)
@@ -147,15 +148,23 @@ def test_the_file_is_edited_where_an_export_is_no_smaller(given, tmp_path, monke
 def test_an_export_passes_the_comparison_of_edits(given, tmp_path, fast, monkeypatch, minimal):
     """Each export is smaller and faster here, but differs on inputs that edits are compared on."""
     fast(lambda name: 1.0 if "edited" in name else 0.5 if "width" in name else 1.5)
-    calls, real = [], deploying.compare_files
+    calls, real = [], checking.Judge.compare
 
-    def compared(*args):
-        calls.append(args)
-        if len(calls) > 1:
+    def compared(judge, data):
+        calls.append(data)
+        if b"MyEdit" not in data:
             raise Mismatch("output 0 differs on silence")
-        return real(*args)
+        return real(judge, data)
 
-    monkeypatch.setattr(deploying, "compare_files", compared)
+    edit = deploying.edit_file
+
+    def marked(*args):
+        edited = edit(*args)
+        edited.model.doc_string = "MyEdit"
+        return edited
+
+    monkeypatch.setattr(deploying, "edit_file", marked)
+    monkeypatch.setattr(checking.Judge, "compare", compared)
     net, x = demask.from_onnx(given), (torch.randn(1, 3, 16, 16),)
     made = deploy(net, x, tmp_path / "slim.onnx", file=given, minimal=minimal)
     same(given, tmp_path / "slim.onnx")
@@ -191,10 +200,11 @@ def test_an_edited_file_that_is_wrong_is_not_written(given, tmp_path, monkeypatc
 
 
 def test_without_a_runtime_widths_are_multiples_of_eight(given, tmp_path, monkeypatch):
-    monkeypatch.setattr(deploying, "onnxruntime", lambda: None)
+    monkeypatch.setattr(checking, "onnxruntime", lambda: None)
+    monkeypatch.setattr(deploying, "edit_file", _fails)
     net = demask.from_onnx(given)
     made = deploy(net, (torch.randn(1, 3, 16, 16),), tmp_path / "slim.onnx", file=given)
-    assert made.error is None
+    assert made.error < 1e-5 and "reference implementation of onnx" in made.checked
     assert width_of(tmp_path / "slim.onnx", "point.weight") == (16, 16, 1, 1)
     same(given, tmp_path / "slim.onnx")
 
@@ -309,3 +319,22 @@ def test_a_trained_face_detector(tmp_path, fast, monkeypatch):
     sizes = made.slim.demasked
     assert sizes.after.parameters < 0.65 * sizes.before.parameters
     assert [v.name for v in onnx.load(tmp_path / "slim.onnx").graph.output] == ["scores", "boxes"]
+
+
+def test_the_table_has_the_numbers_that_the_ratio_is_from(given, tmp_path, fast, monkeypatch):
+    """The edit was fast in the first rounds, and slower than the original in the last ones."""
+    fast(lambda name: 1.0)
+    monkeypatch.setattr(deploying, "MULTIPLES", ())
+
+    def measured(calls, pairs, **_):
+        is_last = len(calls) == 2 and pairs == deploying.PAIRS
+        seconds = {name: 1.0 if name == "given" else 1.01 if is_last else 0.4 for name in calls}
+        return {name: [s] * pairs for name, s in seconds.items()}
+
+    monkeypatch.setattr(deploying, "sample_seconds", measured)
+    net = demask.from_onnx(given)
+    made = deploy(net, (torch.randn(1, 3, 16, 16),), tmp_path / "slim.onnx", file=given)
+    decision, speed = made.slim.demasked.decisions[0], made.slim.demasked.speed
+    assert decision.seconds["given"] == 1.0 and decision.seconds["the file, edited"] == 1.01
+    assert speed.ratio < 1 and decision.chosen == "the file, edited"
+    assert made.edited is not None  # smaller, and no slower than noise

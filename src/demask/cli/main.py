@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +22,7 @@ from demask.cli.options import (
     Model,
     Sizes,
     Static,
+    Switch,
     Tolerance,
     check_output,
     check_plot,
@@ -132,17 +134,33 @@ def demo(
 def slim(
     model: Model,
     output: Annotated[
-        Path,
+        Path | None,
         typer.Option("--output", "-o", help="Where to write the result: .pt2, .demask or .onnx."),
-    ],
+    ] = None,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Replace MODEL, a .onnx file, by the result.")
+    ] = False,
     minimal: Annotated[
         bool, typer.Option("--minimal", help="For .onnx: do not round widths up, do not measure.")
     ] = False,
+    opset: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="For .onnx: the op set to write. Default: that of MODEL."
+        ),
+    ] = None,
     threads: Annotated[
         int | None,
         typer.Option(min=1, help="For .onnx: the runtime's threads. Default: as many as torch's."),
     ] = None,
     tolerance: Tolerance = None,
+    check: Annotated[
+        Switch,
+        typer.Option(
+            help="For .onnx: whether to compare the result with MODEL. off also writes files that "
+            "nothing here can run."
+        ),
+    ] = Switch.on,
     as_json: Json = False,
     imports: Imports = None,
     sizes: Sizes = None,
@@ -152,20 +170,31 @@ def slim(
 ) -> None:
     """Write a network that computes the same as MODEL without the work that was masked away.
 
-    The result is checked against MODEL before anything is written. A .pt2 result is plain torch
-    and runs where demask is not installed; a .demask result records what was cut. Of a
-    .onnx result the widths are rounded up to those that ONNX Runtime is fastest at, measured where
-    it is installed (else to multiples of 8); if nothing is faster, MODEL is written unchanged.
+    The result is checked against MODEL before anything is written: a difference above --tolerance
+    writes nothing, and exits with 1. A .pt2 result is plain torch and runs where demask is not
+    installed; a .demask result records what was cut. A .onnx file is edited: what need not change
+    stays as it is, byte for byte. Only where that saves less is it exported anew, with widths
+    rounded up to those that ONNX Runtime is fastest at, measured where it is installed (else to
+    multiples of 8); if nothing is faster, MODEL is written unchanged.
 
     \b
     Example:
       demask slim model.pt2 -o slim.pt2
       demask slim model.onnx -o slim.onnx --threads 1
+      demask slim model.onnx --in-place --minimal
       demask slim speech.onnx -o slim.onnx --fix rate=16000
     """
+    if (output is None) != in_place:
+        raise BadInput("expected either --output FILE or --in-place")
+    if in_place and model.suffix != ".onnx":
+        raise BadInput(f"--in-place is for .onnx files, got {model}: give --output FILE")
+    output = model if output is None else output
     check_output(output, suffixes=(".pt2", ".demask", ".onnx"))
-    if output.suffix != ".onnx" and (minimal or threads or tolerance is not None):
-        raise BadInput("--minimal, --threads and --tolerance are for .onnx results: leave them out")
+    options = {"--minimal": minimal, "--threads": threads, "--tolerance": tolerance is not None,
+               "--opset": opset, "--check": check is Switch.off}  # fmt: skip
+    if output.suffix != ".onnx" and any(options.values()):
+        raise BadInput(f"{' and '.join(k for k, v in options.items() if v)}: for .onnx results, "
+                       "leave them out")  # fmt: skip
     with progress("loading") as step:
         import demask
         from demask.cli.read_network import ExampleOptions, read_network, read_to_edit
@@ -174,11 +203,12 @@ def slim(
         if output.suffix == ".onnx":
             from demask.optimize_onnx import deploy
 
-            options = ExampleOptions(sizes or (), inputs or (), static, fix or ())
-            network = read_to_edit(model, options)
+            example = ExampleOptions(sizes or (), inputs or (), static, fix or ())
+            network = read_to_edit(model, example)
             deployed = deploy(
                 network.model, network.args, output, file=network.file, minimal=minimal,
-                threads=threads, tolerance=tolerance, progress=step,
+                opset=opset, threads=threads, check=check is Switch.on, tolerance=tolerance,
+                progress=step,
             )  # fmt: skip
             shown = partial(_print_deployed, deployed, output)
         else:
@@ -264,21 +294,31 @@ def inspect(
     """Print what could be removed from MODEL: sizes, masked share per module, ops without a rule.
 
     For every op whose missing rule keeps something from being removed, it prints what a rule would
-    free at most; each takes as long as demasking once more.
+    free at most; each takes as long as demasking once more. Of a .onnx file it also prints which
+    nodes `demask slim` would change, and which stay whole and why.
 
     \b
     Example:
       demask inspect model.pt2
+      demask inspect model.onnx
     """
     with progress("loading") as step:
-        from demask.cli.commands.inspection import inspect_network
-        from demask.cli.read_network import read_network
+        from demask.cli.commands.inspection import inspect_edit, inspect_network
+        from demask.cli.read_network import ExampleOptions, read_to_edit
 
         import_modules(imports)
-        network = read_network(model, sizes, inputs, static, fix)
-        step("looking for masked work")
-        inspection = inspect_network(network, step)
-    show(inspection, inspection.to_dict(), as_json)
+        network = read_to_edit(model, ExampleOptions(sizes or (), inputs or (), static, fix or ()))
+        parts: list[Any] = []
+        data: dict[str, Any] = {}
+        if network.model is not None:
+            step("looking for masked work")
+            inspection = inspect_network(network, step)
+            parts, data = [inspection], inspection.to_dict()
+        if network.file is not None:
+            step("editing the file, to see what changes")
+            edit = inspect_edit(network.file, network.args)
+            parts, data = [*parts, edit], data | {"edit": edit.to_dict()}
+    show("\n\n".join(map(str, parts)), data, as_json)
 
 
 @app.command()
@@ -383,21 +423,27 @@ def _print_written(result: Any, output: Path, verification: Any, as_json: bool) 
 
 def _print_deployed(deployed: Any, output: Path, as_json: bool) -> None:
     import demask
+    from demask.report.speed import returned, speed_parts
+    from demask.text_table import render_text
 
     edited = deployed.edited
     if deployed.slim is not None:
-        report, record = demask.report(deployed.slim), demask.report(deployed.slim).to_dict()
-    elif edited is None:
-        report, record = "nothing to remove: the original network was written", None
-    else:
-        record = {"nodes": edited.nodes, "unchanged": edited.unchanged,
-                  "barriers": dict(edited.barriers), "foreign": sorted(edited.foreign)}  # fmt: skip
-        report = (f"edited: {edited.unchanged} of {edited.nodes} nodes are the original's, byte "
-                  f"for byte; not understood: {', '.join(record['foreign'])}")  # fmt: skip
-    words = (
-        "not compared: nothing here runs the file, or install onnxruntime"
-        if deployed.error is None
-        else (f"largest difference {deployed.error:.2g} of the largest output, in ONNX Runtime")
-    )
-    data = {"output": str(output), "report": record, "error": deployed.error}
-    show(f"{report}\nwritten to {output} ({words})", data, as_json)
+        report = demask.report(deployed.slim)
+        record = report.to_dict()
+    else:  # demask cannot capture the file
+        record: dict[str, Any] = {"notes": list(deployed.notes)}
+        lines = [returned(deployed.decisions), *deployed.notes]
+        if edited is not None:
+            record |= {"nodes": edited.nodes, "unchanged": edited.unchanged,
+                       "barriers": dict(edited.barriers),
+                       "foreign": sorted(edited.foreign)}  # fmt: skip
+            lines.append(f"not understood: {', '.join(record['foreign'])}")
+        elif deployed.speed is None:
+            lines.append("nothing to remove: the original network was written")
+        if deployed.speed is not None:
+            record["speed"] = asdict(deployed.speed)
+            lines.append(render_text(*speed_parts(deployed.speed, deployed.decisions)))
+        report = "\n".join(filter(None, lines))
+    data = {"output": str(output), "report": record, "error": deployed.error,
+            "checked": deployed.checked}  # fmt: skip
+    show(f"{report}\nwritten to {output} ({deployed.checked})", data, as_json)

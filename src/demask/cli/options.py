@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from enum import StrEnum
 from importlib import import_module
 from math import isfinite
 from pathlib import Path
@@ -12,6 +13,14 @@ from typing import Annotated, Any
 import typer
 
 from demask.errors import BadInput
+
+
+class Switch(StrEnum):
+    """Values of an option that turns something on or off."""
+
+    on = "on"
+    off = "off"
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
 Model = Annotated[
@@ -57,7 +66,8 @@ Tolerance = Annotated[
     typer.Option(
         metavar="RATIO",
         help="For .onnx: the largest difference allowed, relative to the largest value of an "
-        "output. Default: 1e-5, or the rounding error of the network itself if that is larger.",
+        "output. Default: 84 units in the last place (1e-5 for float32) or, if that is more, what "
+        "rounding moves the network itself.",
     ),
 ]
 Imports = Annotated[

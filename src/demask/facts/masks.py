@@ -37,7 +37,7 @@ class Fact:
     @cached_property
     def zero(self) -> Tensor:
         """Where every element is exactly 0 (-0.0 too) and counts as removed. Like every mask that
-        is kept for a weight it is short: as large as the weight only for scattered zeros."""
+        is stored for a weight it is short: as large as the weight only for scattered zeros."""
         is_zero = self.known & (self.fill == 0) if self.removed is None else self.removed
         return shorten_mask(is_zero)
 

@@ -31,6 +31,11 @@ class Constant:
     aliases: tuple[str, ...] = ()
     declared: Tensor | None = None
 
+    @property
+    def trains(self) -> bool:
+        """Whether training may change it: a parameter, but not quantized weights of a file."""
+        return self.parameter and (self.tensor.is_floating_point() or self.tensor.is_complex())
+
     def moved(self, move: Callable[[Tensor], Tensor]) -> Constant:
         """The constant with `move` applied to its tensor and to `declared`."""
         declared = None if self.declared is None else move(self.declared)
@@ -66,8 +71,8 @@ class Program:
 
     @property
     def trained(self) -> dict[str, Tensor | None]:
-        """By parameter, where its zeros are removed weights; None: everywhere."""
-        return {name: c.declared for name, c in self.constants.items() if c.parameter}
+        """By parameter that trains, where its zeros are removed weights; None: everywhere."""
+        return {name: c.declared for name, c in self.constants.items() if c.trains}
 
     def with_graph(
         self, graph: fx.Graph, constants: Mapping[str, Constant] | None = None

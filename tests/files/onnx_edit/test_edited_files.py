@@ -10,8 +10,8 @@ from torch import nn
 
 from demask.errors import Mismatch
 from demask.files.onnx import from_onnx
+from demask.files.onnx.check import Judge
 from demask.files.onnx.edit.edit_file import edit_file, save_edited
-from demask.files.onnx.edit.verdict import compare_files
 from demask.ops import TABLE
 from demask.optimize_onnx import optimize_onnx
 
@@ -116,11 +116,12 @@ def test_weights_in_other_files_stay_in_other_files(tmp_path):
 def test_a_difference_is_a_mismatch(tmp_path, change):
     path = tmp_path / "in.onnx"
     model = layers(path)
-    compare_files(str(path), model.SerializeToString(), (torch.randn(3, 16),), None)
+    judge = Judge.of_file(str(path), (torch.randn(3, 16),))
+    assert judge.compare(model.SerializeToString()).error == 0
     weights = numpy_helper.to_array(model.graph.initializer[1]) + np.float32(change)
     model.graph.initializer[1].CopyFrom(numpy_helper.from_array(weights, "v"))
     with pytest.raises(Mismatch, match="output 0 differs"):
-        compare_files(str(path), model.SerializeToString(), (torch.randn(3, 16),), None)
+        judge.compare(model.SerializeToString())
 
 
 @pytest.mark.parametrize("k", range(2))
@@ -175,7 +176,7 @@ def edited(path, *inputs):
     after = edit_file(path, tuple(map(torch.as_tensor, inputs)), TABLE)
     assert after is not None
     model = after.model.SerializeToString()
-    compare_files(str(path), model, tuple(map(torch.as_tensor, inputs)), None)
+    Judge.of_file(str(path), tuple(map(torch.as_tensor, inputs))).compare(model)
     return after
 
 

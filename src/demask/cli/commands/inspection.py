@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
+from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table as TextTable
 from rich.text import Text
@@ -16,6 +18,10 @@ import demask
 from demask.cli.commands.coverage import Gap, gaps
 from demask.cli.read_network import NetworkFile
 from demask.compat.dispatch import OpOverload, schema_of
+from demask.files.onnx.edit.changes import NodeChange, changes_of
+from demask.files.onnx.edit.edit_file import examine
+from demask.files.onnx.read.reader import installed
+from demask.files.onnx.write.writer import size_of
 from demask.graph.normalize.canonical_calls import CANONICALIZED
 from demask.graph.provenance import Provenance
 from demask.graph.result.module_calls import graph_of_calls
@@ -23,7 +29,7 @@ from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
 from demask.progress import ProgressStep
 from demask.report.report import Report
-from demask.report.text import ROWS, share
+from demask.report.text import PLACES, ROWS, share
 from demask.text_table import number_table, render_text
 
 
@@ -83,6 +89,65 @@ def inspect_network(network: NetworkFile, step: ProgressStep, table: Table = TAB
         {name: count for name, count in ops.items() if name not in known},
         gaps(network, slim, ops, step, table),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class EditInspection:
+    """What an edit of an ONNX file would change.
+
+    bytes: of the file and of the edited one. nodes, unchanged: how many nodes that has, and how
+    many of these are the file's own. changes: of the others, and of tensors that nodes read.
+    barriers: nodes that stay whole, and why. note: why there is no edit.
+    """
+
+    bytes: tuple[int, int]
+    nodes: int = 0
+    unchanged: int = 0
+    changes: tuple[NodeChange, ...] = ()
+    barriers: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The inspection as plain dictionaries, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return render_text(*_edit_parts(self))
+
+
+def inspect_edit(path: Path, args: Sequence[Tensor], table: Table = TABLE) -> EditInspection:
+    """What editing an ONNX file would change; nothing is written. args: example inputs."""
+    size = size_of(str(path))
+    try:
+        edited, is_smaller = examine(path, args, table)
+    except demask.DemaskError as error:
+        return EditInspection((size, size), note=f"the file cannot be edited: {error}")
+    changes = tuple(changes_of(installed().load(str(path)), edited.model))
+    after = edited.model.ByteSize() if is_smaller else size
+    note = "" if is_smaller else "an edit of the file removes nothing"
+    return EditInspection((size, after), edited.nodes, edited.unchanged, changes, edited.barriers,
+                          note)  # fmt: skip
+
+
+def _edit_parts(edit: EditInspection) -> Iterable[RenderableType]:
+    before, after = edit.bytes
+    yield Text(edit.note or (
+        f"edit of the file: {before:,} -> {after:,} bytes; {edit.unchanged:,} of {edit.nodes:,} "
+        "nodes are the file's own, byte for byte"
+    ))  # fmt: skip
+    table = TextTable("node", "op", "change", box=SIMPLE_HEAD)
+    for row in edit.changes[:ROWS]:
+        table.add_row(Text(row.node), Text(row.op), Text(row.change))
+    if len(edit.changes) > ROWS:
+        table.add_row(f"{len(edit.changes) - ROWS} more nodes: see --json", "", "")
+    if edit.changes:
+        yield table
+    reasons: dict[str, list[str]] = {}
+    for node, reason in edit.barriers:
+        reasons.setdefault(reason, []).append(node)
+    for reason, nodes in list(reasons.items())[:ROWS]:
+        more = f" and {len(nodes) - PLACES} more" if len(nodes) > PLACES else ""
+        yield Text(f"stays whole: {', '.join(nodes[:PLACES])}{more}: {reason}")
 
 
 def _ops(graph: fx.Graph) -> Counter[str]:

@@ -1,17 +1,20 @@
-"""Comparison of an ONNX file with the network that it was written from, by calling both.
+"""The one judge of ONNX files: whether a file computes what its original does, by running both.
 
-The inputs are the example, zeros, and tiny, large, negative and normal random numbers. Rounding
-differs between implementations, so floats may differ by UNITS in the last place of an output's
-largest value. Where they differ by more, `graph.rounding` measures how far rounding alone moves
-that output: where all scores of a detector are near 1e-5, a sigmoid that is accurate to the last
-digit of 1 is 1 % off.
+The original is another file or a network of torch. Inputs are the example, zeros, ones, and tiny,
+large, negative and random numbers, at the example's sizes and, where the file leaves sizes open, at
+larger ones. An output may differ by UNITS in the last place of its largest value, or by what
+rounding alone moves the original's: where all scores of a detector are near 1e-5, a sigmoid that is
+accurate to the last digit of 1 is 1 % off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -25,203 +28,114 @@ from demask.graph.rounding import Rounding
 from demask.ops import Table
 
 UNITS = 84  # in the last place of the largest value: 1e-5 in float32, for sums in another order
+SEEDS = 3  # roundings of the inputs of a file
+FLIPS = 2  # steps of a quantized value: a sum halfway between two rounds to either
 ATTRIBUTES = float(np.finfo(np.float32).eps)  # relative; attributes of ONNX ops are float32
-MOVED = 8  # times the change of an output when every call is rounded; operands were rounded too
-LARGE = 1e4
-TINY = 1e-9
-Arrays = list[np.ndarray]
-Run = Callable[[Sequence[Tensor]], Arrays]
-Change = Callable[[Tensor], Tensor]
+LARGE, TINY = 1e4, 1e-9
+RUNTIME, REFERENCE = "ONNX Runtime", "the reference implementation of onnx"
+AROUND = "ONNX Runtime, around the ops that nothing here runs"
+REFERENCE_SECONDS = 60.0  # of comparison in onnx's reference implementation, which is slow
+QUANTIZED = ("ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger",
+             "QLinearConv", "QLinearMatMul", "QuantizeLinear")  # fmt: skip
+Outputs = list[Any]  # arrays; lists and dicts for sequences and maps
+Inputs = Sequence[Tensor]
 Filled = Callable[[Sequence[Tensor]], tuple[Any, Any]]
+Change = Callable[[Tensor], Tensor]
+
+
+# ------------------------------------------------------------------------------------- runtimes
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """Inputs of one call. kind: description of the inputs, for messages."""
+class Runner:
+    """A file, ready to run. by: what runs it. names: of the inputs."""
 
-    kind: str
-    inputs: tuple[Tensor, ...]
+    by: str
+    names: tuple[str, ...]
+    session: Any
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        arrays = (x.detach().cpu().numpy() for x in inputs)
+        outputs = self.session.run(None, dict(zip(self.names, arrays, strict=True)))
+        return [np.asarray(y) if isinstance(y, np.generic | bool | int | float) else y
+                for y in outputs]  # fmt: skip
 
 
-def draws(example: Sequence[Tensor], domains: Sequence[Domain] | None = None) -> list[Draw]:
-    """The example and inputs of its shapes; integers, which may be indices, stay the example's.
+def runner(model: str | bytes, *, optimized: bool = True, by: str | None = None) -> Runner:
+    """A file in ONNX Runtime or, where that is missing or does not take it, in onnx's reference; if
+    that has no such ops either, the parts around ops of other domains in ONNX Runtime.
 
-    domains: of each input. Numbers of any size are drawn for floating-point inputs whose domain has
-    no bounds; for others those of the domain. Default: what the example shows.
+    Args:
+        model: path or bytes of the file.
+        optimized: whether the runtime may fuse and fold.
+        by: what has to run it. Default: what can.
+
+    Raises:
+        BadInput: nothing runs the file.
     """
-    domains = [Domain.of(x) for x in example] if domains is None else domains
-    kinds: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
-        "zeros": lambda x, _: torch.zeros_like(x),
-        "tiny numbers": lambda x, draw: _normal(x, draw, TINY),
-        "large numbers": lambda x, draw: _normal(x, draw, 16 if _is_half(x) else LARGE),
-        "negative numbers": lambda x, draw: _normal(x, draw, 1, torch.Tensor.abs, torch.neg),
-        "normal numbers": lambda x, draw: _normal(x, draw, 1),
-    }
-    results = [Draw("the example", tuple(x.detach() for x in example))]
-    for seed, (kind, fill) in enumerate(kinds.items()):
-        draw = torch.Generator().manual_seed(seed)
-        inputs = [
-            x if not x.is_floating_point()
-            else fill(x.detach(), draw) if domain == Domain() else domain.draw(x, draw)
-            for x, domain in zip(example, domains, strict=True)
-        ]  # fmt: skip
-        results.append(Draw(kind, tuple(inputs)))
-    return results if any(x.is_floating_point() for x in example) else results[:1]
+    if by is not None:
+        return _RUNNERS[by](model, optimized)
+    failures = []
+    for run_by in _RUNNERS.values():
+        try:
+            return run_by(model, optimized)
+        except BadInput as error:
+            failures.append(str(error))
+    raise BadInput(f"nothing here runs the file: {'; '.join(dict.fromkeys(failures))}")
 
 
-def _normal(x: Tensor, draw: torch.Generator, scale: float, *then: Change) -> Tensor:
-    """Normal numbers of x's shape and dtype. then: applied in float32, as some dtypes lack ops."""
-    numbers = torch.randn(x.shape, generator=draw) * scale
-    for change in then:
-        numbers = change(numbers)
-    return numbers.to(x)
+def _in_runtime(model: str | bytes, optimized: bool) -> Runner:
+    if (runtime := session(model, optimized=optimized)) is None:
+        raise BadInput("onnxruntime is not installed")
+    return Runner(RUNTIME, tuple(port.name for port in runtime.get_inputs()), runtime)
 
 
-def _is_half(x: Tensor) -> bool:
-    return x.dtype == torch.float16
+def _in_reference(model: str | bytes, optimized: bool) -> Runner:
+    from onnx.reference import ReferenceEvaluator
+
+    proto = _loaded(model)
+    try:
+        reference: Any = ReferenceEvaluator(proto)
+    except Exception as error:  # its exceptions share no base
+        raise BadInput(f"nor does the reference of onnx: {first_line(error)}") from error
+    stored = {tensor.name for tensor in proto.graph.initializer}
+    names = tuple(name for name in reference.input_names if name not in stored)
+    return Runner(REFERENCE, names, reference)
 
 
-def add_row(draw: Draw, axes: Sequence[bool]) -> Draw:
-    """The draw with the first row repeated in each input whose first axis is dynamic (`axes`)."""
-    rows = [torch.cat([x, x[:1]]) if more else x
-            for x, more in zip(draw.inputs, axes, strict=True)]  # fmt: skip
-    return Draw(f"{draw.kind}, one row more", tuple(rows))
+def _around_foreign(model: str | bytes, optimized: bool) -> Runner:
+    """The file in ONNX Runtime without its ops of other domains: each passes its first operand on,
+    and all its operands are further outputs."""
+    proto = _loaded(model)
+    known = {"", "ai.onnx", "ai.onnx.ml", *(f.domain for f in proto.functions)}
+    make_node = installed().helper.make_node
+    nodes, outputs = [], []
+    for node in proto.graph.node:
+        if node.domain in known:
+            nodes.append(node)
+            continue
+        operands = [name for name in node.input if name]
+        results = [name for name in node.output if name]
+        nodes += [make_node("Identity", operands[:1], [name]) for name in results]
+        reads = {f"operand {k} of {results[0]}": name for k, name in enumerate(operands)}
+        nodes += [make_node("Identity", [name], [read]) for read, name in reads.items()]
+        outputs += reads
+    if not outputs:
+        raise BadInput("all its ops are ONNX's")
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    proto.graph.output.extend(installed().ValueInfoProto(name=name) for name in sorted(outputs))
+    return replace(_in_runtime(proto.SerializeToString(), optimized), by=AROUND)
 
 
-@dataclass(frozen=True, slots=True)
-class OutputComparator:
-    """Comparator of outputs.
-
-    network: the file was written from it. filled: returns its args and kwargs for input tensors.
-    table: of its ops. tolerance: largest allowed difference, relative to the largest value of an
-    output; None selects the rule of this module. least: relative difference that is always allowed,
-    also for integers (one step of quantized values).
-    """
-
-    network: fx.GraphModule
-    filled: Filled
-    table: Table
-    tolerance: float | None = None
-    least: float = 0.0
-    rounding: Rounding = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rounding", Rounding(self.network, self.table))
-
-    def difference(self, draw: Draw, expected: Arrays, outputs: Arrays) -> float:
-        """The largest difference, relative to the largest value of its output. Raises Mismatch,
-        with the kind of input and the output, where one is too large."""
-        if len(expected) != len(outputs):
-            raise Mismatch(f"{len(outputs)} outputs, expected {len(expected)} (on {draw.kind})")
-        errors = [self._error(*pair) for pair in zip(expected, outputs, strict=True)]
-        bad = [k for k, error in enumerate(errors) if not error <= self._allowed(expected[k])]
-        if bad and self.tolerance is None:
-            bad = self._beyond_rounding(bad, draw, expected, outputs)
-        if bad:
-            raise Mismatch(
-                _describe(bad[0], draw, expected[bad[0]], outputs[bad[0]], errors[bad[0]])
-            )
-        return max((error for error in errors if error < np.inf), default=0.0)
-
-    def _error(self, a: np.ndarray, b: np.ndarray) -> float:
-        """Largest |a - b| relative to the largest |a|; infinite where shapes, dtypes or values that
-        cannot be subtracted differ."""
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return np.inf
-        small_int = a.dtype.kind in "iu" and a.dtype.itemsize < 4 and (self.least or self.tolerance)
-        return relative_error(a, b, exact=a.dtype.kind != "f" and not small_int)
-
-    def _allowed(self, a: np.ndarray) -> float:
-        if self.tolerance is not None:
-            return self.tolerance
-        if a.dtype.kind != "f":
-            return self.least
-        return max(self.least, UNITS * float(np.finfo(a.dtype).eps), ATTRIBUTES)
-
-    def _beyond_rounding(
-        self, bad: list[int], draw: Draw, expected: Arrays, outputs: Arrays
-    ) -> list[int]:
-        """The outputs among `bad` that differ by more than rounding explains. Each run can only
-        explain more, so runs stop when no output is left."""
-        runs = self.rounding.runs(*self.filled(draw.inputs))
-        rounded = [_arrays(next(runs))]
-        for run in runs:
-            rounded.append(_arrays(run))
-            bad = [k for k in bad if not _is_rounding(
-                [run[k] for run in rounded], expected[k], outputs[k], self._allowed(expected[k])
-            )]  # fmt: skip
-            if not bad:
-                break
-        return bad
+_RUNNERS: Mapping[str, Callable[[str | bytes, bool], Runner]] = {
+    RUNTIME: _in_runtime, REFERENCE: _in_reference, AROUND: _around_foreign,
+}  # fmt: skip
 
 
-def relative_error(a: np.ndarray, b: np.ndarray, *, exact: bool) -> float:
-    """Largest |a - b| relative to the largest |a|, of arrays of one shape and dtype; infinite where
-    one is not finite and they differ, and with `exact` where they differ at all."""
-    if exact:
-        return 0.0 if np.array_equal(a, b) else np.inf
-    finite = np.isfinite(a)
-    if not np.array_equal(a[~finite], b[~finite], equal_nan=a.dtype.kind == "f"):
-        return np.inf
-    x, y = a[finite].astype(np.float64), b[finite].astype(np.float64)
-    return float(np.abs(x - y).max(initial=0.0)) / (float(np.abs(x).max(initial=0.0)) or 1.0)
-
-
-def _is_rounding(runs: Arrays, a: np.ndarray, b: np.ndarray, allowed: float) -> bool:
-    """Whether rounding explains the difference of outputs `a` and `b`: it moves the output as far,
-    or b is no less accurate than a. runs: the output in float64, then with every call rounded."""
-    clean, *noisy = runs
-    if not all(run.shape == a.shape == b.shape for run in runs) or a.dtype != b.dtype:
-        return False
-    if a.dtype.kind != "f":
-        moves = np.any([run != clean for run in noisy], axis=0)
-        return bool(np.all((a == b) | moves))
-    with np.errstate(all="ignore"):
-        is_small = np.all([np.abs(run) < np.finfo(a.dtype).max / 2 for run in runs], axis=0)
-        if not np.all(np.isfinite(a[is_small]) & np.isfinite(b[is_small])):
-            return False
-        moved = np.max([np.abs(run - clean)[is_small] for run in noisy], axis=0)
-        gap = np.abs(a[is_small].astype(np.float64) - b[is_small])
-        limit = allowed * np.abs(a[is_small]).max(initial=0)
-        is_within = gap <= limit + MOVED * np.maximum(moved, _median(moved))
-        own_error = np.abs(a - clean)[is_small].max(initial=0)  # runtimes may be far less accurate
-        return bool(np.all(is_within | (np.abs(b - clean)[is_small] <= own_error)))
-
-
-def _median(values: np.ndarray) -> float:
-    return float(np.median(values)) if values.size else 0.0
-
-
-def _describe(k: int, draw: Draw, a: np.ndarray, b: np.ndarray, error: float) -> str:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        difference = f"is {b.dtype} {b.shape}, expected {a.dtype} {a.shape}"
-    elif error < np.inf:
-        difference = f"differs by {error:.2g} relative to its largest value"
-    else:
-        index = np.unravel_index(int(np.argmax(_differ(a, b))), a.shape)
-        difference = f"differs: {b[index]} at {tuple(map(int, index))}, expected {a[index]}"
-    return f"output {k} {difference} (on {draw.kind})"
-
-
-def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    both = np.isnan(a) & np.isnan(b) if a.dtype.kind == "f" else False
-    return (a != b) & ~both & ~(np.isfinite(a) & np.isfinite(b) & (a.dtype.kind == "f"))
-
-
-def torch_run(network: fx.GraphModule, filled: Filled) -> Run:
-    """A function that calls a network in eval mode and returns arrays."""
-
-    def run(inputs: Sequence[Tensor]) -> Arrays:
-        args, kwargs = filled([x.clone() for x in inputs])
-        with torch.no_grad():
-            return _arrays(network(*args, **kwargs))
-
-    return run
-
-
-def _arrays(outputs: Any) -> Arrays:
-    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    return [leaf.detach().cpu().numpy() for leaf in leaves]
+def _loaded(model: str | bytes) -> Any:
+    onnx = installed()
+    return onnx.load(model) if isinstance(model, str) else onnx.ModelProto.FromString(model)
 
 
 def session(model: str | bytes, threads: int = 1, *, optimized: bool = True) -> Any:
@@ -249,25 +163,6 @@ def session(model: str | bytes, threads: int = 1, *, optimized: bool = True) -> 
         raise BadInput(f"ONNX Runtime does not take the network: {first_line(error)}") from error
 
 
-def file_run(model: bytes, *, optimized: bool = True) -> Run:
-    """A function that runs a file in ONNX Runtime, or in `onnx`'s reference implementation."""
-    runner = session(model, optimized=optimized)
-    if runner is None:
-        from onnx.reference import ReferenceEvaluator
-
-        runner = ReferenceEvaluator(installed().ModelProto.FromString(model))
-        names = runner.input_names
-    else:
-        names = [port.name for port in runner.get_inputs()]
-
-    def run(inputs: Sequence[Tensor]) -> Arrays:
-        pairs = zip(names, inputs, strict=True)
-        feed: Any = {name: x.detach().cpu().numpy() for name, x in pairs}
-        return [np.asarray(value) for value in runner.run(None, feed)]
-
-    return run
-
-
 def onnxruntime() -> Any:
     """The package onnxruntime, None where it is missing."""
     try:
@@ -281,50 +176,445 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def check(model: bytes, judge: OutputComparator, several: Iterable[Draw]) -> float:
-    """The largest difference between a file and the network that it was written from.
+# --------------------------------------------------------------------------------------- inputs
 
-    Draws after the example on which the network itself fails are skipped. So are draws on which a
-    quantized network differs only through ONNX Runtime's own rewriting, which computes in fewer
-    bits than the file specifies.
 
-    Raises:
-        Mismatch: an output differs.
-        BadInput: the runtime does not accept the file.
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Inputs of one call. kind: description of the inputs, for messages."""
+
+    kind: str
+    inputs: tuple[Tensor, ...]
+
+
+def draws(example: Sequence[Tensor], domains: Sequence[Domain] | None = None) -> list[Draw]:
+    """The example and inputs of its shapes; integers, which may be indices, differ from the
+    example's in the last of them alone, within its range.
+
+    domains: of each input. Numbers of any size are drawn for floating-point inputs whose domain has
+    no bounds; for others those of the domain. Default: what the example shows.
     """
-    network, file = torch_run(judge.network, judge.filled), file_run(model)
-    worst = 0.0
-    for k, draw in enumerate(several):
-        try:
-            expected = network(draw.inputs)
-        except Exception as error:
-            if k == 0:
-                raise BadInput(f"the network fails on {draw.kind}: {first_line(error)}") from error
+    domains = [Domain.of(x) for x in example] if domains is None else domains
+    kinds: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+        "zeros": lambda x, _: torch.zeros_like(x),
+        "ones": lambda x, _: torch.ones_like(x),
+        "tiny numbers": lambda x, draw: _normal(x, draw, TINY),
+        "large numbers": lambda x, draw: _normal(x, draw, 16 if _is_half(x) else LARGE),
+        "negative numbers": lambda x, draw: _normal(x, draw, 1, torch.Tensor.abs, torch.neg),
+        "random numbers": lambda x, draw: _normal(x, draw, 1),
+    }
+    results = [Draw("the example", tuple(x.detach() for x in example))]
+    for seed, (kind, fill) in enumerate(kinds.items()):
+        draw, is_last = torch.Generator().manual_seed(seed), kind == "random numbers"
+        if not is_last and not any(x.is_floating_point() for x in example):
             continue
+        inputs = [
+            (domain.draw(x, draw) if is_last else x) if not x.is_floating_point()
+            else fill(x.detach(), draw) if domain == Domain() else domain.draw(x, draw)
+            for x, domain in zip(example, domains, strict=True)
+        ]  # fmt: skip
+        results.append(Draw(kind, tuple(inputs)))
+    return results
+
+
+def _normal(x: Tensor, draw: torch.Generator, scale: float, *then: Change) -> Tensor:
+    """Normal numbers of x's shape and dtype. then: applied in float32, as some dtypes lack ops."""
+    numbers = torch.randn(x.shape, generator=draw) * scale
+    for change in then:
+        numbers = change(numbers)
+    return numbers.to(x)
+
+
+def _is_half(x: Tensor) -> bool:
+    return x.dtype == torch.float16
+
+
+def longer_inputs(model: Any, feeds: Mapping[str, Any], *, double: bool = False) -> dict[str, Any]:
+    """Arrays or tensors with more of each size that the file leaves open, each by another number.
+
+    double: twice as much of all but the first axis, as some sizes have to be even.
+    """
+    added: dict[str, int] = {}
+    longer = {}
+    for value in model.graph.input:
+        if value.name not in feeds:
+            continue
+        array = feeds[value.name]
+        dims = value.type.tensor_type.shape.dim  # a file may declare another rank
+        for axis, dim in enumerate(dims[: array.ndim]):
+            if not dim.HasField("dim_value"):
+                name, size = dim.dim_param or f"{value.name}.{axis}", array.shape[axis]
+                more = added.setdefault(name, size if double and axis else len(added) + 1)
+                index = torch.arange(size + more) % max(size, 1)
+                if not isinstance(array, Tensor):
+                    index = index.numpy()
+                array = array[(slice(None),) * axis + (index,)] if size else array
+        longer[value.name] = array
+    return longer
+
+
+def _nudged(inputs: Inputs, seed: int) -> list[Tensor]:
+    """Inputs with every number rounded to one of its neighbors, at random."""
+    draw, nudged = torch.Generator().manual_seed(seed), []
+    for x in inputs:
+        if x.is_floating_point():
+            ends = torch.where(torch.rand(x.shape, generator=draw) < 0.5, math.inf, -math.inf)
+            array = x.detach().cpu().numpy()
+            x = torch.from_numpy(np.nextafter(array, ends.numpy().astype(array.dtype)))
+        nudged.append(x)
+    return nudged
+
+
+# ------------------------------------------------------------------------------------ originals
+
+
+class Original(Protocol):
+    """What files are compared with. by: what runs it, a name in this module; None for torch.
+    is_quantized: whether it quantizes values while it runs. failure: why it failed last."""
+
+    by: str | None
+    is_quantized: bool
+    failure: str
+
+    def outputs(self, inputs: Inputs, *, optimized: bool) -> Outputs | None:
+        """What it computes; None if it fails, as it may on some inputs."""
+        ...
+
+    def roundings(self, inputs: Inputs, *, optimized: bool) -> Iterator[Outputs | None]:
+        """What it computes with other rounding errors."""
+        ...
+
+    def slack(self, cases: Sequence[Draw], *, optimized: bool) -> float:
+        """The relative difference of values of few bits that is always allowed."""
+        ...
+
+
+class NetworkOriginal:
+    """A network of torch. filled: returns its args and kwargs for input tensors. table: of its
+    ops. steps: relative size of FLIPS steps of its coarsest quantized values, 0 without any."""
+
+    by: str | None = None
+    failure = ""
+
+    def __init__(self, network: fx.GraphModule, filled: Filled, table: Table, steps: float):
+        self.network, self.filled, self.steps = network, filled, steps
+        self.is_quantized, self.rounding = steps > 0, Rounding(network, table)
+
+    def outputs(self, inputs: Inputs, *, optimized: bool) -> Outputs | None:
+        args, kwargs = self.filled([x.clone() for x in inputs])
         try:
-            worst = max(worst, judge.difference(draw, expected, _called(file, draw)))
-        except Mismatch as error:
-            if not _is_rewriting(model, judge, draw, expected):
+            with torch.no_grad():
+                return _arrays(self.network(*args, **kwargs))
+        except Exception as error:  # whatever a network raises of inputs that it does not take
+            self.failure = first_line(error)
+            return None
+
+    def roundings(self, inputs: Inputs, *, optimized: bool) -> Iterator[Outputs | None]:
+        """In float64, then with every call rounded."""
+        return map(_arrays, self.rounding.runs(*self.filled(inputs)))
+
+    def slack(self, cases: Sequence[Draw], *, optimized: bool) -> float:
+        """Without bound where the runtime replaces quantized ops by coarser kernels of its own: a
+        network has no such form, and the file as it is written is compared too."""
+        return math.inf if self.is_quantized and optimized else max(self.steps, ATTRIBUTES)
+
+
+class FileOriginal:
+    """A file. source: its path or bytes. proto: its ModelProto; weights need not be loaded."""
+
+    failure = ""
+
+    def __init__(self, source: str | bytes, proto: Any):
+        self.source, self.runner = source, runner(source)
+        self.by: str | None = self.runner.by
+        graphs = [proto.graph.node, *(function.node for function in proto.functions)]
+        ops = {node.op_type for nodes in graphs for node in nodes}
+        self.is_quantized = bool(ops & set(QUANTIZED))
+        self._plain: Runner | None = None
+        self._own_error: float | None = None
+
+    def outputs(self, inputs: Inputs, *, optimized: bool) -> Outputs | None:
+        if not optimized and self._plain is None:
+            self._plain = runner(self.source, optimized=False, by=self.by)
+        one = self.runner if optimized else self._plain
+        assert one is not None
+        try:
+            return one(inputs)
+        except Exception as error:  # a runtime's exceptions share no base class
+            self.failure = f"{self.by}: {first_line(error)}"
+            return None
+
+    def roundings(self, inputs: Inputs, *, optimized: bool) -> Iterator[Outputs | None]:
+        """Without the runtime's optimizations, then with inputs rounded to their neighbors."""
+        if optimized:
+            yield self.outputs(inputs, optimized=False)
+        for seed in range(SEEDS):
+            yield self.outputs(_nudged(inputs, seed), optimized=optimized)
+
+    def slack(self, cases: Sequence[Draw], *, optimized: bool) -> float:
+        """What the runtime's own kernels for quantized ops, which it chooses by sizes, move the
+        outputs of the original at most; at least a few steps of 8 bits."""
+        if not self.is_quantized or not optimized:
+            return 0.0
+        if self._own_error is None:
+            self._own_error = FLIPS / 255
+            for case in cases:
+                a, b = (self.outputs(case.inputs, optimized=on) for on in (False, True))
+                errors = [_error(*pair) for pair in zip(a or (), b or (), strict=False)]
+                self._own_error = max([self._own_error, *(e for e in errors if e < math.inf)])
+        return self._own_error
+
+
+def _arrays(outputs: Any) -> Outputs:
+    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    return [leaf.detach().cpu().numpy() for leaf in leaves]
+
+
+# --------------------------------------------------------------------------------------- verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """error: the largest difference from the original, relative to the largest value of its output;
+    None if nothing was compared. by: what ran the files."""
+
+    error: float | None
+    by: str
+
+    def __str__(self) -> str:
+        if self.error is None:
+            return "unchecked: not compared with the original"
+        return f"largest difference {self.error:.2g} of the largest output, in {self.by}"
+
+
+UNCHECKED = Verdict(None, "nothing")
+
+
+class Judge:
+    """Compares files with one original.
+
+    Args:
+        original: a file or a network.
+        proto: the ModelProto of the original file, or of one that was written from the network; it
+            declares names and sizes of the inputs.
+        example: example inputs, in the order of the file's.
+        tolerance: largest allowed difference / largest value of the output. Default: None, for
+            UNITS in the last place or what rounding moves.
+        domains: of the inputs. Default: what the example shows.
+    """
+
+    def __init__(
+        self,
+        original: Original,
+        proto: Any,
+        example: Sequence[Tensor],
+        tolerance: float | None = None,
+        domains: Sequence[Domain] | None = None,
+    ):
+        self.original, self.tolerance, self.proto = original, tolerance, proto
+        self.draws = draws(example, domains)
+        self._expected: dict[tuple[int, bool], Outputs | None] = {}
+
+    @classmethod
+    def of_file(
+        cls, source: str | bytes, example: Sequence[Tensor], tolerance: float | None = None
+    ) -> Self:
+        """The judge of files that replace a file (its path or bytes).
+
+        Raises:
+            BadInput: nothing here runs it.
+        """
+        onnx = installed()
+        proto = (onnx.load(source, load_external_data=False) if isinstance(source, str)
+                 else onnx.ModelProto.FromString(source))  # fmt: skip
+        return cls(FileOriginal(source, proto), proto, example, tolerance)
+
+    @cached_property
+    def cases(self) -> list[Draw]:
+        """All inputs: the draws, and each at larger sizes where the original takes any."""
+        for double in (False, True):
+            longer = [self._longer(draw, double) for draw in self.draws]
+            sizes = [[x.shape for x in draw.inputs] for draw in (longer[0], self.draws[0])]
+            if sizes[0] == sizes[1]:
+                break
+            if self.original.outputs(longer[0].inputs, optimized=True) is not None:
+                return [*self.draws, *longer]
+        return self.draws
+
+    def _longer(self, draw: Draw, double: bool) -> Draw:
+        stored = {tensor.name for tensor in self.proto.graph.initializer}
+        names = [v.name for v in self.proto.graph.input if v.name not in stored]
+        feeds = dict(zip(names, draw.inputs, strict=True))
+        longer = longer_inputs(self.proto, feeds, double=double)
+        return Draw(f"{draw.kind}, larger sizes", tuple(longer[name] for name in names))
+
+    def compare(self, data: bytes) -> Verdict:
+        """The largest difference of a file. Inputs on which the original fails are left out.
+
+        Raises:
+            Mismatch: an output differs by more than is allowed, or the file fails where the
+                original does not.
+            BadInput: nothing runs the file, or the original fails on the example.
+        """
+        quantized, by = self.original.is_quantized, self.original.by
+        try:
+            file = runner(data, by=by)
+            plain = runner(data, optimized=False, by=file.by) if quantized else None
+        except BadInput as error:
+            if by is None:
                 raise
-            if not judge.least:
-                words = "with ONNX Runtime's own optimizations disabled it is equal"
-                raise Mismatch(f"{error}; {words}") from error
-    return worst
+            raise Mismatch(f"the file does not load: {error}") from error
+        begin, compared, worst = time.monotonic(), 0, 0.0
+        steady: set[int] = set()  # outputs that were compared
+        for k in range(len(self.cases)):
+            if compared and file.by == REFERENCE and time.monotonic() - begin > REFERENCE_SECONDS:
+                break
+            compared += 1
+            for one in (plain, file):
+                if one is not None:
+                    errors = self._errors(k, one, optimized=one is file)
+                    steady |= {index for index, error in enumerate(errors) if error is not None}
+                    worst = max([worst, *(e for e in errors if e is not None and e < math.inf)])
+        count = len(self._expected[0, True] or ())
+        if missing := set(range(count)) - steady:
+            raise Mismatch(f"output {min(missing)} cannot be compared: rounding alone moves its "
+                           "sizes on all inputs")  # fmt: skip
+        words = "" if compared == len(self.cases) else f" on {compared} of {len(self.cases)} inputs"
+        return Verdict(worst, file.by + words)
+
+    def _errors(self, k: int, file: Runner, *, optimized: bool) -> list[float | None]:
+        """The difference of each output on one of the cases; None where it says nothing. Raises
+        Mismatch if one is too large."""
+        draw = self.cases[k]
+        if (k, optimized) not in self._expected:
+            expected = self.original.outputs(draw.inputs, optimized=optimized)
+            self._expected[k, optimized] = expected
+        if (expected := self._expected[k, optimized]) is None:
+            if k == 0:
+                raise BadInput(f"the original fails on {draw.kind}: {self.original.failure}")
+            return []
+        slack, runs = self.tolerance, iter(())
+        if slack is None:
+            slack = self.original.slack(self.cases, optimized=optimized)
+            runs = self.original.roundings(draw.inputs, optimized=optimized)
+        try:
+            outputs = file(draw.inputs)
+        except Exception as error:  # a runtime's exceptions share no base class
+            raise Mismatch(f"the file fails on {draw.kind}: {first_line(error)}") from error
+        if len(expected) != len(outputs):
+            raise Mismatch(f"{len(outputs)} outputs, expected {len(expected)} (on {draw.kind})")
+        units = UNITS if self.tolerance is None else 0
+        pairs = [_Pair(*pair, slack, units) for pair in zip(expected, outputs, strict=True)]
+        for run in runs:  # each can only explain more
+            if all(pair.is_equal for pair in pairs):
+                break
+            for pair, other in zip(pairs, run or (), strict=False):
+                pair.move(other)
+        for index, pair in enumerate(pairs):
+            if not pair.is_equal:
+                raise Mismatch(f"output {index} {pair.describe()} (on {draw.kind})")
+        return [None if pair.is_unsteady else pair.error for pair in pairs]
 
 
-def _called(file: Run, draw: Draw) -> Arrays:
-    try:
-        return file(draw.inputs)
-    except Exception as error:
-        raise Mismatch(f"the file fails on {draw.kind}: {first_line(error)}") from error
+class _Pair:
+    """An output of the original (a) and of a file (b).
+
+    error: their largest difference, relative to the largest |a|. allowed: how large it may be.
+    moves: elements that rounding changes, of those that have no small changes: whole numbers, and
+    numbers that become infinite. is_unsteady: whether rounding changes the sizes of a.
+    """
+
+    def __init__(self, a: Any, b: Any, slack: float, units: int):
+        self.a, self.b, self.slack, self.is_unsteady = a, b, slack, False
+        self.moves = np.zeros(np.shape(a) if isinstance(a, np.ndarray) else (), bool)
+        self.error = _error(a, b, slack)
+        is_float = isinstance(a, np.ndarray) and _is_float(a)
+        self.allowed = max(slack, units * _epsilon(a.dtype)) if is_float else slack
+        self.is_equal = self.error <= self.allowed
+
+    def move(self, other: Any) -> None:
+        """Allow what another rounding of the original moves."""
+        a, b = self.a, self.b
+        if self.is_equal or not isinstance(a, np.ndarray) or not isinstance(other, np.ndarray):
+            return
+        if other.shape != a.shape:
+            self.is_equal = self.is_unsteady = True
+            return
+        with np.errstate(all="ignore"):
+            other = other.astype(a.dtype)
+        if _is_float(a):
+            self.moves |= np.isfinite(other) != np.isfinite(a)
+            moved = _error(self._steady(a), self._steady(other))
+            self.allowed = max(self.allowed, moved if moved < math.inf else 0.0)
+        else:
+            self.moves |= other != a
+        if a.shape == b.shape and a.dtype == b.dtype:
+            self.error = _error(self._steady(a), self._steady(b), self.slack)
+            self.is_equal = self.error <= self.allowed
+
+    def _steady(self, array: np.ndarray) -> np.ndarray:
+        return np.where(self.moves, array.dtype.type(), array)
+
+    def describe(self) -> str:
+        """How they differ, and where."""
+        a, b = self.a, self.b
+        if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
+            return "differs"
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"is {b.dtype} {b.shape}, expected {a.dtype} {a.shape}"
+        if _is_float(a):
+            with np.errstate(all="ignore"):
+                gaps = np.abs(a.astype(np.float64) - b)
+                gaps[np.isnan(gaps) & ~(np.isnan(a) & np.isnan(b))] = np.inf
+        else:
+            gaps = (a != b).astype(np.float64)
+        gaps[self.moves | np.isnan(gaps)] = 0
+        at = np.unravel_index(int(np.argmax(gaps)), a.shape)
+        place = f"{b[at]} at {tuple(map(int, at))}, expected {a[at]}"
+        if self.error == math.inf:
+            return f"differs: {place}"
+        return (f"differs by {self.error:.2g} relative to its largest value: {place}; allowed are "
+                f"{self.allowed:.2g}")  # fmt: skip
 
 
-def _is_rewriting(model: bytes, judge: OutputComparator, draw: Draw, expected: Arrays) -> bool:
-    """Whether there is no difference when the runtime does not rewrite the file."""
-    if onnxruntime() is None:
-        return False
-    try:
-        judge.difference(draw, expected, _called(file_run(model, optimized=False), draw))
-    except (Mismatch, BadInput):
-        return False
-    return True
+def _error(a: Any, b: Any, slack: float = 0.0) -> float:
+    """Largest |a - b| relative to the largest |a|; infinite where shapes, dtypes or values that
+    cannot be subtracted differ. slack: above 0, integers of 8 and 16 bits may be subtracted."""
+    if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
+        return 0.0 if _equal(a, b) else math.inf
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return math.inf
+    is_float = _is_float(a)
+    if not is_float and not (slack and a.dtype.kind in "iu" and a.dtype.itemsize < 4):
+        return 0.0 if np.array_equal(a, b) else math.inf
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    finite = np.isfinite(x)
+    if not np.array_equal(x[~finite], y[~finite], equal_nan=True):
+        return math.inf
+    gap = float(np.abs(x[finite] - y[finite]).max(initial=0.0))
+    if math.isnan(gap):
+        return math.inf
+    return gap / (float(np.abs(x[finite]).max(initial=0.0)) or 1.0)
+
+
+def _is_float(a: np.ndarray) -> bool:
+    """Whether an array has floats; bfloat16 and those of 8 bits are of a kind of their own."""
+    return a.dtype.kind == "f" or (a.dtype.kind == "V" and "float" in a.dtype.name)
+
+
+def _epsilon(dtype: np.dtype) -> float:
+    """The distance from 1 to the next number."""
+    if dtype.kind == "f":
+        return float(np.finfo(dtype).eps)
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(dtype).eps)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether sequences and mappings, as runtimes return them, are equal."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return np.array_equal(a, b)
+    return bool(a == b)

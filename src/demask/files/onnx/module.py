@@ -33,7 +33,8 @@ def from_onnx(
 
     Call the module with one tensor per input of the file, by position; it returns a tensor per
     output: one, or a tuple. Constants of the file are parameters or buffers with the file's names,
-    so that they can be pruned, trained and demasked. Needs `pip install demask[onnx]`.
+    so that they can be pruned, trained and demasked; quantized weights are parameters of whole
+    numbers, without gradients. Needs `pip install demask[onnx]`.
 
     Args:
         path: name of the file. Weights in separate files are read from its folder.
@@ -82,8 +83,9 @@ class OnnxModule(nn.Module):
             planner.grids,
         )  # fmt: skip
         for name, tensor in planner.tensors.items():
-            fixed = name in planner.stored
-            attach(self, name, tensor if fixed else nn.Parameter(tensor))
+            if name not in planner.stored:
+                tensor = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+            attach(self, name, tensor)
         self.recordings = Recordings()
         self.eval()
 

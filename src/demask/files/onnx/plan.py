@@ -24,6 +24,9 @@ FEW = 16  # elements of a stored float constant that arithmetic on sizes may use
 MAX_NODES = 1_000_000  # after functions of the file are inlined
 MAX_MODULES = 50_000
 MAX_PATH = 16  # nested modules that a dotted name creates
+# Ops by their operands that are weights or biases in whole numbers.
+QUANTIZED = {"DequantizeLinear": (0,), "QLinearConv": (3, 8), "QLinearMatMul": (0, 3),
+             "MatMulInteger": (0, 1), "ConvInteger": (0, 1)}  # fmt: skip
 EntryOf = Callable[[OnnxNode], OnnxEntry]
 _TAKEN = frozenset(dir(nn.Module())) | {"plan", "interface", "recordings"}  # OnnxModule's
 
@@ -92,7 +95,10 @@ class OnnxPlanner:
         stored = {n.inputs[k] for n, _ in nodes
                   for k in self.entry_of(n).stored if k < len(n.inputs)}  # fmt: skip
         stored |= set(constants) - set(graph.constants)
-        known = {name: self._place(name, t, name in stored) for name, t in constants.items()}
+        quantized = {n.inputs[k] for n, _ in nodes
+                     for k in QUANTIZED.get(n.op, ()) if k < len(n.inputs)}  # fmt: skip
+        known = {name: self._place(name, t, name in stored, name in quantized)
+                 for name, t in constants.items()}  # fmt: skip
         for name, grid in grids_of((n for n, _ in nodes), constants).items():
             constant = known[name]
             self.grids[str(constant.tensor_name if isinstance(constant, Host) else constant)] = grid
@@ -102,7 +108,7 @@ class OnnxPlanner:
         _check_distinct([*inputs, *constants, *(o for n, _ in nodes for o in n.outputs if o)])
         return OnnxPlan(tuple(_with_drops(steps, outputs)), known, inputs, outputs, graph.outputs)
 
-    def _place(self, name: str, tensor: Tensor | Host, stored: bool) -> Host | str:
+    def _place(self, name: str, tensor: Tensor | Host, stored: bool, quantized: bool) -> Host | str:
         """The value of a constant while the graph runs; adds its tensor to the module's."""
         if isinstance(tensor, Host):
             return tensor
@@ -113,7 +119,8 @@ class OnnxPlanner:
             path = f"{_path(name).replace('.', '_')}_{next(self.fresh)}"  # not in a submodule
         self.tensors[path] = tensor
         self.modules.update(_above(path))
-        if stored or not tensor.is_floating_point() or not tensor.ndim:
+        is_parameter = quantized or (tensor.is_floating_point() and not stored)
+        if not is_parameter or not tensor.ndim:
             self.stored.add(path)
         if tensor.dtype not in NUMPY or tensor.numel() > MAX_HOST:
             return path

@@ -11,6 +11,7 @@ from torch import nn
 
 from demask.errors import BadInput, NotExportable
 
+NAMED = 3  # modules named in a message
 DATA_DEPENDENT = "this line branches on the values of a tensor"
 
 
@@ -48,6 +49,17 @@ def part_of(model: Any) -> str:
 
 def export_error(error: Exception, model: nn.Module) -> NotExportable:
     """The error for a failed export of a model: the first line, where, and what to change."""
+    packed = [name for name, module in model.named_modules()
+              if type(module).__module__.startswith("torch.ao.nn.quantized")
+              and not name.endswith("_packed_params")]  # fmt: skip
+    if packed:
+        return NotExportable(
+            "layers of torch.ao.quantization have their weights in objects that torch.export "
+            "cannot read, packed for this machine",
+            ", ".join(packed[:NAMED]) + (" and more" if len(packed) > NAMED else ""),
+            "quantize later: pass the float network, write it by demask.to_onnx, and quantize the "
+            "file by onnxruntime.quantization.quantize_dynamic",
+        )
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename
               and "/demask/" not in f.filename and "<" not in f.filename]  # fmt: skip
     last = frames[-1] if frames else None

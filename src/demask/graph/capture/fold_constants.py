@@ -31,7 +31,8 @@ def fold_constants(program: Program, *, parameters: bool = True) -> Program:
     subgraphs of constants evaluated. A folded tensor is a parameter if it is computed from one, and
     has the name of that parameter: `conv.weight_orig` becomes `conv.weight`.
 
-    parameters: False: what is computed from parameters remains a call, and every parameter itself.
+    parameters: False: what is computed from parameters that train remains a call, and every such
+    parameter itself.
     """
     editor = GraphEditor(program)
     graph = editor.graph
@@ -40,7 +41,7 @@ def fold_constants(program: Program, *, parameters: bool = True) -> Program:
     room = MAX_ADDED + sum(c.tensor.numel() for c in program.constants.values())
     with torch.no_grad():
         for node in graph.nodes:
-            if parameters or not _is_parameter(node, program):
+            if parameters or not _trains(node, program):
                 room -= _evaluate(node, values, program, room)
     frontier = _frontier(graph, values)
     declared = find_declared_zeros(graph, frontier, values, program)
@@ -148,8 +149,8 @@ def _evaluate(node: fx.Node, values: dict[fx.Node, Any], program: Program, room:
     return 0
 
 
-def _is_parameter(node: fx.Node, program: Program) -> bool:
-    return node.op == "get_attr" and program.constants[str(node.target)].parameter
+def _trains(node: fx.Node, program: Program) -> bool:
+    return node.op == "get_attr" and program.constants[str(node.target)].trains
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -8,8 +8,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from demask.files.onnx import from_onnx
+from demask.files.onnx.check import Judge
 from demask.files.onnx.edit.edit_file import edit_file
-from demask.files.onnx.edit.verdict import compare_files
 from demask.files.onnx.ops import ENTRIES
 from demask.ops import TABLE
 
@@ -117,5 +117,5 @@ def test_files_that_the_runtime_wrote_are_cut(tmp_path, level, share):
     session(model, graph_optimization_level=level, optimized_model_filepath=path)
     args = (torch.randn(2, 3, 9, 9),)
     edited = edit_file(path, args, TABLE).model
-    compare_files(path, edited.SerializeToString(), args, None)
+    Judge.of_file(path, args).compare(edited.SerializeToString())
     assert edited.ByteSize() < share * onnx.load(path).ByteSize()

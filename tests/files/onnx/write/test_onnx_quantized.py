@@ -124,6 +124,32 @@ def demasked_file() -> nn.Module:
     return demask.demask(net, (torch.from_numpy(image(9)),))
 
 
+def test_a_report_counts_quantized_weights(tmp_path):
+    path = made(tmp_path, Tokens)
+    result = demask.optimize_onnx(
+        path, tmp_path / "slim.onnx", (torch.from_numpy(image(9)),), minimal=True
+    )
+    before, after = result.slim.demasked.before, result.slim.demasked.after
+    layers = sum(p.numel() for p in masked(Tokens).parameters())
+    assert before.parameters == layers and 0 < after.parameters < layers
+    assert not any(
+        p.requires_grad for p in demask.from_onnx(path).parameters() if p.dtype.itemsize < 4
+    )
+
+
+def test_a_report_counts_weights_that_are_quantized_with_their_inputs(tmp_path):
+    """MatMulInteger and DynamicQuantizeLinear: the file is edited, though weights do not train."""
+    demask.to_onnx(masked(Tokens), tmp_path / "net.onnx", (torch.from_numpy(image(0)),))
+    path, out = tmp_path / "given.onnx", tmp_path / "slim.onnx"
+    quantization.quantize_dynamic(tmp_path / "net.onnx", path)
+    x = (torch.from_numpy(image(9)),)
+    result = demask.optimize_onnx(path, out, x, minimal=True)
+    assert calls(path)["MatMulInteger"] == calls(out)["MatMulInteger"] == 3
+    before, after = result.slim.demasked.before, result.slim.demasked.after
+    assert 0 < after.parameters < 0.8 * before.parameters
+    np.testing.assert_array_equal(run(out, image(3)), run(path, image(3)))
+
+
 def slimmed(path, out, x=None):
     x = torch.from_numpy(image(9)) if x is None else x
     slim = demask.demask(demask.from_onnx(path), (x,))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from demask.errors import DemaskError
+from demask.files.onnx.check import Judge
 from demask.files.onnx.edit.constants import evaluated
 from demask.files.onnx.edit.foreign import declared_types
 from demask.files.onnx.edit.protos import (
@@ -24,7 +25,6 @@ from demask.files.onnx.edit.protos import (
     rename,
     subgraphs,
 )
-from demask.files.onnx.edit.verdict import can_run, compare_files
 
 LEAST_BYTES = 4096  # of tensors in a body that is worth an edit of its own
 Arrays = Mapping[str, np.ndarray]
@@ -55,10 +55,13 @@ def edit_bodies(model: Any, feeds: Arrays, edit: EditModel) -> Any:
             continue
         file, inputs = part
         try:
-            smaller = edit(file, inputs) if can_run(file, inputs) else file
+            judge = Judge.of_file(file.SerializeToString(), inputs)
+            if judge.original.outputs(inputs, optimized=True) is None:
+                continue
+            smaller = edit(file, inputs)
             if smaller is file:
                 continue
-            compare_files(file.SerializeToString(), smaller.SerializeToString(), inputs, None)
+            judge.compare(smaller.SerializeToString())
         except DemaskError:  # it stays as it is
             continue
         _put_back(body, smaller.graph, stored, taken)

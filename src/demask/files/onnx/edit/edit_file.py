@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from demask.errors import BadInput
 from demask.files.atomic_write import write
 from demask.files.onnx.edit.bodies import edit_bodies
 from demask.files.onnx.edit.constants import evaluated
+from demask.files.onnx.edit.convert import with_opset
 from demask.files.onnx.edit.editor import Editor
 from demask.files.onnx.edit.foreign import opaque_outputs
 from demask.files.onnx.edit.functions import put_back_calls, write_out_calls
@@ -56,7 +57,15 @@ class EditedFile:
 def edit_file(
     path: str | os.PathLike[str], args: Sequence[Tensor], table: Table
 ) -> EditedFile | None:
-    """The smaller file; None where editing removes nothing.
+    """The smaller file; None where editing removes nothing. Arguments and errors as `examine`."""
+    edited, is_smaller = examine(path, args, table)
+    return edited if is_smaller else None
+
+
+def examine(
+    path: str | os.PathLike[str], args: Sequence[Tensor], table: Table
+) -> tuple[EditedFile, bool]:
+    """The edited file, and whether it is smaller; if not, it is the original, with its barriers.
 
     Args:
         path: name of the file, which is not changed.
@@ -73,13 +82,31 @@ def edit_file(
     original = onnx.load(os.fspath(path))
     _check_order(original)
     model, barriers, foreign = _edit_model(original, args, Path(path).parent, table)
-    if model is original:
-        return None
-    nodes = {node.SerializeToString() for node in original.graph.node}
+    edited = replace(file_with(path, model), barriers=barriers, foreign=foreign)
+    return edited, model is not original
+
+
+def file_with(
+    path: str | os.PathLike[str], model: Any = None, opset: int | None = None
+) -> EditedFile:
+    """The file at `path` with another model in its place.
+
+    Args:
+        path: name of the original.
+        model: a ModelProto. Default: that of the file.
+        opset: version of ONNX's op set to convert to. Default: that of the model.
+
+    Raises:
+        NotExportable: the model cannot be converted.
+    """
+    onnx = installed()
+    declared = onnx.load(os.fspath(path), load_external_data=False).graph
+    model = onnx.load(os.fspath(path)) if model is None else model
+    model = model if opset is None else with_opset(model, opset)
+    nodes = {node.SerializeToString() for node in declared.node}
     unchanged = sum(node.SerializeToString() in nodes for node in model.graph.node)
-    declared = onnx.load(os.fspath(path), load_external_data=False).graph.initializer
-    external = frozenset(t.name for t in declared if t.data_location == t.EXTERNAL)
-    return EditedFile(model, len(model.graph.node), unchanged, barriers, external, foreign)
+    external = frozenset(t.name for t in declared.initializer if t.data_location == t.EXTERNAL)
+    return EditedFile(model, len(model.graph.node), unchanged, (), external, frozenset())
 
 
 _Edit = tuple[Any, tuple[tuple[str, str], ...], frozenset[str]]  # model, barriers, foreign ops

@@ -22,6 +22,7 @@ from demask.files.onnx.edit.protos import (
     graph_names,
     graph_reads,
     is_standard,
+    op_of,
     set_attribute,
 )
 from demask.files.onnx.edit.refusals import Unsupported, all_positions, require
@@ -428,8 +429,10 @@ class Editor:
             self._record(new, layouts)
         except Unsupported as reason:
             self._roll_back(marks)
-            if any(p is not None for layout in wanted if layout is not None for p in layout):
-                self.barriers.append((outputs[0], str(reason)))
+            is_opaque = any(name in self.named.opaque for name in outputs)
+            if is_opaque or any(p is not None for layout in wanted for p in layout or ()):
+                words = f"{op_of(node)} is not understood" if is_opaque else str(reason)
+                self.barriers.append((node.name or outputs[0], words))
             self._leave_whole(node)
 
     def _record(self, new: Any, layouts: Sequence[Layout | None]) -> None:

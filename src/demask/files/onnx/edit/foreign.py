@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from demask.files.onnx.check import longer_inputs
 from demask.files.onnx.edit.constants import evaluated
 from demask.files.onnx.edit.opaque import Dimension, OpaqueOutput
 from demask.files.onnx.edit.protos import attributes_of, graph_reads, is_standard
@@ -137,22 +138,3 @@ def _same_size(k: int, size: Any, operands: list[str], name: str, declared: Any,
         if pair in pairs:
             return at, pairs.index(pair)
     return None
-
-
-def longer_inputs(model: Any, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The example with more of each size that the file leaves open, each by another number."""
-    added: dict[str, int] = {}
-    longer = {}
-    for value in model.graph.input:
-        if value.name not in feeds:
-            continue
-        array = feeds[value.name]
-        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            if not dim.HasField("dim_value"):
-                name = dim.dim_param or f"{value.name}.{axis}"
-                more = added.setdefault(name, len(added) + 1)
-                array = np.take(
-                    array, np.arange(array.shape[axis] + more) % array.shape[axis], axis
-                )
-        longer[value.name] = array
-    return longer

@@ -7,7 +7,7 @@ as splits of three and two. Runtimes fuse and fold when they load the file.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 # Movement and integer arithmetic are evaluated exactly. Arithmetic on floats is left to the
@@ -20,14 +20,21 @@ WINDOWS = {"pads": 0, "output_padding": 0, "strides": 1, "dilations": 1}
 SMALL = 64  # elements; a larger folded constant is no larger than its operands
 
 
-def clean(model: Any) -> None:
-    """Inline functions, fold constants that stay small, and remove unused nodes, in place."""
+def clean(model: Any, ties: Mapping[str, str]) -> None:
+    """Inline functions, fold constants that stay small, and remove unused nodes, in place. ties:
+    tensors that are stored under another name, which is the value."""
     import onnx_ir.passes.common as common
+    from onnx_ir.convenience import replace_all_uses_with
     from onnx_ir.passes import Sequential
     from onnxscript.optimizer import fold_constants_ir
 
     graph, network_tensors = model.graph, frozenset(model.graph.initializers)
     common.InlinePass()(model)
+    for name, first in ties.items():
+        value = graph.initializers.get(name)
+        if value is not None and first in graph.initializers and not value.is_graph_output():
+            replace_all_uses_with(value, graph.initializers[first])
+            del graph.initializers[name]
     _rename_clashes(graph)  # before values are folded, which become tensors with these names
     fold_constants_ir(
         model, onnx_shape_inference=True, output_size_limit=SMALL, should_fold=is_exact

@@ -13,6 +13,8 @@ aten = torch.ops.aten
 def functions() -> dict[Any, Any]:
     """Functions for torch's exporter, by op."""
     return {
+        aten.amax.default: lambda self, dim=(), keepdim=False: extreme("Max", self, dim, keepdim),
+        aten.amin.default: lambda self, dim=(), keepdim=False: extreme("Min", self, dim, keepdim),
         aten.clamp.default: clamp,
         aten.clamp_max.default: lambda self, max: clamp(self, None, max),
         aten.clamp_min.default: lambda self, min: clamp(self, min),
@@ -28,6 +30,14 @@ def functions() -> dict[Any, Any]:
         aten.sort.default: sort,
         aten.sort.stable: sort,
     }
+
+
+def extreme(name: str, self: Any, dim: Any, keepdim: bool) -> Any:
+    """The largest or smallest number along some axes; along all of them without `dim`, which the
+    exporter's own function needs."""
+    op = _ops()
+    axes = op.Constant(value_ints=list(dim)) if dim else None
+    return getattr(op, f"Reduce{name}")(self, axes, keepdims=int(keepdim))
 
 
 def clamp(self: Any, min: Any = None, max: Any = None) -> Any:

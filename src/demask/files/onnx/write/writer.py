@@ -24,8 +24,7 @@ from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.failures import is_strict, public, warn_caller
 from demask.files.archive.node_codec import WRITE
 from demask.files.atomic_write import check_writable, write
-from demask.files.onnx.check import OutputComparator, add_row, draws
-from demask.files.onnx.check import check as check_file
+from demask.files.onnx.check import FLIPS, REFERENCE, Judge, NetworkOriginal, onnxruntime
 from demask.files.onnx.quantized_weights import opset_for, quantize_constants, translations
 from demask.files.onnx.read.reader import installed
 from demask.files.onnx.write.canonical_calls import canonicalize
@@ -37,7 +36,7 @@ from demask.files.onnx.write.size_conditions import refuse_sizes
 from demask.files.retrace import accepts, example, export_graph
 from demask.graph.capture.capture import capture
 from demask.graph.capture.functionalize import functionalize
-from demask.graph.input_domains import Domains, domains_of, state_domains
+from demask.graph.input_domains import NOTHING, Domains, domains_of, state_domains
 from demask.graph.input_specs import input_specs
 from demask.graph.isolation import in_isolation
 from demask.graph.module_copy import structural_copy
@@ -50,7 +49,6 @@ from demask.ops.quantization import DTYPES
 
 ALIGNED = 4096  # bytes; alignment of weights in a separate file, so that they can be mapped
 MIN_EXTERNAL = 256  # bytes; smaller constants stay in the graph, as runtimes read sizes and axes
-FLIPS = 2  # steps of a quantized value: a sum halfway between two rounds to either
 LARGEST = 2**31 - 2**20  # bytes of one protobuf message, less the graph
 
 
@@ -88,9 +86,10 @@ def to_onnx(
         opset: version of ONNX's op set, an int such as 20. Where torch's exporter cannot convert to
             it, the file has version 18, with a warning. Default: None, for its default.
         check: whether to compare the outputs of file and network before the file is written, on the
-            example inputs, zeros, and tiny, large, negative and random numbers. The file runs in
-            ONNX Runtime if that is installed, else in onnx's reference implementation. Not compared
-            are files of more than 2 GiB and networks that draw random numbers. Default: True.
+            example inputs, zeros, ones, and tiny, large, negative and random numbers, also at
+            larger sizes where they are dynamic. The file runs in ONNX Runtime, or where that is
+            missing or cannot, in onnx's reference implementation. Not compared are files of more
+            than 2 GiB and networks that draw random numbers. Default: True.
         tolerance: largest allowed difference / largest value of the output, above 0. Default: None,
             for 1e-5 or, if that is larger, the effect of rounding.
         table: the table of ops, used to compute the effect of rounding. Default:
@@ -116,7 +115,7 @@ def to_onnx(
     """
     check_writable(path)
     check_tolerance(tolerance)
-    _check_opset(opset)
+    check_opset(opset)
     stated = state_domains(module, args, kwargs, inputs)
     slim = _network(module, args, kwargs, dynamic_shapes)
     try:
@@ -188,7 +187,7 @@ def _with_example_sizes(slim: Demasked, args: Any, kwargs: Any) -> Demasked | No
 def _model(slim: Demasked, opset: int | None) -> Any:
     interface = slim.demasked.interface or _interface(slim)
     model = _translated(quantize_constants(slim), opset_for(slim, opset))
-    clean(model)
+    clean(model, _ties(slim))
     for node in model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with paths of this machine
     _set_names(model, interface)
@@ -196,21 +195,27 @@ def _model(slim: Demasked, opset: int | None) -> Any:
     return model
 
 
+def _ties(slim: nn.Module) -> dict[str, str]:
+    """The first name of each tensor that has several, by its further names."""
+    firsts: dict[Any, str] = {}
+    tensors = (*slim.named_parameters(remove_duplicate=False),
+               *slim.named_buffers(remove_duplicate=False))  # fmt: skip
+    ties = {}
+    for name, tensor in tensors:
+        if tensor.numel():
+            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if (first := firsts.setdefault(key, name)) != name:
+                ties[name] = first
+    return ties
+
+
 def _check_values(
     slim: Demasked, data: bytes, call: Any, tolerance: float | None, table: Table, stated: Domains
 ) -> None:
     """Raise Mismatch where a file computes other values than the network it was written from."""
     call = call if any(call) else example(slim)[:2]
-    leaves = pytree.tree_leaves(call)
-    tensors = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    domains = domains_of(leaves, stated)
-    judge = comparator_of(slim, call, tolerance, table)
-    several = draws(list(tensors.values()), [domains[k] for k in tensors])
-    axes = [bool(spec.sizes) and str(spec.sizes[0]).isidentifier() for spec in slim.demasked.inputs]
-    if any(axes):
-        several.append(add_row(several[-1], axes))
     try:
-        check_file(data, judge, several)
+        verdict = judge_of(slim, data, call, tolerance, table, stated).compare(data)
     except Mismatch as error:
         raise Mismatch(
             f"the ONNX file does not compute what the network does: {error}. Nothing was written. "
@@ -221,23 +226,28 @@ def _check_values(
         raise BadInput(
             f"{error}. Nothing was written; check=False writes the file for other runtimes"
         ) from error
+    if verdict.by.startswith(REFERENCE) and onnxruntime() is not None:
+        warn_caller(f"ONNX Runtime does not take the file; it was compared in {verdict.by}")
 
 
-def comparator_of(
-    slim: Demasked, call: Any, tolerance: float | None, table: Table
-) -> OutputComparator:
-    """The comparator of files written from a network. call: (args, kwargs) of one call."""
+def judge_of(
+    slim: Demasked, data: bytes, call: Any, tolerance: float | None, table: Table,
+    stated: Domains = NOTHING,
+) -> Judge:  # fmt: skip
+    """The judge of files written from a network. data: one of them. call: (args, kwargs)."""
     leaves, spec = pytree.tree_flatten(call)
-    positions = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    domains = domains_of(leaves, stated)
 
-    def filled(tensors: Sequence[Tensor]) -> tuple[Any, Any]:
-        filled = list(leaves)
-        for position, tensor in zip(positions, tensors, strict=True):
-            filled[position] = tensor
-        return pytree.tree_unflatten(filled, spec)
+    def filled(inputs: Sequence[Tensor]) -> tuple[Any, Any]:
+        values = tensors.keys()
+        filled = {**dict(enumerate(leaves)), **dict(zip(values, inputs, strict=True))}
+        return pytree.tree_unflatten(list(filled.values()), spec)
 
     network: Any = structural_copy(slim, share=True).eval()
-    return OutputComparator(network, filled, table, tolerance, _step(slim))
+    original = NetworkOriginal(network, filled, table, _step(slim))
+    proto = installed().ModelProto.FromString(data)
+    return Judge(original, proto, list(tensors.values()), tolerance, [domains[k] for k in tensors])
 
 
 def _step(slim: fx.GraphModule) -> float:
@@ -404,7 +414,7 @@ def _translated(slim: Demasked, opset: int | None) -> Any:
         raise NotExportable(f"torch.onnx: {message}", "the demasked graph", advice) from error
 
 
-def _check_opset(opset: int | None) -> None:
+def check_opset(opset: int | None) -> None:
     """Raise BadInput for a version that the installed onnx does not know."""
     installed()
     from onnx.defs import onnx_opset_version
