@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from demask.errors import BadInput
@@ -17,10 +16,11 @@ from demask.files.atomic_write import write
 from demask.files.onnx.edit.constants import evaluated
 from demask.files.onnx.edit.editor import Editor
 from demask.files.onnx.edit.foreign import opaque_outputs
-from demask.files.onnx.edit.names import NamedValues, name_values
+from demask.files.onnx.edit.names import name_values
 from demask.files.onnx.edit.ops import handle
 from demask.files.onnx.edit.protos import copy_of, graph_reads
 from demask.files.onnx.edit.refusals import MustCompute, Unsupported
+from demask.files.onnx.model import OnnxFile
 from demask.files.onnx.read.reader import installed, parse_model, read
 from demask.files.onnx.write.writer import write_weights
 from demask.ops import Table
@@ -71,13 +71,10 @@ def edit_file(
     _check_order(model)
     barriers, foreign = (), frozenset()
     for k in range(PASSES):
-        feeds = {port.name: x.detach().cpu().numpy()
-                 for port, x in zip(file.graph.inputs, args, strict=True)}  # fmt: skip
-        named = name_values(file, args, table, functools.partial(opaque_outputs, model, feeds))
-        editor = _edited(model, named, feeds)
+        editor, foreign_ops = edit_once(file, model, args, table)
         smaller = editor.result()
         if k == 0:
-            barriers, foreign = tuple(editor.barriers), named.opaque
+            barriers, foreign = tuple(editor.barriers), foreign_ops
         if smaller.ByteSize() >= model.ByteSize():
             break
         model = smaller
@@ -91,8 +88,16 @@ def edit_file(
     return EditedFile(model, len(model.graph.node), unchanged, barriers, external, foreign)
 
 
-def _edited(model: Any, named: NamedValues, feeds: dict[str, np.ndarray]) -> Editor:
-    """An editor after its walk."""
+def edit_once(
+    file: OnnxFile, model: Any, args: Sequence[Tensor], table: Table
+) -> tuple[Editor, frozenset[str]]:
+    """An editor of a file after its walk, and the ops that demask could not capture.
+
+    file: what was read of `model`.
+    """
+    feeds = {port.name: x.detach().cpu().numpy()
+             for port, x in zip(file.graph.inputs, args, strict=True)}  # fmt: skip
+    named = name_values(file, args, table, functools.partial(opaque_outputs, model, feeds))
     names = {name for name, v in named.values.items() if (v.known & (v.fill != 0)).any()}
     names -= set(feeds)
     producers = {n for node in model.graph.node for n in node.output if n}
@@ -102,7 +107,7 @@ def _edited(model: Any, named: NamedValues, feeds: dict[str, np.ndarray]) -> Edi
         editor = Editor(model, named, run, handle, computed)
         try:
             editor.walk()
-            return editor
+            return editor, named.opaque
         except MustCompute as missing:
             if missing.args[0] in computed:
                 raise BadInput(f"no value for {missing.args[0]!r}") from missing
