@@ -32,7 +32,7 @@ from demask.files.onnx.edit.verdict import compare_files  # noqa: E402
 from demask.files.onnx.read.reader import read  # noqa: E402
 from demask.ops import TABLE  # noqa: E402
 
-PARTS, SHARE = 8, 0.98
+PARTS, SHARE, WHERE = 8, 0.98, 9  # WHERE: op set since which there is Where
 MASKED = (np.float16, np.float32, np.float64)  # types that the runtime multiplies
 SEEDS = (0, 1, 2)  # 0: constants but for the first input; others: a random choice
 
@@ -51,14 +51,14 @@ class Outcome:
         return f"{self.case} [{self.seed}]: {self.kind}: {' '.join(self.words.split())[:400]}"
 
 
-def mask(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Ones, with zeros at some positions of one axis."""
-    ones = np.ones(shape, dtype)
+def mask(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """True, but for some positions of one axis."""
+    ones = np.ones(shape, bool)
     axes = [k for k, n in enumerate(shape) if n > 1]
     if axes:
         axis = int(rng.choice(axes))
         lost = rng.permutation(shape[axis])[: int(rng.integers(1, shape[axis]))]
-        ones[(slice(None),) * axis + (lost,)] = 0
+        ones[(slice(None),) * axis + (lost,)] = False
     return ones
 
 
@@ -75,11 +75,11 @@ def masked(case: Case, seed: int) -> tuple[Any, dict[str, np.ndarray]]:
         if not isinstance(array, np.ndarray):
             feeds[port.name] = array
             continue
-        is_masked = array.dtype in MASKED and array.ndim and array.size and opset >= 7
-        cover = mask(rng, array.shape, array.dtype) if is_masked else None
+        is_masked = array.dtype in MASKED and array.ndim and array.size and opset >= WHERE
+        cover = mask(rng, array.shape) if is_masked else None
         if k and (seed == 0 or rng.random() < 0.5):
             graph.input.remove(port)
-            constant = array if cover is None else array * cover
+            constant = array if cover is None else np.where(cover, array, array.dtype.type(0))
             graph.initializer.append(numpy_helper.from_array(constant, port.name))
             continue
         feeds[port.name] = array
@@ -87,22 +87,26 @@ def masked(case: Case, seed: int) -> tuple[Any, dict[str, np.ndarray]]:
             inner = f"{port.name}.masked"
             for node in graph.node:
                 node.input[:] = [inner if name == port.name else name for name in node.input]
-            graph.initializer.append(numpy_helper.from_array(cover, f"{inner}.by"))
-            before.append(helper.make_node("Mul", [port.name, f"{inner}.by"], [inner]))
+            before.append(_select(graph, cover, array.dtype, port.name, inner))
     nodes = [*before, *graph.node]
     del graph.node[:]
     for port, array in zip(graph.output, case.data[0][1], strict=True):
         array = numpy_helper.to_array(array) if isinstance(array, onnx.TensorProto) else array
-        if not isinstance(array, np.ndarray) or array.dtype not in MASKED or opset < 7:
+        if not isinstance(array, np.ndarray) or array.dtype not in MASKED or opset < WHERE:
             continue
         inner = f"{port.name}.whole"
         for node in nodes:
             node.output[:] = [inner if name == port.name else name for name in node.output]
-        cover = mask(rng, array.shape, array.dtype)
-        graph.initializer.append(numpy_helper.from_array(cover, f"{inner}.by"))
-        nodes.append(helper.make_node("Mul", [inner, f"{inner}.by"], [port.name]))
+        nodes.append(_select(graph, mask(rng, array.shape), array.dtype, inner, port.name))
     graph.node.extend(nodes)
     return model, feeds
+
+
+def _select(graph: Any, cover: np.ndarray, dtype: Any, source: str, result: str) -> Any:
+    """A node that replaces masked elements by zero. (0 times infinity is no zero.)"""
+    graph.initializer.append(numpy_helper.from_array(cover, f"{result}.mask"))
+    graph.initializer.append(numpy_helper.from_array(np.zeros((), dtype), f"{result}.zero"))
+    return helper.make_node("Where", [f"{result}.mask", source, f"{result}.zero"], [result])
 
 
 def outcome(case: Case, seed: int, folder: Path) -> Outcome:

@@ -81,8 +81,10 @@ class Editor:
         """The original sizes of a value."""
         if name in self.values:
             return self.values[name].shape
-        require(name in self.constants, f"{name!r} has no known sizes")
-        return self.constants.shape(name)
+        if name in self.constants:
+            return self.constants.shape(name)
+        require(name in self.named.hosts, f"{name!r} has no known sizes")
+        return self.named.hosts[name].shape
 
     def array(self, name: str) -> np.ndarray:
         """The array of a constant."""
@@ -242,7 +244,7 @@ class Editor:
     def _new_cut(self, name: str, layout: Layout) -> str:
         from onnx import numpy_helper
 
-        node = self.constants.producers.get(name)
+        node = self.constants.producers.get(name) if name in self.constants else None
         if name in self.constants.tensors or (node is not None and node.op_type == "Constant"):
             array = self.array(name)
             index = np.ix_(*(all_positions(p, n) for p, n in zip(layout, array.shape, strict=True)))
@@ -270,7 +272,7 @@ class Editor:
 
         broadcast: whether a known value may have axes of size 1, as its reader broadcasts.
         """
-        if name in self.constants:
+        if name in self.constants or name not in self.values:
             return self.cut(name, layout)
         layout = self._normal(name, layout)
         if name not in self.layouts:
@@ -287,10 +289,12 @@ class Editor:
 
     def _known(self, name: str, layout: Layout, broadcast: bool) -> str:
         """A known value as a constant."""
-        fill, shape = self.fill(name), self.shape(name)
+        fill, shape, known = self.fill(name), self.shape(name), self.values[name].known
         for axis, positions in enumerate(layout):
             if positions is not None and fill.shape[axis] != 1:
-                fill = np.take(fill, positions, axis)
+                fill, known = (np.take(array, positions, axis) for array in (fill, known))
+        if not known.all():  # infinite ones are not
+            raise MustCompute(name)
         if not broadcast:
             sizes = [n if p is None else len(p) for p, n in zip(layout, shape, strict=True)]
             if not all(isinstance(n, int) for n in sizes):

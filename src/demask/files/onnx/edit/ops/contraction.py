@@ -28,11 +28,15 @@ def contracted(edit: NodeEdit, k: int, axis: int, rows: np.ndarray) -> tuple[lis
     saved = (len(present) - len(read)) * rows.shape[1] * rows.itemsize
     if saved < NODE_BYTES + 8 * len(read):  # a selection costs more than it saves
         read = present
-    fill = editor.fill(name).astype(np.float64)
     missing = [p for p in range(len(rows)) if p not in set(read) and used[p]]
-    require(fill.size == fill.shape[axis], "known values that differ along several axes")
-    values = np.broadcast_to(fill.reshape(-1), [len(rows)])
-    return read, {p: float(values[p]) for p in missing if values[p]}
+    fill, known = editor.fill(name).astype(np.float64), editor.values[name].known
+    columns = [np.moveaxis(array, axis, 0).reshape(array.shape[axis], -1)[missing]
+               if array.shape[axis] != 1 else array.reshape(1, -1) for array in (fill, known)]
+    values, are_known = columns
+    require(not missing or are_known.all(), "values that are not known")
+    require(not missing or (values == values[:, :1]).all(), "known values of several axes")
+    values = np.broadcast_to(values[:, 0], [len(missing)])
+    return read, {p: float(v) for p, v in zip(missing, values, strict=True) if v}
 
 
 def _sum_of(weights: np.ndarray, axis: int, lost: Lost) -> np.ndarray:
