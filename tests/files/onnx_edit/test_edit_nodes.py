@@ -34,6 +34,7 @@ from demask.ops import TABLE  # noqa: E402
 
 PARTS, SHARE, WHERE = 8, 0.98, 9  # WHERE: op set since which there is Where
 MASKED = (np.float16, np.float32, np.float64)  # types that the runtime multiplies
+RUNTIME_IR = 13  # the newest version that the runtime reads
 SEEDS = (0, 1, 2)  # 0: constants but for the first input; others: a random choice
 
 
@@ -67,6 +68,7 @@ def masked(case: Case, seed: int) -> tuple[Any, dict[str, np.ndarray]]:
     rng = np.random.default_rng([seed, len(case.name)])
     model = onnx.ModelProto()
     model.CopyFrom(case.model)
+    model.ir_version = min(model.ir_version, RUNTIME_IR)
     graph, feeds, before = model.graph, {}, []
     arrays = [numpy_helper.to_array(v) if isinstance(v, onnx.TensorProto) else v
               for v in case.data[0][0]]  # fmt: skip

@@ -22,6 +22,7 @@ from demask.files.onnx.edit.protos import copy_of, graph_reads
 from demask.files.onnx.edit.refusals import MustCompute, Unsupported
 from demask.files.onnx.model import OnnxFile
 from demask.files.onnx.read.reader import installed, parse_model, read
+from demask.files.onnx.values import numpy_of
 from demask.files.onnx.write.writer import write_weights
 from demask.ops import Table
 
@@ -78,6 +79,8 @@ def edit_file(
         if smaller.ByteSize() >= model.ByteSize():
             break
         model = smaller
+        if not editor.barriers:  # all that readers do not want is cut
+            break
         file = parse_model(model, Path(path).parent)
     if model is original:
         return None
@@ -95,7 +98,7 @@ def edit_once(
 
     file: what was read of `model`.
     """
-    feeds = {port.name: x.detach().cpu().numpy()
+    feeds = {port.name: numpy_of(x)
              for port, x in zip(file.graph.inputs, args, strict=True)}  # fmt: skip
     named = name_values(file, args, table, functools.partial(opaque_outputs, model, feeds))
     names = {name for name, v in named.values.items() if (v.known & (v.fill != 0)).any()}

@@ -112,6 +112,7 @@ class Editor:
 
     def fill(self, name: str) -> np.ndarray:
         """The known values of a tensor, 0 where unknown; each dimension is 1 or full."""
+        require(name in self.values, f"{name!r} is a size")
         value = self.values[name]
         fill = value.fill.astype(self.dtype(name))
         run = self.runtime_values.get(name)

@@ -13,6 +13,7 @@ from torch import Tensor
 from demask.errors import BadInput, Mismatch
 from demask.files.onnx.check import UNITS, draws, onnxruntime, relative_error, session
 from demask.files.onnx.edit.foreign import longer_inputs
+from demask.files.onnx.values import numpy_of
 
 QUANTIZED = ("DynamicQuantizeLinear", "QuantizeLinear", "MatMulInteger", "ConvInteger",
              "QLinearConv", "QLinearMatMul")  # fmt: skip
@@ -89,7 +90,7 @@ def _declared(path: str) -> Any:
 
 
 def _feeds(names: Sequence[str], inputs: Sequence[Tensor]) -> Feeds:
-    return {name: x.detach().cpu().numpy() for name, x in zip(names, inputs, strict=True)}
+    return {name: numpy_of(x) for name, x in zip(names, inputs, strict=True)}
 
 
 def _nudged(feeds: Feeds, seed: int) -> Feeds:

@@ -78,11 +78,7 @@ def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
             "auto_pad", "NOTSET"
         ) not in ("NOTSET", "VALID")
         if is_padded:
-            ones = editor.pad_end(edit.new.input[0], rank, 1, 1, edit.name(0), weights.dtype)
-            edit.replace(0, ones)
-            present_weights = selected[:, read]
-            both = np.concatenate([present_weights, added[:, None].astype(weights.dtype)], 1)
-            edit.replace(1, editor.replacement(both, edit.name(1)))
+            _add_ones(edit, selected[:, read], added[:, None], 1)
         else:
             old = editor.array(bias)[all_positions(rows, len(weights))] if bias else 0
             total = added.reshape(len(added), -1).sum(1) + old
@@ -90,19 +86,30 @@ def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
     return [(batch, rows, *images)]
 
 
+def _add_ones(edit: NodeEdit, weights: np.ndarray, added: np.ndarray, axis: int) -> None:
+    """Give the operand one more channel, of ones, and the weights what it adds."""
+    editor, rank = edit.editor, len(edit.shape(0))
+    ones = editor.pad_end(edit.new.input[0], rank, 1, 1, edit.name(0), weights.dtype)
+    edit.replace(0, ones)
+    both = np.concatenate([weights, added.astype(weights.dtype)], axis)
+    edit.replace(1, editor.replacement(both, edit.name(1)))
+
+
 @HANDLERS("ConvTranspose")
 def transposed_convolution(edit: NodeEdit) -> Sequence[Layout | None]:
-    """conv(x, w)[:, p] == conv(x[:, q], w[q, p])."""
+    """conv(x, w)[:, p] == conv(x[:, q], w[q, p]) + conv(x[:, r], w[r, p]), of which x[:, r] is
+    known: one more channel of ones."""
     weights, rank = edit.constant(1), len(edit.shape(0))
     require(edit.attributes.get("group", 1) == 1, "it has groups")
     images = (None,) * (rank - 2)
     batch, rows = edit.layout[:2]
     selected = weights[:, all_positions(rows, weights.shape[1])]
     read, lost = contracted(edit, 0, 1, selected)
-    require(not lost, "known values at borders")
     columns = whole(read, len(weights))
     edit.adapt(0, (batch, columns, *images))
     edit.adapt(1, (columns, rows, *images))
+    if lost:
+        _add_ones(edit, selected[read], _sum_of(selected, 0, lost)[None], 0)
     if edit.name(2):
         edit.adapt(2, (rows,))
     return [(batch, rows, *images)]
