@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from demask.errors import BadInput
 from demask.files.atomic_write import write
 from demask.files.onnx.edit.constants import evaluated
-from demask.files.onnx.edit.editor import Editor
+from demask.files.onnx.edit.editor import Editor, union
 from demask.files.onnx.edit.foreign import opaque_outputs
 from demask.files.onnx.edit.names import name_values
 from demask.files.onnx.edit.ops import handle
@@ -25,8 +25,11 @@ from demask.files.onnx.read.reader import installed, parse_model, read
 from demask.files.onnx.values import numpy_of
 from demask.files.onnx.write.writer import write_weights
 from demask.ops import Table
+from demask.shrink.layout.cells import Layout
 
 PASSES = 4
+WORTH = 1.01  # inserted nodes take time: they are to save more than this
+GROWTHS = 40  # nodes between a layer and what lacks its positions, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class EditedFile:
 
 
 def edit_file(
-    path: str | os.PathLike[str], args: Sequence[Tensor], table: Table
+    path: str | os.PathLike[str], args: Sequence[Tensor], table: Table, *, insert: bool = True
 ) -> EditedFile | None:
     """The smaller file; None where editing removes nothing.
 
@@ -60,6 +63,8 @@ def edit_file(
         path: name of the file, which is not changed.
         args: example inputs.
         table: of ATen ops.
+        insert: whether nodes that add and order positions may be inserted, where that is smaller
+            than computing these positions.
 
     Raises:
         BadInput: the file cannot be read, or has what no edit preserves.
@@ -72,7 +77,7 @@ def edit_file(
     _check_order(model)
     barriers, foreign = (), frozenset()
     for k in range(PASSES):
-        editor, foreign_ops = edit_once(file, model, args, table)
+        editor, foreign_ops = edit_once(file, model, args, table, insert=insert)
         smaller = editor.result()
         if k == 0:
             barriers, foreign = tuple(editor.barriers), foreign_ops
@@ -92,11 +97,11 @@ def edit_file(
 
 
 def edit_once(
-    file: OnnxFile, model: Any, args: Sequence[Tensor], table: Table
+    file: OnnxFile, model: Any, args: Sequence[Tensor], table: Table, *, insert: bool = True
 ) -> tuple[Editor, frozenset[str]]:
     """An editor of a file after its walk, and the ops that demask could not capture.
 
-    file: what was read of `model`.
+    file: what was read of `model`. insert: as for `edit_file`.
     """
     feeds = {port.name: numpy_of(x)
              for port, x in zip(file.graph.inputs, args, strict=True)}  # fmt: skip
@@ -106,17 +111,41 @@ def edit_once(
     producers = {n for node in model.graph.node for n in node.output if n}
     run = evaluated(model, names & producers, producers, feeds)
     computed: list[str] = []
-    while True:
-        editor = Editor(model, named, run, handle, computed)
-        try:
-            editor.walk()
-            return editor, named.opaque
-        except MustCompute as missing:
-            if missing.args[0] in computed:
-                raise BadInput(f"no value for {missing.args[0]!r}") from missing
-            computed.append(missing.args[0])
-        except Unsupported as reason:
-            raise BadInput(f"the file cannot be edited: {reason}") from reason
+
+    def walked(grown: Mapping[str, Layout]) -> Editor:
+        while True:
+            editor = Editor(model, named, run, handle, computed, grown)
+            try:
+                editor.walk()
+                return editor
+            except MustCompute as missing:
+                if missing.args[0] in computed:
+                    raise BadInput(f"no value for {missing.args[0]!r}") from missing
+                computed.append(missing.args[0])
+            except Unsupported as reason:
+                raise BadInput(f"the file cannot be edited: {reason}") from reason
+
+    return _cheapest(walked, insert), named.opaque
+
+
+def _cheapest(walked: Callable[[Mapping[str, Layout]], Editor], insert: bool) -> Editor:
+    """The editor of the smallest file. Where a reader lacks positions of a value, nodes are
+    inserted, or the nodes before compute these positions, up to the layers, whose masked rows stay.
+
+    insert: False for the latter in any case.
+    """
+    best = editor = walked({})
+    least = size = editor.result().ByteSize()
+    grown: dict[str, Layout] = {}
+    for _ in range(GROWTHS):  # each walk moves what is inserted to the nodes before
+        if not editor.expansions:
+            break
+        for name, layout in editor.expansions.items():
+            grown[name] = union(grown.get(name, layout), layout, editor.shape(name))
+        editor = walked(grown)
+        if (size := editor.result().ByteSize()) <= least:
+            best, least = editor, size
+    return best if insert and least * WORTH < size else editor
 
 
 def _check_order(model: Any) -> None:

@@ -7,6 +7,7 @@ positions are known, or nothing reads them. What does not change is copied byte 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,9 @@ class Editor:
     model: the file; it is not changed. values: facts and layouts. runtime_values: what the runtime
     computes for some names, for known elements. handle: edits a node.
     computed: names that are
-    computed whole although they are known.
+    computed whole although they are known. grown: positions of values to compute beside those that
+    readers want. expansions: values of which readers lacked positions, which nodes were inserted
+    for, and the layouts that would have spared these.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Editor:
         runtime_values: Mapping[str, np.ndarray],
         handle: Handle,
         computed: Sequence[str] = (),
+        grown: Mapping[str, Layout] = MappingProxyType({}),
     ):
         self.model, self.graph = model, model.graph
         self.named, self.values = named, named.values
@@ -60,6 +64,7 @@ class Editor:
         self.cuts: dict[tuple[str, Any], str] = {}  # of constants, by layout or contents
         self.adapted: dict[tuple[str, Layout], str] = {}
         self.overridden: dict[str, Layout] = {}
+        self.grown, self.expansions = grown, dict[str, Layout]()
         self.barriers: list[tuple[str, str]] = []  # nodes that stay whole, and why
         self.taken = (
             set(self.constants.names) | set(self.constants.producers) | self.inner_reads
@@ -95,9 +100,10 @@ class Editor:
 
     def wanted(self, name: str) -> Layout | None:
         """The layout that readers want; None if the value is not computed."""
-        if name in self.overridden:
-            return self.overridden[name]
-        return self.values[name].layout
+        layout = self.overridden.get(name, self.values[name].layout)
+        if layout is None or name not in self.grown:
+            return layout
+        return union(layout, self.grown[name], self.shape(name))
 
     def _override(self, name: str, positions: Callable[[Size], Positions]) -> None:
         """Compute a value that is known, and what it is computed from."""
@@ -281,6 +287,11 @@ class Editor:
         if (name, layout) not in self.adapted:
             converted = self.renamed.get(name, name)
             current = list(self.layouts[name])
+            both = union(self.layouts[name], layout, self.shape(name))
+            if both != self.layouts[name]:
+                self.expansions[name] = union(
+                    both, self.expansions.get(name, both), self.shape(name)
+                )
             for axis, positions in enumerate(layout):
                 if current[axis] != positions:
                     converted = self._convert(converted, name, current, axis, positions)
@@ -308,7 +319,8 @@ class Editor:
         """A value with other positions of one axis; known elements replace those it lacks."""
         size = self.shape(name)[axis]
         present, wanted = all_positions(current[axis], size), all_positions(positions, size)
-        shared = [p for p in wanted if p in set(present)]
+        there = set(present)
+        shared = [p for p in wanted if p in there]
         if len(shared) == len(wanted):
             index = {p: k for k, p in enumerate(present)}
             return self._select(source, axis, [index[p] for p in wanted], name)
@@ -492,15 +504,26 @@ class Editor:
                 graph.sparse_initializer.remove(tensor)
 
     def _mark(self) -> tuple[int, ...]:
-        return tuple(map(len, (self.nodes, self.tensors, self.shared, self.cuts, self.adapted)))
+        return tuple(map(len, (self.nodes, *self._caches())))
+
+    def _caches(self) -> tuple[dict[Any, Any], ...]:
+        return self.tensors, self.shared, self.cuts, self.adapted, self.expansions
 
     def _roll_back(self, marks: tuple[int, ...]) -> None:
         """Forget what was added since a mark: lists and dicts only grow."""
         del self.nodes[marks[0] :]
-        dicts = (self.tensors, self.shared, self.cuts, self.adapted)
-        for added, mark in zip(dicts, marks[1:], strict=True):
+        for added, mark in zip(self._caches(), marks[1:], strict=True):
             while len(added) > mark:
                 added.popitem()
+
+
+def union(a: Layout, b: Layout, shape: Sequence[Size]) -> Layout:
+    """The positions of two layouts: sorted where the second adds some."""
+    return tuple(
+        p if p == q or p is None or (q is not None and set(q) <= set(p))
+        else None if q is None else whole(sorted({*p, *q}), n)
+        for p, q, n in zip(a, b, shape, strict=True)
+    )  # fmt: skip
 
 
 def _operand_layouts(editor: Editor, node: Any, layout: Layout) -> dict[int, Layout] | None:

@@ -28,10 +28,14 @@ def contracted(edit: NodeEdit, k: int, axis: int, rows: np.ndarray) -> tuple[lis
     saved = (len(present) - len(read)) * rows.shape[1] * rows.itemsize
     if saved < NODE_BYTES + 8 * len(read):  # a selection costs more than it saves
         read = present
-    missing = [p for p in range(len(rows)) if p not in set(read) and used[p]]
+    missing = sorted({p for p in range(len(rows)) if used[p]} - set(read))
     fill, known = editor.fill(name).astype(np.float64), editor.values[name].known
-    columns = [np.moveaxis(array, axis, 0).reshape(array.shape[axis], -1)[missing]
-               if array.shape[axis] != 1 else array.reshape(1, -1) for array in (fill, known)]
+    columns = [
+        np.moveaxis(array, axis, 0).reshape(array.shape[axis], -1)[missing]
+        if array.shape[axis] != 1
+        else array.reshape(1, -1)
+        for array in (fill, known)
+    ]
     values, are_known = columns
     require(not missing or are_known.all(), "values that are not known")
     require(not missing or (values == values[:, :1]).all(), "known values of several axes")
@@ -184,7 +188,8 @@ def _product_of_values(edit: NodeEdit) -> Sequence[Layout | None]:
     read: Positions = None
     if isinstance(size, int):
         sides = [_not_zero(edit, *side, size) for side in zip(names, axes, strict=True)]
-        both = [p for p in sides[0] if p in set(sides[1])]
+        there = set(sides[1])
+        both = [p for p in sides[0] if p in there]
         require(both, "every product is 0")
         read = whole(both, size)
     edit.adapt(0, (*edit.broadcast(0, layout)[:-2], layout[-2], read))
@@ -201,4 +206,5 @@ def _not_zero(edit: NodeEdit, name: str, axis: int, size: int) -> list[int]:
     present = []
     if name in editor.layouts:
         present = all_positions(editor.layouts[name][axis], size)
-    return [*present, *(p for p in range(size) if nonzero[p] and p not in set(present))]
+    there = set(present)
+    return [*present, *(p for p in range(size) if nonzero[p] and p not in there)]
