@@ -138,10 +138,11 @@ def _cheapest(walked: Callable[[Mapping[str, Layout]], Editor], insert: bool) ->
     least = size = editor.result().ByteSize()
     grown: dict[str, Layout] = {}
     for _ in range(GROWTHS):  # each walk moves what is inserted to the nodes before
-        if not editor.expansions:
+        more = {name: union(grown.get(name, layout), layout, editor.shape(name))
+                for name, layout in editor.expansions.items()}  # fmt: skip
+        if all(grown.get(name) == layout for name, layout in more.items()):
             break
-        for name, layout in editor.expansions.items():
-            grown[name] = union(grown.get(name, layout), layout, editor.shape(name))
+        grown |= more
         editor = walked(grown)
         if (size := editor.result().ByteSize()) <= least:
             best, least = editor, size

@@ -103,7 +103,7 @@ class Editor:
         layout = self.overridden.get(name, self.values[name].layout)
         if layout is None or name not in self.grown:
             return layout
-        return union(layout, self.grown[name], self.shape(name))
+        return union(self.grown[name], layout, self.shape(name))
 
     def _override(self, name: str, positions: Callable[[Size], Positions]) -> None:
         """Compute a value that is known, and what it is computed from."""
@@ -287,11 +287,10 @@ class Editor:
         if (name, layout) not in self.adapted:
             converted = self.renamed.get(name, name)
             current = list(self.layouts[name])
-            both = union(self.layouts[name], layout, self.shape(name))
+            both = union(layout, self.layouts[name], self.shape(name))
             if both != self.layouts[name]:
-                self.expansions[name] = union(
-                    both, self.expansions.get(name, both), self.shape(name)
-                )
+                before = self.expansions.get(name, both)
+                self.expansions[name] = union(before, both, self.shape(name))
             for axis, positions in enumerate(layout):
                 if current[axis] != positions:
                     converted = self._convert(converted, name, current, axis, positions)
@@ -518,12 +517,17 @@ class Editor:
 
 
 def union(a: Layout, b: Layout, shape: Sequence[Size]) -> Layout:
-    """The positions of two layouts: sorted where the second adds some."""
-    return tuple(
-        p if p == q or p is None or (q is not None and set(q) <= set(p))
-        else None if q is None else whole(sorted({*p, *q}), n)
-        for p, q, n in zip(a, b, shape, strict=True)
-    )  # fmt: skip
+    """The positions of two layouts: in the order of one that has all of them, the first if both
+    do, else sorted."""
+
+    def joined(p: Positions, q: Positions, size: Size) -> Positions:
+        if p is None or q is None:
+            return None
+        if set(q) <= set(p):
+            return p
+        return q if set(p) < set(q) else whole(sorted({*p, *q}), size)
+
+    return tuple(map(joined, a, b, shape))
 
 
 def _operand_layouts(editor: Editor, node: Any, layout: Layout) -> dict[int, Layout] | None:
