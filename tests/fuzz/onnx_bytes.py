@@ -204,7 +204,7 @@ def edit_broken(path: Path, seed: int = 0) -> str | None:
         why = f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
     spent = time.process_time() - start
     added = {p.name for p in path.parent.iterdir()} - before
-    if why is None and (is_refused and added or added - {"edited.onnx", "edited.onnx.data"}):
+    if why is None and ((is_refused and added) or added - {"edited.onnx", "edited.onnx.data"}):
         why = f"{added} is left"
     if why is None and out.exists():
         onnx.load(out)

@@ -172,12 +172,13 @@ def masked() -> dict[str, bytes]:
             [node("Split", ["h"], ["p", "q"], axis=1, num_outputs=2),
              node("Concat", ["q", "p", "x"], ["c"], axis=1)], width=14),
         "attention": layers_around(
-            [node("Unsqueeze", ["h", "axis"], ["u"]), node("Transpose", ["u"], ["t"], perm=[0, 2, 1]),
-             node("MatMul", ["t", "u"], ["a"]), node("Softmax", ["a"], ["s"]),
+            [node("Unsqueeze", ["h", "axis"], ["u"]),
+             node("Transpose", ["u"], ["t"], perm=[0, 2, 1]), node("MatMul", ["t", "u"], ["a"]), node("Softmax", ["a"], ["s"]),
              node("MatMul", ["u", "s"], ["m"]), node("Squeeze", ["m", "axis"], ["c"])],
             {"axis": ints(1)}),
         "norm": layers_around(
-            [node("LayerNormalization", ["h", "o", "b"], ["n"]), node("Erf", ["n"], ["g"])], {"o": weights(8)}),
+            [node("LayerNormalization", ["h", "o", "b"], ["n"]), node("Erf", ["n"], ["g"])],
+            {"o": weights(8)}),
         "integers": layers_around(
             [node("QuantizeLinear", ["h", "s", "z"], ["q"]),
              node("DequantizeLinear", ["q", "s", "z"], ["d"])],

@@ -192,7 +192,7 @@ def _as_declared(
 
 
 def _check_tensors(args: Any, kwargs: Any, interface: Interface) -> None:
-    """Raise BadInput unless there is one tensor per input of the file."""
+    """Raise BadInput unless there is one tensor per input of the file, of its number of axes."""
     values = [*args, *kwargs.values()]
     kinds = [type(v).__name__ for v in values if not isinstance(v, Tensor) and v is not None]
     if kinds or len(values) != len(interface.inputs):
@@ -201,6 +201,12 @@ def _check_tensors(args: Any, kwargs: Any, interface: Interface) -> None:
             + (f", among them {', '.join(kinds)}: a network that takes sequences or text cannot be "
                "captured" if kinds else "")
         )  # fmt: skip
+    for x, port in zip(values, interface.inputs, strict=True):
+        if x is not None and port.sizes is not None and x.ndim != len(port.sizes):
+            raise BadInput(
+                f"input {port.name!r}: expected {len(port.sizes)} axes, as the file declares "
+                f"({list(port.sizes)}), got {x.ndim} ({list(x.shape)})"
+            )
 
 
 def _sized(args: Any, kwargs: Any, interface: Interface, dynamic: set[str]) -> tuple[Any, Any]:
