@@ -290,8 +290,8 @@ Every second output channel of each convolution and of each product with stored 
 *edit*: the file without them (`demask.files.onnx.edit`), all else of it byte for byte. *export*:
 `demask.to_onnx` of the demasked network. Milliseconds of one call in ONNX Runtime
 {onnxruntime.__version__}, one thread: the 10 % quantile of alternated calls. Differences are the
-largest on {", ".join(KINDS)} inputs, relative to the largest value of the output, where the original's
-outputs are finite. *nodes unchanged*: byte for byte. Seconds of the processor, once.
+largest on {", ".join(KINDS)} inputs, relative to the largest value of the output, where the
+original's outputs are finite. *nodes unchanged*: byte for byte. Seconds of the processor, once.
 
 {len(edits)} of {len(rows)} files are edited, {len([r for r in rows if "export" in r.sizes])} are
 exported anew.

@@ -173,7 +173,8 @@ def masked() -> dict[str, bytes]:
              node("Concat", ["q", "p", "x"], ["c"], axis=1)], width=14),
         "attention": layers_around(
             [node("Unsqueeze", ["h", "axis"], ["u"]),
-             node("Transpose", ["u"], ["t"], perm=[0, 2, 1]), node("MatMul", ["t", "u"], ["a"]), node("Softmax", ["a"], ["s"]),
+             node("Transpose", ["u"], ["t"], perm=[0, 2, 1]), node("MatMul", ["t", "u"], ["a"]),
+             node("Softmax", ["a"], ["s"]),
              node("MatMul", ["u", "s"], ["m"]), node("Squeeze", ["m", "axis"], ["c"])],
             {"axis": ints(1)}),
         "norm": layers_around(

@@ -57,6 +57,7 @@ CASES = [
     Case("PRelu", (IMAGE,), ((6, 1, 1),)),
     Case("Cast", (IMAGE,), attributes={"to": TensorProto.DOUBLE}),
     Case("Clip", (IMAGE,), (np.float32(-0.5), np.float32(0.5)), opsets=(11, 13, 17)),
+    Case("CastLike", (IMAGE, (2, 3)), opsets=(17,)),
     Case("HardSwish", (IMAGE,), opsets=(17, 21)),
     Case("Gelu", (IMAGE,), opsets=(21,)),
     Case("Mish", (IMAGE,), opsets=(21,)),

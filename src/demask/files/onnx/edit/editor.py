@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
 
 from demask.files.onnx.edit.constants import FileConstants
 from demask.files.onnx.edit.names import NamedValues, Size
@@ -21,7 +22,7 @@ from demask.files.onnx.edit.protos import (
     is_standard,
 )
 from demask.files.onnx.edit.refusals import MustCompute, Unsupported, all_positions, require
-from demask.files.onnx.values import NUMPY
+from demask.files.onnx.values import numpy_of
 from demask.shrink.layout.cells import Layout, Positions, whole
 
 SLICE_INPUTS, PAD_INPUTS = 10, 11  # op sets since which Slice and Pad take operands
@@ -71,7 +72,6 @@ class Editor:
             | {value.name for value in self.graph.input}
         )  # fmt: skip
         self.node_names = {node.name for node in self.graph.node}
-        self._types: dict[str, int] | None = None
         for name in computed:
             self._override(name, lambda n: None)
         for node in self.graph.node:
@@ -129,21 +129,9 @@ class Editor:
 
     def dtype(self, name: str) -> np.dtype:
         """The element type of a value."""
-        from onnx import helper, shape_inference
-
         if name in self.runtime_values:
             return self.runtime_values[name].dtype
-        if self._types is None:
-            try:
-                graph = shape_inference.infer_shapes(self.model).graph
-            except Exception:  # larger than a message, or invalid for it
-                graph = self.graph
-            infos = (*graph.value_info, *graph.input, *graph.output)
-            self._types = {v.name: v.type.tensor_type.elem_type for v in infos}
-        number = self._types.get(name, 0)
-        if not number:
-            return NUMPY[self.values[name].dtype]
-        return helper.tensor_dtype_to_np_dtype(number)
+        return numpy_of(torch.empty(0, dtype=self.values[name].dtype)).dtype
 
     # new nodes and tensors
 
@@ -381,6 +369,7 @@ class Editor:
         marks = self._mark()
         try:
             require(mapped, "outputs that are no tensors")
+            require(outputs[0] not in self.named.opaque, "demask cannot capture it")
             new, layouts = self.handle(self, node, wanted)
             self._record(new, layouts)
         except Unsupported as reason:
