@@ -164,7 +164,7 @@ def test_node_tests_that_once_failed(tmp_path):
     assert len(chosen) > len(EVERYDAY) - 2
     results = list(outcomes(chosen, tmp_path))
     assert not [str(r) for r in results if r.kind in ("wrong", "crashed")]
-    assert sum(r.kind == "cut" for r in results) > len(chosen)
+    assert any(r.kind == "cut" for r in results)
 
 
 @pytest.mark.nightly

@@ -24,6 +24,7 @@ from demask.files.onnx.model import OnnxFile
 from demask.files.onnx.read.reader import installed, parse_model, read
 from demask.files.onnx.values import numpy_of
 from demask.files.onnx.write.writer import write_weights
+from demask.graph.capture.capture import check_tensors
 from demask.ops import Table
 from demask.shrink.layout.cells import Layout
 
@@ -103,6 +104,7 @@ def edit_once(
 
     file: what was read of `model`. insert: as for `edit_file`.
     """
+    check_tensors(args, file.graph.inputs)
     feeds = {port.name: numpy_of(x)
              for port, x in zip(file.graph.inputs, args, strict=True)}  # fmt: skip
     named = name_values(file, args, table, functools.partial(opaque_outputs, model, feeds))
