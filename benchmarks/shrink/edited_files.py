@@ -214,9 +214,8 @@ def run(name: str, path: Path, folder: Path) -> Row:
             row.errors[kind] = difference(runner, inputs, other, arguments)
             calls[kind] = lambda other=other, given=arguments: other.run(None, feeds(other, given))
         except Exception as failed:
-            row.failures[kind] = (
-                f"{type(failed).__name__}: {' '.join(str(failed).replace(f'{folder}/', '').split())}"
-            )
+            reason = " ".join(str(failed).replace(f"{folder}/", "").split())
+            row.failures[kind] = f"{type(failed).__name__}: {reason}"
     timings = time_alternately(calls, seconds=SECONDS)
     row.calls = {kind: 1e3 * timing.low for kind, timing in timings.items()}
     return row
