@@ -1,7 +1,8 @@
-"""Damaged ONNX files: the bytes of honest ones, changed; and the law that each is read or refused.
+"""Damaged ONNX files: the bytes of honest ones, changed; and the law that each is read or refused,
+or edited or refused.
 
-`python tests/fuzz/onnx_bytes.py FIRST COUNT FOLDER` checks seeds in a process of its own, so that a
-crash is seen: `FOLDER/seed` says where it was.
+`python tests/fuzz/onnx_bytes.py FIRST COUNT FOLDER [edit]` checks seeds in a process of its own, so
+that a crash is seen: `FOLDER/seed` says where it was.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import random
 import resource
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +19,11 @@ from typing import Any
 
 import onnx
 
-from onnx_files import honest, varint, with_weights
+from onnx_files import honest, masked, varint, with_weights
 
-LIMIT = 2.0  # seconds of the processor for one file
+LIMIT = 2.0  # seconds of the processor to read one file
+EDIT_LIMIT = 20.0  # and to edit it, or to export it anew
+EXPORTED = 10  # each so many-th file goes through `optimize_onnx` as a whole
 MEMORY = 2**30  # bytes that a process may grow by over all its files
 NUMBERS = [0, 1, -1, 2, 3, 7, 127, 255, 2**31 - 1, -(2**31), 2**40, 2**62, 2**63 - 1, -(2**63)]
 TEXTS = ["", "x", "y", "w", "a.b", "Relu", "If", "Constant", "ai.onnx", "mine", "\x1b[2J",
@@ -142,7 +146,7 @@ DAMAGE = (flipped, cut, spliced, relength, revalued, revalued)
 def damaged(seed: int, bases: dict[str, bytes]) -> bytes:
     """The file of a seed."""
     draw = random.Random(seed)
-    small = [name for name in bases if name != "real"]
+    small = sorted(bases.keys() - {"real"})
     name = draw.choice([*small, *small, *bases])
     other = bases[draw.choice(small)]
     return DAMAGE[seed % len(DAMAGE)](bases[name], draw, other)
@@ -172,23 +176,59 @@ def broken(path: Path) -> str | None:
     return f"{spent:.1f} s" if why is None and spent > LIMIT else why
 
 
+def edit_broken(path: Path, seed: int = 0) -> str | None:
+    """Why the file at `path` breaks the law: within a time it is edited to a file that loads, or
+    refused, and nothing half written is left."""
+    import torch
+
+    from demask.errors import DemaskError
+    from demask.files.onnx.edit.edit_file import edit_file, save_edited
+    from demask.ops import TABLE
+    from demask.optimize_onnx import optimize_onnx
+
+    out, args = path.with_name("edited.onnx"), (torch.linspace(-1, 1, 12).reshape(2, 6),)
+    out.unlink(missing_ok=True)
+    before = {p.name for p in path.parent.iterdir()}
+    start, why, is_refused = time.process_time(), None, False
+    try:
+        if seed % EXPORTED == 0:
+            optimize_onnx(path, out, args, minimal=True)
+        elif (edited := edit_file(path, args, TABLE)) is not None:
+            save_edited(edited, out)
+    except DemaskError as error:
+        is_refused = True
+        if not str(error).replace("\n", "").isprintable():
+            why = f"an error with raw characters: {str(error)!r}"
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        why = f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
+    spent = time.process_time() - start
+    added = {p.name for p in path.parent.iterdir()} - before
+    if why is None and ((is_refused and added) or added - {"edited.onnx", "edited.onnx.data"}):
+        why = f"{added} is left"
+    if why is None and out.exists():
+        onnx.load(out)
+    return f"{spent:.1f} s" if why is None and spent > EDIT_LIMIT else why
+
+
 def grown() -> int:
     """The most memory that this process has had, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def main(first: int, count: int, folder: Path) -> int:
+def main(first: int, count: int, folder: Path, law: str = "read") -> int:
     """Check seeds; print those that break the law. The number of them."""
-    bases, found = honest(), 0
+    bases, found = honest() if law == "read" else masked(), 0
     path = with_weights(folder) / "damaged.onnx"
-    for data in bases.values():
+    check = broken if law == "read" else edit_broken
+    for name, data in bases.items():
         path.write_bytes(data)
-        assert broken(path) is None, broken(path)
+        assert (why := check(path)) is None, f"{name}: {why}"
     before, seeds = grown(), folder / "seed"
     for seed in range(first, first + count):
         seeds.write_text(str(seed))
         path.write_bytes(damaged(seed, bases))
-        why = broken(path)
+        why = broken(path) if law == "read" else edit_broken(path, seed)
         if why is not None:
             found += 1
             print(f"seed {seed}: {why}"[:600])
@@ -199,4 +239,4 @@ def main(first: int, count: int, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])) > 0)
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:]) > 0)

@@ -24,6 +24,7 @@ EXAMPLES = {
     "a permutation": (torch.tensor([[2, 0, 1, 3], [0, 3, 2, 1]]), "distinct"),
     "ones": (torch.ones(4), "any"),
     "one number": (torch.tensor(3), "any"),
+    "one float": (torch.tensor(0.5), "any"),
     "nothing": (torch.zeros(0), "any"),
     "complex": (torch.ones(2, dtype=torch.complex64), "any"),
     "half": (torch.randn(6).half(), "any"),

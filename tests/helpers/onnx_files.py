@@ -129,6 +129,81 @@ def honest() -> dict[str, bytes]:
     return found
 
 
+def masked() -> dict[str, bytes]:
+    """Small files whose layers have rows of zeros, so that an edit changes them: x, two layers, and
+    between them nodes of one kind."""
+
+    def zeros(*sizes: int, axis: int = -1) -> np.ndarray:
+        array = weights(*sizes)
+        np.moveaxis(array, axis, 0)[::2] = 0
+        return array
+
+    def layers_around(nodes: list[Any], constants: Any = (), width: int = 8) -> bytes:
+        first = node("Gemm", ["x", "w", "b"], ["h"], "first")
+        last = node("Gemm", [nodes[-1].output[0], "v"], ["y"], "last", transB=1)
+        tensors = {"w": zeros(6, 8), "b": zeros(8), "v": weights(5, width), **dict(constants)}
+        stored = [constant(name, array) for name, array in tensors.items()]
+        return model([first, *nodes, last], stored).SerializeToString()
+
+    def ints(*values: int) -> np.ndarray:
+        return np.array(values, np.int64)
+
+    image = node("Reshape", ["h", "to"], ["i"])
+    flat, sizes = node("Flatten", ["c"], ["f"]), {"to": ints(0, 8, 1, 1)}
+    branch = [helper.make_graph([node(op, ["h"], [f"o{op}"])], op, [], [value(f"o{op}")])
+              for op in ("Relu", "Neg")]  # fmt: skip
+    return {
+        "relu": layers_around([node("Relu", ["h"], ["r"])]),
+        "sum": layers_around(
+            [node("Gemm", ["x", "u"], ["k"]), node("Add", ["h", "k"], ["s"]),
+             node("Sigmoid", ["s"], ["r"])], {"u": zeros(6, 8)[:, ::-1].copy()}),
+        "conv": layers_around(
+            [image, node("Conv", ["i", "k"], ["d"], pads=[1, 1, 1, 1]),
+             node("BatchNormalization", ["d", "o", "b", "b", "o"], ["n"]),
+             node("MaxPool", ["n"], ["c"], kernel_shape=[1, 1]), flat],
+            {**sizes, "k": zeros(8, 8, 3, 3, axis=0), "o": np.abs(weights(8))}),
+        "depthwise": layers_around(
+            [image, node("Conv", ["i", "k"], ["c"], group=8, pads=[1, 1, 1, 1]), flat],
+            {**sizes, "k": weights(8, 1, 3, 3)}),
+        "transposed": layers_around(
+            [image, node("ConvTranspose", ["i", "k"], ["c"]), flat],
+            {**sizes, "k": zeros(8, 8, 1, 1, axis=1)}),
+        "concat": layers_around(
+            [node("Split", ["h"], ["p", "q"], axis=1, num_outputs=2),
+             node("Concat", ["q", "p", "x"], ["c"], axis=1)], width=14),
+        "attention": layers_around(
+            [node("Unsqueeze", ["h", "axis"], ["u"]),
+             node("Transpose", ["u"], ["t"], perm=[0, 2, 1]), node("MatMul", ["t", "u"], ["a"]),
+             node("Softmax", ["a"], ["s"]),
+             node("MatMul", ["u", "s"], ["m"]), node("Squeeze", ["m", "axis"], ["c"])],
+            {"axis": ints(1)}),
+        "norm": layers_around(
+            [node("LayerNormalization", ["h", "o", "b"], ["n"]), node("Erf", ["n"], ["g"])],
+            {"o": weights(8)}),
+        "integers": layers_around(
+            [node("QuantizeLinear", ["h", "s", "z"], ["q"]),
+             node("DequantizeLinear", ["q", "s", "z"], ["d"])],
+            {"s": np.float32(0.1), "z": np.uint8(128)}),
+        "dynamic": layers_around(
+            [node("DynamicQuantizeLinear", ["h"], ["q", "s", "z"]),
+             node("MatMulInteger", ["q", "k", "z"], ["m"]), node("Cast", ["m"], ["c"], to=FLOAT)],
+            {"k": (zeros(8, 8) * 20).astype(np.int8)}),
+        "moves": layers_around(
+            [node("Slice", ["h", "one", "end", "one"], ["s"]),
+             node("Pad", ["s", "pads"], ["p"]), node("Gather", ["p", "rows"], ["g"], axis=1),
+             node("Expand", ["g", "to"], ["e"])],
+            {"one": ints(1), "end": ints(99), "pads": ints(0, 1, 0, 0),
+             "rows": ints(3, 0, 5, 7, 1, 2, 2, 6), "to": ints(1, 8)}),
+        "sizes": layers_around(
+            [node("Shape", ["h"], ["s"]), node("Relu", ["h"], ["r"]),
+             node("Reshape", ["r", "s"], ["c"])]),
+        "branches": layers_around(
+            [node("ReduceSum", ["h"], ["n"], keepdims=0), node("Greater", ["n", "zero"], ["t"]),
+             node("If", ["t"], ["c"], then_branch=branch[0], else_branch=branch[1])],
+            {"zero": np.float32(0)}),
+    }  # fmt: skip
+
+
 def with_weights(folder: Path) -> Path:
     """The folder, with the weights in it that `outside` names."""
     (folder / WEIGHTS).write_bytes(bytes(16) + weights(6, 8).tobytes())

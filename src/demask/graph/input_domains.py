@@ -57,7 +57,7 @@ class Domain:
         if form != "any":
             return cls(0, 1, form, axis)
         if value.is_floating_point():
-            steps = value.diff() if value.ndim == 1 else value[:0]
+            steps = value.diff() if value.ndim == 1 else value.reshape(-1)[:0]
             rising = len(steps) > 1 and bool((steps >= 0).all()) and bool((steps > 0).any())
             return cls(float(value[0]), float(value[-1]), "sorted") if rising else cls()
         low, high = int(value.min()), int(value.max())

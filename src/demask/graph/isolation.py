@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from demask.compat.ambient import FIXED, Defaults, isolated, never_trace
-from demask.graph.example_runs import copy_in_eval, run_seeded
+from demask.graph.example_runs import copy_in_eval, equal_outputs, run_seeded
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,13 +65,6 @@ def _needed_defaults(
             return None
 
     fixed, with_own = run(FIXED), run(own)
-    if with_own is None or (fixed is not None and all(map(_is_equal, fixed, with_own))):
+    if with_own is None or (fixed is not None and all(map(equal_outputs, fixed, with_own))):
         return FIXED
     return own
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return type(a) is type(b)
-    same = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-    return same and torch.equal(a.nan_to_num(), b.nan_to_num())

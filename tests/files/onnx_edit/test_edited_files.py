@@ -397,3 +397,38 @@ def test_narrow_weights_are_cut_as_they_are_stored(tmp_path, kind, zeros):
     assert dims(after)["q"] == [rows, 8] and dims(after)["s"] == ([8] if is_float else [scales, 8])
     sizes = [a.i for a in after.graph.node[2].attribute if a.name == "block_size"]
     assert sizes == ([] if is_float else [block])
+
+
+def branches_of_other_units(path, width, count):
+    """A sum of layers of `width` inputs and 16 units, each with zeros at others of these."""
+    rng = np.random.default_rng(width)
+    nodes, tensors = [], {"v": rng.standard_normal((16, 4)).astype(np.float32)}
+    for k in range(count):
+        w = rng.standard_normal((width, 16)).astype(np.float32)
+        w[:, rng.permutation(16)[:8]] = 0
+        tensors[f"w{k}"] = w
+        nodes += [node("MatMul", ["x", f"w{k}"], [f"a{k}"]), node("Relu", [f"a{k}"], [f"r{k}"])]
+    names = [f"r{k}" for k in range(count)]
+    nodes += [node("Sum", names, ["s"]), node("MatMul", ["s", "v"], ["y"])]
+    write(path, nodes, [value("x", ["B", width])], [value("y", ["B", 4])], tensors)
+
+
+@pytest.mark.parametrize("width", [4, 8, 24, 100, 400])
+@pytest.mark.parametrize("count", [2, 3])
+def test_nodes_are_inserted_only_where_that_is_smaller(tmp_path, width, count):
+    path, out, x = tmp_path / "in.onnx", tmp_path / "out.onnx", torch.randn(3, width)
+    branches_of_other_units(path, width, count)
+    sizes = []
+    for insert in (False, True):
+        edited = edit_file(path, (x,), TABLE, insert=insert)
+        if edited is None:
+            sizes.append(path.stat().st_size)
+            continue
+        save_edited(edited, out)
+        sizes.append(out.stat().st_size)
+        assert sizes[-1] < path.stat().st_size
+        outputs = run(out, x=x.numpy())[0]
+        np.testing.assert_allclose(outputs, run(path, x=x.numpy())[0], atol=1e-4)
+        is_inserted = any(n.op_type in ("Pad", "Gather") for n in edited.model.graph.node)
+        assert not is_inserted or (insert and 1.01 * sizes[1] < sizes[0])
+        assert not insert or is_inserted or width < 400

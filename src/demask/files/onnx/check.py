@@ -9,6 +9,7 @@ accurate to the last digit of 1 is 1 % off.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, Mismatch
 from demask.files.onnx.read.reader import installed
+from demask.files.onnx.values import numpy_of
 from demask.graph.input_domains import Domain
 from demask.graph.rounding import Rounding
 from demask.ops import Table
@@ -55,7 +57,7 @@ class Runner:
     session: Any
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        arrays = (x.detach().cpu().numpy() for x in inputs)
+        arrays = map(numpy_of, inputs)
         outputs = self.session.run(None, dict(zip(self.names, arrays, strict=True)))
         return [np.asarray(y) if isinstance(y, np.generic | bool | int | float) else y
                 for y in outputs]  # fmt: skip
@@ -259,8 +261,8 @@ def _nudged(inputs: Inputs, seed: int) -> list[Tensor]:
     for x in inputs:
         if x.is_floating_point():
             ends = torch.where(torch.rand(x.shape, generator=draw) < 0.5, math.inf, -math.inf)
-            array = x.detach().cpu().numpy()
-            x = torch.from_numpy(np.nextafter(array, ends.numpy().astype(array.dtype)))
+            with contextlib.suppress(NotImplementedError):  # of floats of 8 bits
+                x = torch.nextafter(x.detach(), ends.to(x))
         nudged.append(x)
     return nudged
 

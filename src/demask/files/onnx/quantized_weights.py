@@ -46,7 +46,7 @@ def grids_of(
     quantizers = {n.outputs[0]: n for n in nodes if (n.domain, n.op) == ("", "QuantizeLinear")}
     grids: dict[str, QuantizationGrid] = {}
     for node in nodes:
-        if (node.domain, node.op) != ("", "DequantizeLinear") or not node.inputs[0]:
+        if (node.domain, node.op) != ("", "DequantizeLinear") or not any(node.inputs[:1]):
             continue
         name = node.inputs[0]
         dtype = getattr(constants.get(name), "dtype", None)

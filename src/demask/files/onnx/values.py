@@ -30,6 +30,7 @@ NUMPY: Mapping[torch.dtype, np.dtype] = {
     for name in "float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool "
     "complex64 complex128".split()
 }
+BITS = {1: torch.uint8, 2: torch.int16}
 TORCH = {value: key for key, value in NUMPY.items()}
 
 
@@ -53,6 +54,17 @@ class Host:
                 return cls(array.astype(NUMPY[like]), like)  # type: ignore[index]
             return cls(array, like)
         return cls(array, TORCH.get(array.dtype))
+
+
+def numpy_of(x: Tensor) -> np.ndarray:
+    """The array of a tensor; of a dtype that numpy lacks with ml_dtypes', which onnx needs."""
+    x = x.detach().cpu()
+    if x.dtype in NUMPY:
+        return x.numpy()
+    import ml_dtypes
+
+    name = str(x.dtype).removeprefix("torch.")
+    return x.contiguous().view(BITS[x.dtype.itemsize]).numpy().view(getattr(ml_dtypes, name))
 
 
 Value = Tensor | Host | list[Any] | None

@@ -11,7 +11,7 @@ import logging
 import operator
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -173,7 +173,7 @@ def _as_declared(
 ) -> Iterator[_Export]:
     """The exports whose dynamic sizes are those that an ONNX file names; if torch.export fails,
     only the batch, or all but the batch, or none."""
-    _check_tensors(args, kwargs, interface)
+    check_tensors([*args, *kwargs.values()], interface.inputs)
     ports = [p for p in interface.inputs if p.sizes is not None]
     names = {n for port in ports for n in port.sizes or () if isinstance(n, str)}
     batch = {p.sizes[0] for p in ports if p.sizes and isinstance(p.sizes[0], str)}
@@ -191,16 +191,21 @@ def _as_declared(
     yield exported, tuple(_fixed_notes(exported, interface))
 
 
-def _check_tensors(args: Any, kwargs: Any, interface: Interface) -> None:
-    """Raise BadInput unless there is one tensor per input of the file."""
-    values = [*args, *kwargs.values()]
+def check_tensors(values: Sequence[Any], ports: Sequence[Any]) -> None:
+    """Raise BadInput unless there is one tensor per input of the file, of its number of axes."""
     kinds = [type(v).__name__ for v in values if not isinstance(v, Tensor) and v is not None]
-    if kinds or len(values) != len(interface.inputs):
+    if kinds or len(values) != len(ports):
         raise BadInput(
-            f"expected tensors for {[p.name for p in interface.inputs]}, got {len(values)} inputs"
+            f"expected tensors for {[p.name for p in ports]}, got {len(values)} inputs"
             + (f", among them {', '.join(kinds)}: a network that takes sequences or text cannot be "
                "captured" if kinds else "")
         )  # fmt: skip
+    for x, port in zip(values, ports, strict=True):
+        if x is not None and port.sizes is not None and x.ndim != len(port.sizes):
+            raise BadInput(
+                f"input {port.name!r}: expected {len(port.sizes)} axes, as the file declares "
+                f"({list(port.sizes)}), got {x.ndim} ({list(x.shape)})"
+            )
 
 
 def _sized(args: Any, kwargs: Any, interface: Interface, dynamic: set[str]) -> tuple[Any, Any]:

@@ -236,10 +236,10 @@ def test_the_command_refuses_and_leaves_nothing(tmp_path, monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------- fuzz
 
 
-def fuzzed(first, count, folder):
+def fuzzed(first, count, folder, *law):
     """Check seeds in another process, so that a crash is seen here."""
     code = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
-    status, out, err = own_process.run(code, onnx_bytes.__file__, first, count, folder)
+    status, out, err = own_process.run(code, onnx_bytes.__file__, first, count, folder, *law)
     if status:
         seed = (folder / "seed").read_text() if (folder / "seed").exists() else "none"
         pytest.fail(f"exit {status}, last seed {seed}\n{out}\n{err}")
@@ -252,6 +252,26 @@ def test_damaged_files_are_read_or_refused(tmp_path):
 @pytest.mark.nightly
 def test_ten_thousand_damaged_files_are_read_or_refused(tmp_path):
     fuzzed(0, 10_000, tmp_path)
+
+
+def test_damaged_files_are_edited_or_refused(tmp_path):
+    fuzzed(0, 40, tmp_path, "edit")
+
+
+@pytest.mark.nightly
+def test_two_thousand_damaged_files_are_edited_or_refused(tmp_path):
+    fuzzed(0, 2_000, tmp_path, "edit")
+
+
+def test_the_fuzz_sees_what_an_edit_leaves_behind(tmp_path, monkeypatch):
+    def fails(edited, path):
+        Path(path).with_suffix(".part").write_bytes(b"half")
+        raise BadInput("planted")
+
+    (tmp_path / "m.onnx").write_bytes(onnx_files.masked()["relu"])
+    assert onnx_bytes.edit_broken(tmp_path / "m.onnx", 1) is None
+    monkeypatch.setattr("demask.files.onnx.edit.edit_file.save_edited", fails)
+    assert "is left" in onnx_bytes.edit_broken(tmp_path / "m.onnx", 1)
 
 
 def test_the_real_file_is_among_those_damaged():

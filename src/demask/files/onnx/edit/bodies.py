@@ -46,8 +46,8 @@ def edit_bodies(model: Any, feeds: Arrays, edit: EditModel) -> Any:
     producers = {name for node in model.graph.node for name in node.output if name}
     reads = {n for k, j in places for n in outer_reads(subgraphs(model.graph.node[k])[j])}
     reads |= {name for k, _ in places for name in model.graph.node[k].input}
-    arrays = {**evaluated(model, reads & producers, producers, feeds), **feeds}
-    types = declared_types(model)
+    computed = evaluated(model, reads & producers, producers, feeds)
+    arrays, types = {**computed, **feeds}, declared_types(model, infer=bool(computed))
     for k, j in places:
         body = subgraphs(new.graph.node[k])[j]
         part = _as_file(model, model.graph.node[k], body, arrays, types)

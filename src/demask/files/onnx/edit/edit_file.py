@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,24 @@ from demask.files.atomic_write import write
 from demask.files.onnx.edit.bodies import edit_bodies
 from demask.files.onnx.edit.constants import evaluated
 from demask.files.onnx.edit.convert import with_opset
-from demask.files.onnx.edit.editor import Editor
+from demask.files.onnx.edit.editor import Editor, union
 from demask.files.onnx.edit.foreign import opaque_outputs
 from demask.files.onnx.edit.functions import put_back_calls, write_out_calls
-from demask.files.onnx.edit.names import NamedValues, name_values
+from demask.files.onnx.edit.names import name_values
 from demask.files.onnx.edit.ops import handle
 from demask.files.onnx.edit.protos import copy_of, graph_reads
 from demask.files.onnx.edit.refusals import Unsupported
+from demask.files.onnx.model import OnnxFile
 from demask.files.onnx.read.reader import installed, parse_model, read
+from demask.files.onnx.values import numpy_of
 from demask.files.onnx.write.writer import write_weights
+from demask.graph.capture.capture import check_tensors
 from demask.ops import Table
 from demask.shrink.layout.cells import Layout
 
 PASSES = 4
+WORTH = 1.01  # inserted nodes take time: they are to save more than this
+GROWTHS = 40  # nodes between a layer and what lacks its positions, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +60,15 @@ class EditedFile:
 
 
 def edit_file(
-    path: str | os.PathLike[str], args: Sequence[Tensor], table: Table
+    path: str | os.PathLike[str], args: Sequence[Tensor], table: Table, *, insert: bool = True
 ) -> EditedFile | None:
     """The smaller file; None where editing removes nothing. Arguments and errors as `examine`."""
-    edited, is_smaller = examine(path, args, table)
+    edited, is_smaller = examine(path, args, table, insert=insert)
     return edited if is_smaller else None
 
 
 def examine(
-    path: str | os.PathLike[str], args: Sequence[Tensor], table: Table
+    path: str | os.PathLike[str], args: Sequence[Tensor], table: Table, *, insert: bool = True
 ) -> tuple[EditedFile, bool]:
     """The edited file, and whether it is smaller; if not, it is the original, with its barriers.
 
@@ -71,6 +76,8 @@ def examine(
         path: name of the file, which is not changed.
         args: example inputs.
         table: of ATen ops.
+        insert: whether nodes that add and order positions may be inserted, where that is smaller
+            than computing these positions.
 
     Raises:
         BadInput: the file cannot be read, or has what no edit preserves.
@@ -81,7 +88,7 @@ def examine(
     read(path)
     original = onnx.load(os.fspath(path))
     _check_order(original)
-    model, barriers, foreign = _edit_model(original, args, Path(path).parent, table)
+    model, barriers, foreign = _edit_model(original, args, Path(path).parent, table, insert)
     edited = replace(file_with(path, model), barriers=barriers, foreign=foreign)
     return edited, model is not original
 
@@ -112,29 +119,31 @@ def file_with(
 _Edit = tuple[Any, tuple[tuple[str, str], ...], frozenset[str]]  # model, barriers, foreign ops
 
 
-def _edit_model(original: Any, args: Sequence[Tensor], folder: Path, table: Table) -> _Edit:
+def _edit_model(
+    original: Any, args: Sequence[Tensor], folder: Path, table: Table, insert: bool
+) -> _Edit:
     """The smaller file; the original where editing removes nothing. Functions that the file defines
     are written out first; if that leads to no smaller file, their calls stay as they are."""
 
     def edit_body(model: Any, inputs: Sequence[Tensor]) -> Any:
-        return _edit_model(model, inputs, folder, table)[0]
+        return _edit_model(model, inputs, folder, table, insert)[0]
 
     whole, calls = write_out_calls(original)
     barriers, foreign = (), frozenset()
     for start, written in ((whole, calls), (original, [])) if calls else ((original, []),):
-        names = [value.name for value in parse_model(start, folder).graph.inputs]
-        feeds = {n: x.detach().cpu().numpy() for n, x in zip(names, args, strict=True)}
+        feeds = _feeds(parse_model(start, folder), args)
         model = edit_bodies(start, feeds, edit_body)
         for k in range(PASSES):
             file = parse_model(model, folder)
-            named = name_values(file, args, table, functools.partial(opaque_outputs, model, feeds))
-            editor = _edited(model, named, feeds)
+            editor, opaque = edit_once(file, model, args, table, insert=insert)
             smaller = editor.result()
             if k == 0:
-                barriers, foreign = tuple(editor.barriers), named.opaque
+                barriers, foreign = tuple(editor.barriers), opaque
             if smaller.ByteSize() >= model.ByteSize():
                 break
             model = smaller
+            if not editor.barriers:  # all that readers do not want is cut
+                break
         if model is not start:
             model = put_back_calls(model, written, original) if written else model
             if model.ByteSize() < original.ByteSize():
@@ -142,24 +151,64 @@ def _edit_model(original: Any, args: Sequence[Tensor], folder: Path, table: Tabl
     return original, barriers, foreign
 
 
-def _edited(model: Any, named: NamedValues, feeds: dict[str, np.ndarray]) -> Editor:
-    """An editor after its walk."""
+def _feeds(file: OnnxFile, args: Sequence[Tensor]) -> dict[str, np.ndarray]:
+    check_tensors(args, file.graph.inputs)
+    return {port.name: numpy_of(x) for port, x in zip(file.graph.inputs, args, strict=True)}
+
+
+def edit_once(
+    file: OnnxFile, model: Any, args: Sequence[Tensor], table: Table, *, insert: bool = True
+) -> tuple[Editor, frozenset[str]]:
+    """An editor of a file after its walk, and the ops that demask could not capture.
+
+    file: what was read of `model`. insert: as for `edit_file`.
+    """
+    feeds = _feeds(file, args)
+    named = name_values(file, args, table, functools.partial(opaque_outputs, model, feeds))
     names = {name for name, v in named.values.items() if (v.known & (v.fill != 0)).any()}
     names -= set(feeds)
     producers = {n for node in model.graph.node for n in node.output if n}
     run = evaluated(model, names & producers, producers, feeds)
     computed: dict[str, Layout] = {}
-    while True:
-        editor = Editor(model, named, run, handle, computed)
+
+    def walked(grown: Mapping[str, Layout]) -> Editor:
+        while True:
+            editor = Editor(model, named, run, handle, computed, grown)
+            try:
+                editor.walk()
+            except Unsupported as reason:
+                raise BadInput(f"the file cannot be edited: {reason}") from reason
+            if not editor.missing:
+                return editor
+            if all(computed.get(name) == layout for name, layout in editor.missing.items()):
+                raise BadInput(f"no value for {min(editor.missing)!r}")
+            computed.update(editor.missing)
+
+    return _cheapest(walked, insert), named.opaque
+
+
+def _cheapest(walked: Callable[[Mapping[str, Layout]], Editor], insert: bool) -> Editor:
+    """The editor of the smallest file. Where a reader lacks positions of a value, nodes are
+    inserted, or the nodes before compute these positions, up to the layers, whose masked rows stay.
+
+    insert: False for the latter in any case.
+    """
+    best = editor = walked({})
+    least = size = editor.result().ByteSize()
+    grown: dict[str, Layout] = {}
+    for _ in range(GROWTHS):  # each walk moves what is inserted to the nodes before
+        more = {name: union(grown.get(name, layout), layout, editor.shape(name))
+                for name, layout in editor.expansions.items()}  # fmt: skip
+        if all(grown.get(name) == layout for name, layout in more.items()):
+            break
+        grown |= more
         try:
-            editor.walk()
-        except Unsupported as reason:
-            raise BadInput(f"the file cannot be edited: {reason}") from reason
-        if not editor.missing:
-            return editor
-        if all(computed.get(name) == layout for name, layout in editor.missing.items()):
-            raise BadInput(f"no value for {min(editor.missing)!r}")
-        computed |= editor.missing
+            editor = walked(grown)
+        except BadInput:
+            break
+        if (size := editor.result().ByteSize()) <= least:
+            best, least = editor, size
+    return best if insert and least * WORTH < size else editor
 
 
 def _check_order(model: Any) -> None:

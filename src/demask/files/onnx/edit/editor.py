@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
 
 from demask.files.onnx.edit.constants import FileConstants
 from demask.files.onnx.edit.names import NamedValues, Size
@@ -26,7 +27,7 @@ from demask.files.onnx.edit.protos import (
     set_attribute,
 )
 from demask.files.onnx.edit.refusals import Unsupported, all_positions, require
-from demask.files.onnx.values import NUMPY
+from demask.files.onnx.values import numpy_of
 from demask.shrink.layout.cells import Layout, Positions, whole
 
 FOUR_BIT, SCALE_BYTES = (21, 22), 4  # types of tensors; bytes of a scale
@@ -40,8 +41,10 @@ class Editor:
 
     model: the file; it is not changed. values: facts and layouts. runtime_values: what the runtime
     computes for some names, for known elements. handle: edits a node. computed: positions of some
-    values to compute in addition to those of their layouts. missing: such positions that a walk
-    lacks; where there are any, its result is of no use.
+    values to compute in addition to those of their layouts. grown: the same, of values that are
+    computed anyway, which spares nodes after them. missing: positions that a walk lacks; where
+    there are any, its result is of no use. expansions: values of which readers lacked positions,
+    for which nodes were inserted, and the layouts that would have spared these.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Editor:
         runtime_values: Mapping[str, np.ndarray],
         handle: Handle,
         computed: Mapping[str, Layout] = MappingProxyType({}),
+        grown: Mapping[str, Layout] = MappingProxyType({}),
     ):
         self.model, self.graph = model, model.graph
         self.named, self.values = named, named.values
@@ -68,6 +72,7 @@ class Editor:
         self.adapted: dict[tuple[str, Layout], str] = {}
         self.overridden: dict[str, Layout] = {}
         self.done: set[str] = set()  # outputs of nodes that were edited with one before them
+        self.grown, self.expansions = grown, dict[str, Layout]()
         self.barriers: list[tuple[str, str]] = []  # nodes that stay whole, and why
         self.taken = set(self.constants.names) | graph_names(self.graph)
         self.node_names = {node.name for node in self.graph.node}
@@ -87,8 +92,10 @@ class Editor:
         """The original sizes of a value."""
         if name in self.values:
             return self.values[name].shape
-        require(name in self.constants, f"{name!r} has no known sizes")
-        return self.constants.shape(name)
+        if name in self.constants:
+            return self.constants.shape(name)
+        require(name in self.named.hosts, f"{name!r} has no known sizes")
+        return self.named.hosts[name].shape
 
     def array(self, name: str) -> np.ndarray:
         """The array of a constant."""
@@ -99,9 +106,10 @@ class Editor:
 
     def wanted(self, name: str) -> Layout | None:
         """The layout that readers want; None if the value is not computed."""
-        if name in self.overridden:
-            return self.overridden[name]
-        return self.values[name].layout
+        layout = self.overridden.get(name, self.values[name].layout)
+        if layout is None or name not in self.grown:
+            return layout
+        return union(self.grown[name], layout, self.shape(name))
 
     def _override(self, name: str, layout: Layout, rest: Callable[[str], Layout]) -> None:
         """Compute more positions of a value; `rest` are those of operands that are not computed."""
@@ -109,8 +117,7 @@ class Editor:
             return
         wanted = self.wanted(name)
         if wanted is not None:
-            pairs = zip(wanted, layout, self.shape(name), strict=True)
-            layout = tuple(_union(*pair) for pair in pairs)
+            layout = union(wanted, layout, self.shape(name))
         self.overridden[name] = layout
         producer = self.constants.producers.get(name)
         for operand in producer.input if producer is not None else ():
@@ -154,12 +161,12 @@ class Editor:
         )
         before = self.missing.get(name, self.overridden.get(name))
         if before is not None:
-            pairs = zip(before, layout, self.shape(name), strict=True)
-            layout = tuple(_union(*pair) for pair in pairs)
+            layout = union(before, layout, self.shape(name))
         self.missing[name] = self._normal(name, layout)
 
     def fill(self, name: str) -> np.ndarray:
         """The known values of a tensor, 0 where unknown; each dimension is 1 or full."""
+        require(name in self.values, f"{name!r} is a size")
         value = self.values[name]
         fill = value.fill.astype(self.dtype(name))
         run = self.runtime_values.get(name)
@@ -170,21 +177,9 @@ class Editor:
 
     def dtype(self, name: str) -> np.dtype:
         """The element type of a value."""
-        from onnx import helper, shape_inference
-
         if name in self.runtime_values:
             return self.runtime_values[name].dtype
-        if self._types is None:
-            try:
-                graph = shape_inference.infer_shapes(self.model).graph
-            except Exception:  # larger than a message, or invalid for it
-                graph = self.graph
-            infos = (*graph.value_info, *graph.input, *graph.output)
-            self._types = {v.name: v.type.tensor_type.elem_type for v in infos}
-        number = self._types.get(name, 0)
-        if not number:
-            return NUMPY[self.values[name].dtype]
-        return helper.tensor_dtype_to_np_dtype(number)
+        return numpy_of(torch.empty(0, dtype=self.values[name].dtype)).dtype
 
     # new nodes and tensors
 
@@ -292,7 +287,7 @@ class Editor:
     def _new_cut(self, name: str, layout: Layout) -> str:
         from onnx import numpy_helper
 
-        node = self.constants.producers.get(name)
+        node = self.constants.producers.get(name) if name in self.constants else None
         if name in self.constants.tensors or (node is not None and node.op_type == "Constant"):
             array = self.array(name)
             index = np.ix_(*(all_positions(p, n) for p, n in zip(layout, array.shape, strict=True)))
@@ -322,7 +317,7 @@ class Editor:
 
         broadcast: whether a known value may have axes of size 1, as its reader broadcasts.
         """
-        if name in self.constants:
+        if name in self.constants or name not in self.values:
             return self.cut(name, layout)
         layout = self._normal(name, layout)
         if name not in self.layouts:
@@ -330,6 +325,10 @@ class Editor:
         if (name, layout) not in self.adapted:
             converted = self.renamed.get(name, name)
             current = list(self.layouts[name])
+            both = union(layout, self.layouts[name], self.shape(name))
+            if both != self.layouts[name]:
+                before = self.expansions.get(name, both)
+                self.expansions[name] = union(before, both, self.shape(name))
             for axis, positions in enumerate(layout):
                 if current[axis] != positions:
                     converted = self._convert(converted, name, current, axis, positions)
@@ -358,7 +357,8 @@ class Editor:
         """A value with other positions of one axis; known elements replace those it lacks."""
         size = self.shape(name)[axis]
         present, wanted = all_positions(current[axis], size), all_positions(positions, size)
-        shared = [p for p in wanted if p in set(present)]
+        there = set(present)
+        shared = [p for p in wanted if p in there]
         if len(shared) == len(wanted):
             index = {p: k for k, p in enumerate(present)}
             return self._select(source, axis, [index[p] for p in wanted], name)
@@ -425,6 +425,7 @@ class Editor:
         marks = self._mark()
         try:
             require(mapped, "outputs that are no tensors")
+            require(outputs[0] not in self.named.opaque, "demask cannot capture it")
             new, layouts = self.handle(self, node, wanted)
             self._record(new, layouts)
         except Unsupported as reason:
@@ -549,22 +550,31 @@ class Editor:
                 graph.sparse_initializer.remove(tensor)
 
     def _mark(self) -> tuple[int, ...]:
-        return tuple(map(len, (self.nodes, self.tensors, self.shared, self.cuts, self.adapted)))
+        return tuple(map(len, (self.nodes, *self._caches())))
+
+    def _caches(self) -> tuple[dict[Any, Any], ...]:
+        return self.tensors, self.shared, self.cuts, self.adapted, self.expansions
 
     def _roll_back(self, marks: tuple[int, ...]) -> None:
         """Forget what was added since a mark: lists and dicts only grow."""
         del self.nodes[marks[0] :]
-        dicts = (self.tensors, self.shared, self.cuts, self.adapted)
-        for added, mark in zip(dicts, marks[1:], strict=True):
+        for added, mark in zip(self._caches(), marks[1:], strict=True):
             while len(added) > mark:
                 added.popitem()
 
 
-def _union(a: Positions, b: Positions, size: Size) -> Positions:
-    """The positions of two layouts of an axis: those of the first, then the others."""
-    if a is None or b is None:
-        return None
-    return whole(list(dict.fromkeys([*a, *b])), size)
+def union(a: Layout, b: Layout, shape: Sequence[Size]) -> Layout:
+    """The positions of two layouts: in the order of one that has all of them, the first if both
+    do, else sorted."""
+
+    def joined(p: Positions, q: Positions, size: Size) -> Positions:
+        if p is None or q is None:
+            return None
+        if set(q) <= set(p):
+            return p
+        return q if set(p) < set(q) else whole(sorted({*p, *q}), size)
+
+    return tuple(map(joined, a, b, shape))
 
 
 def _operand_layouts(editor: Editor, node: Any, layout: Layout) -> dict[int, Layout] | None:

@@ -90,6 +90,7 @@ class _CaptureLog:
 
     at: OnnxNode | None = None
     names: list[str] = field(default_factory=list)
+    extra_roots: list[Tensor] = field(default_factory=list)
     hosts: dict[str, np.ndarray] = field(default_factory=dict)
     outputs: int = 0
 
@@ -122,7 +123,7 @@ class NamedModule(OnnxModule):
         self.plan = replace(self.plan, steps=steps)
 
     def forward(self, *inputs: Any) -> Any:
-        self.extra_roots: list[Tensor] = []
+        self.log.extra_roots = []
         values = self._values(self.plan, inputs, {})
         names = [*self.plan.inputs, *self.tensors]
         named = {n: values[n] for n in names if isinstance(values.get(n), Tensor)}
@@ -131,7 +132,7 @@ class NamedModule(OnnxModule):
             if not isinstance(v, Host) or v.dtype is not None
         ]  # fmt: skip
         roots = [t for root in roots for t in (root if isinstance(root, list) else [root])]
-        roots = [t for t in [*roots, *self.extra_roots] if isinstance(t, Tensor)]
+        roots = [t for t in [*roots, *self.log.extra_roots] if isinstance(t, Tensor)]
         if torch.compiler.is_exporting():
             self.log.names, self.log.outputs = list(named), len(roots)
             hosts = {n: v for n, v in values.items() if isinstance(v, Host) and n in self.tensors}
@@ -150,7 +151,7 @@ class NamedModule(OnnxModule):
         outputs = [self.opaque_outputs.get(name) for name in step.node.outputs]
         present = [output for output in outputs if output is not None]
         if not present:
-            self.extra_roots += tensors
+            self.log.extra_roots += tensors
         results = iter(opaque_call(tensors, present) if present else ())
         for name, output in zip(step.node.outputs, outputs, strict=True):
             values[name] = None if output is None else next(results)

@@ -31,7 +31,6 @@ def contracted(
     saved = (len(present) - len(read)) * rows.shape[1] * rows.itemsize
     if saved < NODE_BYTES + 8 * len(read):  # a selection costs more than it saves
         read = present
-    fill = editor.fill(name).astype(np.float64)
     missing = [p for p in range(len(rows)) if p not in set(read) and used[p]]
     if integers and missing:
         source = editor.constants.producers.get(name)
@@ -40,10 +39,14 @@ def contracted(
             zero_point = source.output[2]
         require(edit.name(2) == zero_point, "known values of integers")
         return read, {}
+    fill = editor.fill(name).astype(np.float64)
     editor.is_known(name, (*[None] * axis, tuple(missing), *[None] * (fill.ndim - axis - 1)))
-    require(fill.size == fill.shape[axis], "known values that differ along several axes")
-    values = np.broadcast_to(fill.reshape(-1), [len(rows)])
-    return read, {p: float(values[p]) for p in missing if values[p]}
+    columns = np.moveaxis(fill, axis, 0).reshape(fill.shape[axis], -1)
+    columns = columns[missing] if fill.shape[axis] != 1 else columns
+    is_uniform = not missing or bool((columns == columns[:, :1]).all())
+    require(is_uniform, "known values that differ along several axes")
+    values = np.broadcast_to(columns[:, 0], [len(missing)])
+    return read, {p: float(v) for p, v in zip(missing, values, strict=True) if v}
 
 
 def sum_of(weights: np.ndarray, axis: int, lost: Lost) -> np.ndarray:
@@ -92,11 +95,7 @@ def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
             "auto_pad", "NOTSET"
         ) not in ("NOTSET", "VALID")
         if is_padded:
-            ones = editor.pad_end(edit.new.input[0], rank, 1, 1, edit.name(0), weights.dtype)
-            edit.replace(0, ones)
-            present_weights = selected[:, read]
-            both = np.concatenate([present_weights, added[:, None].astype(weights.dtype)], 1)
-            edit.replace(1, editor.replacement(both, edit.name(1)))
+            _add_ones(edit, selected[:, read], added[:, None], 1)
         else:
             old = editor.array(bias)[all_positions(rows, len(weights))] if bias else 0
             total = added.reshape(len(added), -1).sum(1) + old
@@ -104,19 +103,30 @@ def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
     return [(batch, rows, *images)]
 
 
+def _add_ones(edit: NodeEdit, weights: np.ndarray, added: np.ndarray, axis: int) -> None:
+    """Give the operand one more channel, of ones, and the weights what it adds."""
+    editor, rank = edit.editor, len(edit.shape(0))
+    ones = editor.pad_end(edit.new.input[0], rank, 1, 1, edit.name(0), weights.dtype)
+    edit.replace(0, ones)
+    both = np.concatenate([weights, added.astype(weights.dtype)], axis)
+    edit.replace(1, editor.replacement(both, edit.name(1)))
+
+
 @HANDLERS("ConvTranspose")
 def transposed_convolution(edit: NodeEdit) -> Sequence[Layout | None]:
-    """conv(x, w)[:, p] == conv(x[:, q], w[q, p])."""
+    """conv(x, w)[:, p] == conv(x[:, q], w[q, p]) + conv(x[:, r], w[r, p]), of which x[:, r] is
+    known: one more channel of ones."""
     weights, rank = edit.constant(1), len(edit.shape(0))
     require(edit.attributes.get("group", 1) == 1, "it has groups")
     images = (None,) * (rank - 2)
     batch, rows = edit.layout[:2]
     selected = weights[:, all_positions(rows, weights.shape[1])]
     read, lost = contracted(edit, 0, 1, selected)
-    require(not lost, "known values at borders")
     columns = whole(read, len(weights))
     edit.adapt(0, (batch, columns, *images))
     edit.adapt(1, (columns, rows, *images))
+    if lost:
+        _add_ones(edit, selected[read], sum_of(selected, 0, lost)[None], 0)
     if edit.name(2):
         edit.adapt(2, (rows,))
     return [(batch, rows, *images)]
@@ -213,5 +223,5 @@ def _is_zero(edit: NodeEdit, name: str, axis: int) -> np.ndarray:
     if name in editor.constants:
         zero = editor.array(name) == 0
     else:
-        zero = editor.values[name].known & (editor.fill(name) == 0)
+        zero = (editor.fill(name) == 0) & editor.values[name].known
     return zero.all(tuple(k for k in range(zero.ndim) if k != axis))

@@ -28,7 +28,10 @@ def pointwise(edit: NodeEdit) -> Sequence[Layout | None]:
     computed = [name for name in edit.node.input if name in editor.layouts]
     require(computed, "every operand is known")  # constants of size 1 would not have its shape
     for k, name in enumerate(edit.node.input):
-        if name and not (edit.node.op_type == "Dropout" and k):
+        if edit.node.op_type == "CastLike" and k:  # of which the type is read alone
+            own = (None,) * len(edit.shape(k))
+            edit.adapt(k, editor.layouts.get(name, own), broadcast=True)
+        elif name and not (edit.node.op_type == "Dropout" and k):
             edit.adapt(k, edit.broadcast(k, layout), broadcast=is_standard(edit.node))
     require(_is_spanned(edit, computed), "a known operand alone has the size of an axis")
     return [layout, *([layout] * (len(edit.node.output) - 1))]
