@@ -269,6 +269,8 @@ def deploy(
         else:
             save(chosen.model, path)
     candidates.notes += remove_unnamed(path, before)
+    if verdict.warning and tolerance is None:
+        candidates.notes.insert(0, verdict.warning)
     if slim is not None:
         notes = (*slim.demasked.notes, *candidates.notes)
         slim.demasked = replace(slim.demasked, notes=notes, **candidates.measured)

@@ -199,3 +199,27 @@ def test_what_nothing_compares_is_refused_and_written_unchecked(tmp_path):
     result = demask.optimize_onnx(path, out, x, minimal=True, check=False)
     assert result.error is None and result.checked.startswith("unchecked")
     assert {t.name: t.dims[0] for t in onnx.load(out).graph.initializer} == {"w": 4, "v": 4}
+
+
+class IsUnmoved(nn.Module):
+    """One where a factor and its inverse change nothing, which rounding decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.full((4,), 3.0))
+
+    def forward(self, x):
+        return (x * self.factor / 3 == x).float() * x.abs().amax()
+
+
+def test_a_large_difference_that_rounding_explains_is_named(tmp_path, monkeypatch):
+    import onnx_ir
+
+    def change(graph):
+        factor = graph.initializers["factor"]
+        array = np.nextafter(factor.const_value.numpy(), np.float32(4))
+        factor.const_value = onnx_ir.tensor(array, name="factor")
+
+    monkeypatch.setattr(writing, "_exported", altered(writing._exported, change))
+    with pytest.warns(UserWarning, match="differ by 1 of the largest on .*rounding alone"):
+        demask.to_onnx(IsUnmoved().eval(), tmp_path / "net.onnx", (torch.randn(2, 4),))

@@ -36,6 +36,7 @@ ATTRIBUTES = float(np.finfo(np.float32).eps)  # relative; attributes of ONNX ops
 LARGE, TINY = 1e4, 1e-9
 RUNTIME, REFERENCE = "ONNX Runtime", "the reference implementation of onnx"
 AROUND = "ONNX Runtime, around the ops that nothing here runs"
+VISIBLE = 1e-3  # a relative difference from which a warning names it, though rounding explains it
 REFERENCE_SECONDS = 60.0  # of comparison in onnx's reference implementation, which is slow
 QUANTIZED = ("ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger",
              "QLinearConv", "QLinearMatMul", "QuantizeLinear")  # fmt: skip
@@ -378,10 +379,19 @@ def _arrays(outputs: Any) -> Outputs:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """error: the largest difference from the original, relative to the largest value of its output;
-    None if nothing was compared. by: what ran the files."""
+    None if nothing was compared. by: what ran the files. on: the inputs of that difference."""
 
     error: float | None
     by: str
+    on: str = ""
+
+    @property
+    def warning(self) -> str:
+        """What a user has to know of a difference that rounding explains; "" if it is small."""
+        if self.error is None or self.error <= VISIBLE:
+            return ""
+        return (f"outputs differ by {self.error:.2g} of the largest on {self.on}: there, rounding "
+                "alone moves the outputs of the original as much")  # fmt: skip
 
     def __str__(self) -> str:
         if self.error is None:
@@ -466,7 +476,7 @@ class Judge:
             if by is None:
                 raise
             raise Mismatch(f"the file does not load: {error}") from error
-        begin, compared, worst = time.monotonic(), 0, 0.0
+        begin, compared, worst, on = time.monotonic(), 0, 0.0, ""
         steady: set[int] = set()  # outputs that were compared
         for k in range(len(self.cases)):
             if compared and file.by == REFERENCE and time.monotonic() - begin > REFERENCE_SECONDS:
@@ -476,13 +486,15 @@ class Judge:
                 if one is not None:
                     errors = self._errors(k, one, optimized=one is file)
                     steady |= {index for index, error in enumerate(errors) if error is not None}
-                    worst = max([worst, *(e for e in errors if e is not None and e < math.inf)])
+                    error = max((e for e in errors if e is not None and e < math.inf), default=0.0)
+                    if error > worst:
+                        worst, on = error, self.cases[k].kind
         count = len(self._expected[0, True] or ())
         if missing := set(range(count)) - steady:
             raise Mismatch(f"output {min(missing)} cannot be compared: rounding alone moves its "
                            "sizes on all inputs")  # fmt: skip
         words = "" if compared == len(self.cases) else f" on {compared} of {len(self.cases)} inputs"
-        return Verdict(worst, file.by + words)
+        return Verdict(worst, file.by + words, on)
 
     def _errors(self, k: int, file: Runner, *, optimized: bool) -> list[float | None]:
         """The difference of each output on one of the cases; None where it says nothing. Raises

@@ -228,6 +228,8 @@ def _check_values(
         ) from error
     if verdict.by.startswith(REFERENCE) and onnxruntime() is not None:
         warn_caller(f"ONNX Runtime does not take the file; it was compared in {verdict.by}")
+    if verdict.warning and tolerance is None:
+        warn_caller(f"the ONNX file is written, but {verdict.warning}")
 
 
 def judge_of(
