@@ -56,7 +56,7 @@ from demask.tune.race import speed_of
 
 WIDTH = 8  # widths are rounded up to a multiple of it if nothing can be measured
 MULTIPLES = (1, 4, 16)  # also measured if ONNX Runtime is installed
-ROUNDS, SECONDS = 15, 10.0
+ROUNDS, SECONDS = 8, 10.0
 EDITED = "the file, edited"
 ORIGINAL = Verdict(0.0, "nothing")  # of the original file itself
 NOISE = 1.05  # an exported network has to be faster or smaller by more than this than the edit

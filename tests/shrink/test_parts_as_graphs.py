@@ -278,3 +278,42 @@ def test_an_encoder_with_parts_of_heads_masked_is_of_its_class():
     slim: Any = demask.demask(net, (ids,))
     assert type(slim) is type(net) and graphs(slim) == ["encoder.layer.1.attention.output"]
     assert demask.verify(net, slim, (ids,)).ok
+
+
+class Attention(nn.Module):
+    """Attention with the width of a head written into the code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joint, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n = x.shape[:2]
+        q, k, v = self.joint(x).view(b, n, 3, 4, 4).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(q, k, v)
+        return self.out(heads.transpose(1, 2).reshape(b, n, 16))
+
+
+class TwoAttentions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Attention(), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.two(self.one(x))
+
+
+def test_heads_of_which_values_alone_are_zero_are_removed_by_graphs() -> None:
+    """Their queries and keys go with them."""
+    torch.manual_seed(0)
+    net = TwoAttentions().eval()
+    with torch.no_grad():
+        for part in (net.one, net.two):
+            part.joint.weight[32:36] = 0
+            part.joint.bias[32:36] = 0
+    x = torch.randn(2, 5, 16)
+    with pytest.warns(UserWarning, match="2 of its modules as graphs"):
+        slim: Any = demask.demask(net, (x,))
+    assert type(slim) is TwoAttentions
+    assert isinstance(slim.one, fx.GraphModule) and isinstance(slim.two, fx.GraphModule)
+    torch.testing.assert_close(slim(x), net(x))
