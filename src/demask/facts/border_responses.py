@@ -61,7 +61,12 @@ def _respond(relation: Relation, facts: Facts, earlier: dict[Key, Responses]) ->
     """The responses of a call's output, or None."""
     entry, node = relation.entry, relation.node
     value = node.meta["val"]
-    if value.ndim < 2 or not value.is_floating_point() or not isinstance(value.shape[1], int):
+    if (
+        not isinstance(value, Tensor)
+        or value.ndim < 2
+        or not value.is_floating_point()
+        or not isinstance(value.shape[1], int)
+    ):
         return None
     sources = [o.value for o in relation.operands if isinstance(o.value, fx.Node)]
     several = [earlier[key_of(source)] for source in sources if key_of(source) in earlier]
