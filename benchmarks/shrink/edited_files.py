@@ -10,7 +10,7 @@ import argparse
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor
 import demask
 from benchmarks.common.catalog import Benchmark
 from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
-from benchmarks.shrink.real_models import FIXED, PIXELS, RATE, error, sources
+from benchmarks.shrink.real_models import FIXED, PIXELS, RATE, error, graphs_of, sources
 from demask.files.onnx.edit.edit_file import edit_file, save_edited
 from demask.machine.timing import time_alternately
 from demask.ops import TABLE
@@ -89,7 +89,7 @@ def masked(path: Path, folder: Path) -> Path:
     """A copy of the file whose layers have every second output channel at zero, also where their
     weights are stored as integers."""
     model = onnx.load(path)
-    for graph in _graphs(model.graph):
+    for graph in graphs_of(model.graph):
         tensors = {t.name: t for t in graph.initializer}
         tensors |= {n.output[0]: a.t for n in graph.node if n.op_type == "Constant"
                     for a in n.attribute if a.name == "value"}  # fmt: skip
@@ -126,14 +126,6 @@ def _channels(node: Any) -> list[tuple[int, int]]:
         case "MatMul" | "MatMulInteger":
             return [(1, -1)]
     return []
-
-
-def _graphs(graph: Any) -> Iterator[Any]:
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _graphs(attribute.g)
 
 
 def session(path: Path | str) -> Any:

@@ -148,9 +148,9 @@ def masked_file(path: Path, variant: str, folder: Path) -> Path:
     if variant == VARIANTS[0]:
         return path
     model = onnx.load(path)
-    tensors = {name: t for graph in _graphs(model.graph) for name, t in _tensors(graph)}
+    tensors = {name: t for graph in graphs_of(model.graph) for name, t in _tensors(graph)}
     channels: dict[str, int] = {}
-    for graph in _graphs(model.graph):
+    for graph in graphs_of(model.graph):
         for node in graph.node:
             if node.op_type in ("Conv", "ConvTranspose"):
                 axes = (int(node.op_type == "ConvTranspose"), 0)
@@ -182,12 +182,13 @@ def without_small(values: np.ndarray) -> np.ndarray:
     return np.where(size < np.quantile(size, 0.9), 0, values).astype(values.dtype)
 
 
-def _graphs(graph: Any) -> Iterator[Any]:
+def graphs_of(graph: Any) -> Iterator[Any]:
+    """A graph and those in its nodes' attributes."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.HasField("g"):
-                yield from _graphs(attribute.g)
+                yield from graphs_of(attribute.g)
 
 
 def _tensors(graph: Any) -> Iterator[tuple[str, Any]]:

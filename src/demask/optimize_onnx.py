@@ -25,6 +25,7 @@ from demask.files.onnx.edit.edit_file import EditedFile, edit_file, file_with, s
 from demask.files.onnx.edit.names import foreign_nodes
 from demask.files.onnx.module import OnnxModule
 from demask.files.onnx.read.reader import installed, parse_model, read
+from demask.files.onnx.values import numpy_of
 from demask.files.onnx.write.leftover_weights import remove_unnamed, weight_files
 from demask.files.onnx.write.writer import (
     LARGEST,
@@ -204,9 +205,8 @@ def deploy(
         progress("editing the file")
         edited, failure = _edited(os.fspath(file), args, table)
         if edited is not None and opset is not None:
-            barriers, foreign = edited.barriers, edited.foreign
-            edited = file_with(file, edited.model, opset)
-            edited = replace(edited, barriers=barriers, foreign=foreign)
+            edited = replace(file_with(file, edited.model, opset), barriers=edited.barriers,
+                             foreign=edited.foreign)  # fmt: skip
     named: dict[str, Any] = {}
     program = None
     if model is not None:
@@ -525,7 +525,7 @@ class _SessionRace:
 
     def _call(self, runner: Any) -> Callable[[], Any]:
         names = [port.name for port in runner.get_inputs()]
-        feed = {n: x.detach().cpu().numpy() for n, x in zip(names, self.inputs, strict=True)}
+        feed = {n: numpy_of(x) for n, x in zip(names, self.inputs, strict=True)}
         try:
             runner.run(None, feed)
         except Exception as error:  # ONNX Runtime's exceptions share no base class

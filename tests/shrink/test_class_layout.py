@@ -344,22 +344,23 @@ def test_a_module_whose_code_says_sizes_keeps_them_alone() -> None:
     assert slim.a.out_features == 15 and slim.sized.a.out_features == 32
 
 
+class TwoBlocks(nn.Module):
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = conv(3, N)
+        self.blocks = nn.Sequential(*(Block() for _ in range(2)))
+        self.last = nn.Linear(N, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(self.stem(x)).mean((2, 3)))
+
+
 def test_blocks_become_graphs_where_that_saves_much() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.stem = conv(3, N)
-            self.blocks = nn.Sequential(*(Block() for _ in range(2)))
-            self.last = nn.Linear(N, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.blocks(self.stem(x)).mean((2, 3)))
-
-    net, x = Net().double().eval(), torch.randn(2, 3, 8, 8).double()
+    net, x = TwoBlocks(4).double().eval(), torch.randn(2, 3, 8, 8).double()
     with pytest.warns(UserWarning, match=r"own class, with 2 of its modules as graphs: [\d,]+ par"):
         slim: Any = demask.demask(net, (x,))
-    assert type(slim) is Net and graphs(slim) == ["blocks.0", "blocks.1"]
+    assert type(slim) is TwoBlocks and graphs(slim) == ["blocks.0", "blocks.1"]
     sizes = [count(demask.demask(net, (x,), result=result)) for result in ("graph", "class")]
     assert sizes[0] < count(slim) < sizes[1] < count(net)
     assert difference(net(x), slim(x)) <= 1e-12 and len(slim.demasked.graph_reasons) == 2
@@ -371,7 +372,7 @@ def test_blocks_become_graphs_where_that_saves_much() -> None:
     assert sum(shown.removed.values()) == saved and shown.added == shown.uncalled == 0
 
     for method in ("generate", "save_pretrained"):
-        other: Any = Net().double().eval()
+        other: Any = TwoBlocks(4).double().eval()
         setattr(other, method, lambda x: x)
         groups = "same channels of blocks.0.b, stem and blocks.1.b; demask.prune.align does so"
         with pytest.warns(UserWarning, match=f"own class: .*{groups}"):
@@ -405,24 +406,12 @@ def test_a_graph_comes_in_place_of_a_class_that_keeps_all_macs(method: str) -> N
 
 def test_what_comes_back_is_chosen_by_parameters_or_by_macs() -> None:
     """The blocks have most of the MACs, and few of the parameters."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.stem = conv(3, N)
-            self.blocks = nn.Sequential(*(Block() for _ in range(2)))
-            self.last = nn.Linear(N, 8000)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.blocks(self.stem(x)).mean((2, 3)))
-
-    net, x = Net().double().eval(), torch.randn(2, 3, 16, 16).double()
+    net, x = TwoBlocks(8000).double().eval(), torch.randn(2, 3, 16, 16).double()
     slim: Any = demask.demask(net, (x,))
-    assert type(slim) is Net and not graphs(slim)
+    assert type(slim) is TwoBlocks and not graphs(slim)
     with pytest.warns(UserWarning, match=r"2 of its modules as graphs: [\d,]+ MACs, where one"):
         fast: Any = demask.demask(net, (x,), objective="macs")
-    assert type(fast) is Net and graphs(fast) == ["blocks.0", "blocks.1"]
+    assert type(fast) is TwoBlocks and graphs(fast) == ["blocks.0", "blocks.1"]
     assert fast.demasked.after.macs < 0.8 * slim.demasked.after.macs
     assert difference(net(x), fast(x)) <= 1e-12
     with pytest.raises(demask.BadInput, match="'parameters' or 'macs', got 'speed'"):

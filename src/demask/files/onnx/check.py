@@ -371,7 +371,7 @@ class FileOriginal:
 
 def _arrays(outputs: Any) -> Outputs:
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    return [leaf.detach().cpu().numpy() for leaf in leaves]
+    return [numpy_of(leaf) for leaf in leaves]
 
 
 # --------------------------------------------------------------------------------------- verdict
@@ -506,8 +506,7 @@ class Judge:
         worst, runs = 0.0, [self._expected[i, optimized] or () for i in (k, 0)]
         for error, *arrays in zip(errors, *runs, strict=False):
             if error and error < math.inf:
-                finite = [np.abs(a[np.isfinite(a)]) for a in arrays if _is_plain_float(a)]
-                here, example = [float(a.max(initial=0.0)) for a in finite] or (0.0, 1.0)
+                here, example = map(_largest, arrays)
                 worst = max(worst, error * here / (max(here, example) or 1.0))
         return worst
 
@@ -631,8 +630,12 @@ def _is_float(a: np.ndarray) -> bool:
     return a.dtype.kind == "f" or (a.dtype.kind == "V" and "float" in a.dtype.name)
 
 
-def _is_plain_float(a: Any) -> bool:
-    return isinstance(a, np.ndarray) and a.dtype.kind == "f"
+def _largest(a: Any) -> float:
+    """The largest finite |a|; 0 for what is no array of floats."""
+    if not isinstance(a, np.ndarray) or not _is_float(a):
+        return 0.0
+    values = np.abs(a.astype(np.float64))
+    return float(values[np.isfinite(values)].max(initial=0.0))
 
 
 def _epsilon(dtype: np.dtype) -> float:

@@ -20,10 +20,12 @@ from demask.files.onnx.edit.protos import (
     attributes_of,
     copy_of,
     graph_names,
+    graph_reads,
     is_standard,
     outer_reads,
     rename,
     subgraphs,
+    tensors_of,
 )
 
 LEAST_BYTES = 4096  # of tensors in a body that is worth an edit of its own
@@ -37,7 +39,7 @@ def edit_bodies(model: Any, feeds: Arrays, edit: EditModel) -> Any:
     stored = {t.name: t for t in model.graph.initializer}
     places = [(k, j) for k, node in enumerate(model.graph.node)
               for j, body in enumerate(subgraphs(node))
-              if sum(t.ByteSize() for t in _tensors(body)) + sum(
+              if sum(t.ByteSize() for t in tensors_of(body)) + sum(
                   stored[n].ByteSize() for n in set(outer_reads(body)) & set(stored)
               ) > LEAST_BYTES]  # fmt: skip
     if not places:
@@ -65,25 +67,12 @@ def edit_bodies(model: Any, feeds: Arrays, edit: EditModel) -> Any:
         except DemaskError:  # it stays as it is
             continue
         _put_back(body, smaller.graph, stored, taken)
-    live = {n for node in new.graph.node for n in (*node.input, *_reads(node))}
+    live = {n for node in new.graph.node for n in (*node.input, *graph_reads(node))}
     live |= {value.name for value in new.graph.output}
     for tensor in list(new.graph.initializer):
         if tensor.name not in live:
             new.graph.initializer.remove(tensor)
     return new if new.ByteSize() < model.ByteSize() else model
-
-
-def _tensors(graph: Any) -> list[Any]:
-    """The tensors that a graph and its subgraphs store."""
-    tensors = [*graph.initializer]
-    for node in graph.node:
-        tensors += [a.t for a in node.attribute if a.type == a.TENSOR]
-        tensors += [tensor for inner in subgraphs(node) for tensor in _tensors(inner)]
-    return tensors
-
-
-def _reads(node: Any) -> list[str]:
-    return [name for body in subgraphs(node) for name in outer_reads(body)]
 
 
 def _as_file(

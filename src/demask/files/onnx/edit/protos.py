@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 GRAPH, GRAPHS = 5, 10  # types of attributes
@@ -78,6 +78,25 @@ def subgraphs(node: Any) -> list[Any]:
     """The graphs in a node's attributes."""
     single = [a.g for a in node.attribute if a.type == GRAPH]
     return single + [g for a in node.attribute if a.type == GRAPHS for g in a.graphs]
+
+
+def tensors_of(graph: Any) -> Iterator[Any]:
+    """The tensors that a graph and its subgraphs store."""
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    for node in graph.node:
+        yield from tensors_in(node)
+
+
+def tensors_in(node: Any) -> Iterator[Any]:
+    """The tensors among a node's attributes, and in its subgraphs."""
+    for attribute in node.attribute:
+        if attribute.HasField("t"):
+            yield attribute.t
+        yield from attribute.tensors
+    for graph in subgraphs(node):
+        yield from tensors_of(graph)
 
 
 def rename(graph: Any, names: Mapping[str, str]) -> None:

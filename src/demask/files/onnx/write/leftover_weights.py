@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from demask.files.onnx.edit.protos import tensors_in, tensors_of
 from demask.files.onnx.read.reader import installed
 
 MOST = 2**32  # bytes of other files in the folder that are searched for the name
@@ -22,8 +23,8 @@ def weight_files(path: str | os.PathLike[str]) -> set[str]:
         model = installed().load(os.fspath(path), load_external_data=False)
     except Exception:  # no ONNX file, whose errors share no base class
         return set()
-    nodes = [*model.graph.node, *(node for f in model.functions for node in f.node)]
-    tensors = [*_tensors_of(model.graph), *(t for node in nodes for t in _tensors_in(node))]
+    bodies = (tensors_in(node) for f in model.functions for node in f.node)
+    tensors = [*tensors_of(model.graph), *itertools.chain(*bodies)]
     entries = [e for t in tensors if t.data_location == t.EXTERNAL for e in t.external_data]
     return {entry.value for entry in entries if entry.key == "location"}
 
@@ -79,19 +80,3 @@ def _doubt(file: Path, folder: Path, now: set[str]) -> str:
 def _has(path: Path, words: bytes) -> bool:
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return data.find(words) >= 0
-
-
-def _tensors_of(graph: Any) -> Iterator[Any]:
-    yield from graph.initializer
-    for sparse in graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)
-
-
-def _tensors_in(node: Any) -> Iterator[Any]:
-    """The tensors among a node's attributes, and in its subgraphs."""
-    for attribute in node.attribute:
-        yield from (attribute.t, *attribute.tensors)
-        for graph in (attribute.g, *attribute.graphs):
-            yield from _tensors_of(graph)
-            for inner in graph.node:
-                yield from _tensors_in(inner)
