@@ -41,7 +41,7 @@ def pools(path, version):
     tensors = {"w": half(16, 32, axis=1), "v": np.ones((32, 8), np.float32)}
     model = write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 8])], tensors, version,
                   doc_string="of it")  # fmt: skip
-    model.graph.initializer[1].doc_string = "of v"
+    model.graph.initializer[1].doc_string, model.graph.input[0].doc_string = "of v", "of x"
     del model.opset_import[1:]
     onnx.save(model, path)
 
@@ -58,6 +58,7 @@ def test_another_op_set(tmp_path, minimal):
         assert widths(out)["w"] == (16, 16)
         made = onnx.load(out)
         assert made.doc_string == "of it" and made.graph.initializer[1].doc_string == "of v"
+        assert made.graph.input[0].doc_string == "of x"
         assert {n.name for n in made.graph.node} >= {"first", "r", "u", "mean", "last"}
 
 

@@ -8,7 +8,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from demask.errors import Mismatch
+from demask.errors import BadInput, Mismatch
 from demask.files.onnx import from_onnx
 from demask.files.onnx.check import Judge
 from demask.files.onnx.edit.edit_file import edit_file, save_edited
@@ -322,19 +322,25 @@ def test_branches_are_cut(tmp_path):
     own = [numpy_helper.from_array(array, name) for name, array in own.items()]
     then = (hidden_layer("h", "p", "w1", "v1"), "p", own)
     other = (hidden_layer("h", "q", "w2", "v2"), "q", [])
-    nodes = [*hidden_layer("x", "h", "w0", "v0"), choice(then, other)]
+    # Outside of the branch, all of w2 is read.
+    nodes = [*hidden_layer("x", "h", "w0", "v0"), choice(then, other),
+             node("MatMul", ["h", "w2"], ["z"])]  # fmt: skip
     tensors = {"w0": half(16, 64, axis=1), "w2": half(16, 64, axis=1)}
     tensors |= {f"v{k}": draw.standard_normal((64, 16)).astype(np.float32) for k in (0, 2)}
     inputs = [value("x", ["B", 16]), value("flag", [], TensorProto.BOOL)]
-    write(path, nodes, inputs, [value("y", ["B", 16])], tensors)
+    write(path, nodes, inputs, [value("y", ["B", 16]), value("z", ["B", 64])], tensors)
     x = torch.randn(3, 16)
     after = edited(path, x, torch.tensor(True))
+    branches = [
+        t.name for n in after.model.graph.node for a in n.attribute for t in a.g.initializer
+    ]
+    assert len(branches) == 4 and not set(branches) & dims(after.model).keys()
     save_edited(after, tmp_path / "out.onnx")
     for flag in (True, False):
         feeds = {"x": x.numpy(), "flag": np.array(flag)}
         expected = run(path, **feeds)[0]
         np.testing.assert_allclose(run(tmp_path / "out.onnx", **feeds)[0], expected, atol=1e-4)
-    assert after.model.ByteSize() < 0.6 * path.stat().st_size
+    assert after.model.ByteSize() < 0.7 * path.stat().st_size
 
 
 def test_bodies_of_loops_are_cut(tmp_path):
@@ -432,3 +438,29 @@ def test_nodes_are_inserted_only_where_that_is_smaller(tmp_path, width, count):
         is_inserted = any(n.op_type in ("Pad", "Gather") for n in edited.model.graph.node)
         assert not is_inserted or (insert and 1.01 * sizes[1] < sizes[0])
         assert not insert or is_inserted or width < 400
+
+
+def test_examples_of_another_rank_are_refused(tmp_path):
+    path = tmp_path / "in.onnx"
+    layers(path)
+    with pytest.raises(BadInput, match="'x': expected 2 axes"):
+        edit_file(path, (torch.randn(3, 4, 16),), TABLE)
+
+
+def test_a_recurrent_layer_starts_from_zeros_of_the_batchs_size(tmp_path):
+    path, draw = tmp_path / "in.onnx", np.random.default_rng(0)
+    sizes = {"w": (1, 4, 8, 16), "r": (1, 4, 8, 8), "b": (1, 8, 8)}
+    arrays = {k: draw.uniform(-1, 1, n).astype(np.float32) for k, n in sizes.items()}
+    arrays["w"][:, :, :4] = arrays["r"][:, :, :4] = arrays["b"][:, :, :4] = 0
+    tensors = {k: a.reshape(1, -1, *a.shape[3:]) for k, a in arrays.items()}
+    tensors |= {"one": np.array([1]), "eight": np.array([8]), "v": np.ones((8, 4), np.float32)}
+    nodes = [
+        node("Shape", ["x"], ["s"], start=1, end=2),
+        node("Concat", ["one", "s", "eight"], ["n"], axis=0),
+        node("ConstantOfShape", ["n"], ["h0"]),
+        node("LSTM", ["x", "w", "r", "b", "", "h0", "h0"], ["h"], hidden_size=8),
+        node("Squeeze", ["h", "one"], ["flat"]), node("MatMul", ["flat", "v"], ["y"]),
+    ]  # fmt: skip
+    tensors["b"] = tensors["b"].reshape(1, -1)
+    write(path, nodes, [value("x", ["T", "B", 16])], [value("y", ["T", "B", 4])], tensors)
+    assert dims(edited(path, torch.randn(3, 2, 16)).model)["v"] == [4, 4]

@@ -18,6 +18,7 @@ F = nn.functional
 STEPS = torch.arange(7) - 3
 #: of values (n, 6) and n
 CALLS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "a size divided and rounded up": lambda x, n: x[: -(-n // 2)],
     "remainder of whole numbers": lambda x, n: x[0, 0] + torch.remainder(STEPS, 2 * n),
     "clamp of whole numbers": lambda x, n: x[0, 0] + STEPS.clamp(1, n),
     "leaky relu": lambda x, n: F.leaky_relu(x, 1 / n),
@@ -55,7 +56,7 @@ class Net(nn.Module):
         return self.call(self.layer(x), x.shape[0])
 
 
-@pytest.mark.parametrize("name", [*list(CALLS)[:4], *at_night(*list(CALLS)[4:])])
+@pytest.mark.parametrize("name", [*list(CALLS)[:5], *at_night(*list(CALLS)[5:])])
 def test_calls_with_sizes(name: str, tmp_path: Path) -> None:
     net = Net(CALLS[name]).eval()
     slim = demask.demask(net, (torch.randn(5, 6),))

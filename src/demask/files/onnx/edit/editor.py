@@ -175,6 +175,14 @@ class Editor:
         run = run[tuple(slice(0, 1) if n == 1 else slice(None) for n in fill.shape)]
         return np.where(value.known, run, fill) if run.shape == fill.shape else fill
 
+    def zeros(self, name: str) -> np.ndarray:
+        """Which elements of a tensor are known to be 0; each dimension is 1 or full."""
+        if name in self.constants:
+            return self.array(name) == 0
+        if name not in self.values:
+            return np.zeros([1] * len(self.shape(name)), bool)
+        return self.values[name].known & (self.fill(name) == 0)
+
     def dtype(self, name: str) -> np.dtype:
         """The element type of a value."""
         if name in self.runtime_values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,15 @@ def functions() -> dict[Any, Any]:
         aten.logaddexp.default: logaddexp,
         aten.sort.default: sort,
         aten.sort.stable: sort,
+        operator.floordiv: divide_sizes,
     }
+
+
+def divide_sizes(self: Any, other: Any) -> Any:
+    """a // b of sizes, which rounds down; Div rounds towards zero, so -(-a // b) would be wrong."""
+    op = _ops()
+    self, other = (op.Constant(value_int=x) if isinstance(x, int) else x for x in (self, other))
+    return op.Div(op.Sub(self, op.Mod(self, other)), other)
 
 
 def extreme(name: str, self: Any, dim: Any, keepdim: bool) -> Any:

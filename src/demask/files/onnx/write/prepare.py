@@ -63,7 +63,7 @@ def prepare(slim: Demasked, translated: Mapping[Any, Any]) -> ExportedProgram | 
     wrap_recurrent(graph)
     canonicalize(graph)
     doubles = _lift_numbers(graph)
-    registered = _registered() | {op.name() for op in translated}
+    registered = _registered() | {op.name() for op in translated if isinstance(op, OpOverload)}
     undefined = [node for node in graph.nodes if isinstance(node.target, OpOverload)
              and (node.target.name() not in registered
                   or (node.target in DECOMPOSED_WITH_NUMBERS and takes_sizes(node)))]  # fmt: skip

@@ -219,9 +219,5 @@ def _product_of_values(edit: NodeEdit) -> Sequence[Layout | None]:
 
 def _is_zero(edit: NodeEdit, name: str, axis: int) -> np.ndarray:
     """The positions of an axis at which a value is known to be 0; of size 1 if all are alike."""
-    editor = edit.editor
-    if name in editor.constants:
-        zero = editor.array(name) == 0
-    else:
-        zero = (editor.fill(name) == 0) & editor.values[name].known
+    zero = edit.editor.zeros(name)
     return zero.all(tuple(k for k in range(zero.ndim) if k != axis))

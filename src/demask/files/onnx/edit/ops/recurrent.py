@@ -198,11 +198,7 @@ def _silent_units(edit: NodeEdit, direction: int) -> np.ndarray:
     else:
         silent = total == 0
     silent &= ZERO_AT_ZERO.issuperset(values)
-    x = edit.name(0)
-    read = np.ones(w.shape[1], bool)
-    if x in editor.values:
-        zero = editor.values[x].known & (editor.fill(x) == 0)
-        read &= ~zero.all((0, 1))
+    read = np.ones(w.shape[1], bool) & ~editor.zeros(edit.name(0)).all((0, 1))
     silent &= ~((w[rows] != 0) & read).any(1)
     for k in STATES:
         if edit.name(k):
@@ -216,11 +212,7 @@ def _silent_units(edit: NodeEdit, direction: int) -> np.ndarray:
 
 def _zero_at_start(edit: NodeEdit, k: int, direction: int) -> np.ndarray:
     """The units whose initial state (operand k) is known to be 0."""
-    editor, name = edit.editor, edit.name(k)
-    if name in editor.constants:
-        zero = editor.array(name) == 0
-    else:
-        zero = editor.values[name].known & (editor.fill(name) == 0)
+    zero = edit.editor.zeros(edit.name(k))
     axes = (1, 0) if edit.attributes.get("layout", 0) else (0, 1)  # of directions and the batch
     zero = np.moveaxis(zero, axes, (0, 1)).all(1)
     return zero[direction if len(zero) > 1 else 0]
