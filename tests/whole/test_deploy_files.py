@@ -42,6 +42,7 @@ def pools(path, version):
     model = write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 8])], tensors, version,
                   doc_string="of it")  # fmt: skip
     model.graph.initializer[1].doc_string, model.graph.input[0].doc_string = "of v", "of x"
+    model.graph.metadata_props.add(key="origin", value="a camera")
     del model.opset_import[1:]
     onnx.save(model, path)
 
@@ -59,6 +60,7 @@ def test_another_op_set(tmp_path, minimal):
         made = onnx.load(out)
         assert made.doc_string == "of it" and made.graph.initializer[1].doc_string == "of v"
         assert made.graph.input[0].doc_string == "of x"
+        assert [p.value for p in made.graph.metadata_props] == ["a camera"]
         assert {n.name for n in made.graph.node} >= {"first", "r", "u", "mean", "last"}
 
 

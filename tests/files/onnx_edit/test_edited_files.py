@@ -453,12 +453,14 @@ def test_a_recurrent_layer_starts_from_zeros_of_the_batchs_size(tmp_path):
     arrays = {k: draw.uniform(-1, 1, n).astype(np.float32) for k, n in sizes.items()}
     arrays["w"][:, :, :4] = arrays["r"][:, :, :4] = arrays["b"][:, :, :4] = 0
     tensors = {k: a.reshape(1, -1, *a.shape[3:]) for k, a in arrays.items()}
+    tensors |= {"same": np.array([0, -1, 16]), "index": np.array(1), "zero": np.array([0])}
     tensors |= {"one": np.array([1]), "eight": np.array([8]), "v": np.ones((8, 4), np.float32)}
     nodes = [
-        node("Shape", ["x"], ["s"], start=1, end=2),
-        node("Concat", ["one", "s", "eight"], ["n"], axis=0),
+        node("Reshape", ["x", "same"], ["x2"]), node("Shape", ["x2"], ["s"]),
+        node("Gather", ["s", "index"], ["b1"]), node("Unsqueeze", ["b1", "zero"], ["b2"]),
+        node("Concat", ["one", "b2", "eight"], ["n"], axis=0),
         node("ConstantOfShape", ["n"], ["h0"]),
-        node("LSTM", ["x", "w", "r", "b", "", "h0", "h0"], ["h"], hidden_size=8),
+        node("LSTM", ["x2", "w", "r", "b", "", "h0", "h0"], ["h"], hidden_size=8),
         node("Squeeze", ["h", "one"], ["flat"]), node("MatMul", ["flat", "v"], ["y"]),
     ]  # fmt: skip
     tensors["b"] = tensors["b"].reshape(1, -1)

@@ -202,10 +202,7 @@ def _cheapest(walked: Callable[[Mapping[str, Layout]], Editor], insert: bool) ->
         if all(grown.get(name) == layout for name, layout in more.items()):
             break
         grown |= more
-        try:
-            editor = walked(grown)
-        except BadInput:
-            break
+        editor = walked(grown)
         if (size := editor.result().ByteSize()) <= least:
             best, least = editor, size
     return best if insert and least * WORTH < size else editor
