@@ -220,4 +220,4 @@ def _product_of_values(edit: NodeEdit) -> Sequence[Layout | None]:
 def _is_zero(edit: NodeEdit, name: str, axis: int) -> np.ndarray:
     """The positions of an axis at which a value is known to be 0; of size 1 if all are alike."""
     zero = edit.editor.zeros(name)
-    return zero.all(tuple(k for k in range(zero.ndim) if k != axis))
+    return np.asarray(zero.all(tuple(k for k in range(zero.ndim) if k != axis)))

@@ -214,5 +214,5 @@ def _zero_at_start(edit: NodeEdit, k: int, direction: int) -> np.ndarray:
     """The units whose initial state (operand k) is known to be 0."""
     zero = edit.editor.zeros(edit.name(k))
     axes = (1, 0) if edit.attributes.get("layout", 0) else (0, 1)  # of directions and the batch
-    zero = np.moveaxis(zero, axes, (0, 1)).all(1)
+    zero = np.asarray(np.moveaxis(zero, axes, (0, 1)).all(1))
     return zero[direction if len(zero) > 1 else 0]
