@@ -1,7 +1,7 @@
-"""ONNX files that packages ship, every second channel masked: edited, and exported anew.
+"""ONNX files that packages ship, every second channel masked: edited, and exported again.
 
 `python -m benchmarks run edited_files -- --packages FOLDER` takes the files of all packages in a
-folder (`site-packages` of another environment) beside those of the packages of `real_models`.
+folder (`site-packages` of another environment) and those of the packages of `real_models`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from demask.machine.timing import time_alternately
 from demask.ops import TABLE
 
 BENCHMARK = Benchmark(
-    "ONNX files of packages with every second channel masked: edited, and exported anew",
+    "ONNX files of packages with every second channel masked: edited, and exported again",
     "about 30 s a file", ("edited_files.md",),
     needs=("`make .venv/real.stamp`", "a folder of more packages (`--packages`)"), quick=None,
 )  # fmt: skip
@@ -204,7 +204,7 @@ def run(name: str, path: Path, folder: Path) -> Row:
             other = session(target)
             row.sizes[kind] = target.stat().st_size
             row.errors[kind] = difference(runner, inputs, other, arguments)
-            calls[kind] = lambda other=other, given=arguments: other.run(None, feeds(other, given))
+            calls[kind] = lambda other=other, xs=arguments: other.run(None, feeds(other, xs))
         except Exception as failed:
             reason = " ".join(str(failed).replace(f"{folder}/", "").split())
             row.failures[kind] = f"{type(failed).__name__}: {reason}"
@@ -213,14 +213,12 @@ def run(name: str, path: Path, folder: Path) -> Row:
     return row
 
 
-def difference(runner: Any, inputs: Sequence[Tensor], other: Any, given: Sequence[Tensor]) -> float:
+def difference(runner: Any, inputs: Sequence[Tensor], other: Any, same: Sequence[Tensor]) -> float:
     """The largest difference of two files on all kinds of input on which the first one runs and
     gives finite numbers."""
     worst = 0.0
     for change in KINDS.values():
-        changed = [
-            [change(x) if x.is_floating_point() else x for x in xs] for xs in (inputs, given)
-        ]
+        changed = [[change(x) if x.is_floating_point() else x for x in xs] for xs in (inputs, same)]
         try:
             expected = runner.run(None, feeds(runner, changed[0]))
         except Exception:  # its exceptions share no base class
@@ -275,7 +273,7 @@ def page(rows: Sequence[Row], words: str) -> str:
     def listed(names: Sequence[str]) -> str:
         return ", ".join(names) or "none"
 
-    return f"""# ONNX files of packages: edited, and exported anew
+    return f"""# ONNX files of packages: edited, and exported again
 
 {words}
 
@@ -287,7 +285,7 @@ largest on {", ".join(KINDS)} inputs, relative to the largest value of the outpu
 original's outputs are finite. *nodes unchanged*: byte for byte. Seconds of the processor, once.
 
 {len(edits)} of {len(rows)} files are edited, {len([r for r in rows if "export" in r.sizes])} are
-exported anew.
+exported again.
 
 {markdown(HEAD, [cells(row) for row in rows])}
 
