@@ -13,14 +13,15 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from demask.errors import BadInput, RefusedFile
+from demask.errors import BadInput, DemaskError, RefusedFile
 from demask.files import atomic_write as atomic
 from demask.files.bounded_read import parse_json
 from demask.graph.module_copy import structural_copy
@@ -64,12 +65,15 @@ class StoredTensor:
 @dataclass(frozen=True, slots=True)
 class WeightFile:
     """The tensors of a safetensors file. size (bytes), modified (nanoseconds): of the file when its
-    header was read, to detect later changes."""
+    header was read, to detect later changes. metadata: the texts in its header. unread: the names of
+    tensors of other dtypes than those in `DTYPES`."""
 
     path: Path
     size: int
     modified: int
     tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
 
     @classmethod
     def read(
@@ -101,12 +105,31 @@ class WeightFile:
         except OSError as error:
             raise BadInput(f"{what}: cannot be read: {error.strerror or error}") from error
         tensors = dict(_tensors(header, start + 8 + length, end, what))
-        return cls(Path(path).resolve(), status.st_size, status.st_mtime_ns, tensors)
+        metadata = header.get("__metadata__") or {}
+        if not isinstance(metadata, dict):
+            raise RefusedFile(f"{what}: expected texts as metadata, got {metadata!r:.80}")
+        unread = tuple(header.keys() - tensors.keys() - {"__metadata__"})
+        path = Path(path).resolve()
+        return cls(path, status.st_size, status.st_mtime_ns, tensors, metadata, unread)
 
     @classmethod
-    def write(cls, path: Path, tensors: Mapping[str, Tensor]) -> WeightFile:
-        """Write a safetensors file of these tensors, complete or not at all, and return it."""
-        header, end = {}, 0
+    def write(
+        cls,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        read: Callable[[str], Tensor] | None = None,
+        metadata: Mapping[str, str] = MappingProxyType({}),
+    ) -> WeightFile:
+        """Write a safetensors file of these tensors, complete or not at all, and return it.
+
+        Args:
+            read: the values of a tensor, by its name, one at a time; `tensors` then state dtypes
+                and shapes alone, and may be on the meta device.
+            metadata: texts for the header.
+        """
+        header, end = dict[str, Any](), 0
+        if metadata:
+            header["__metadata__"] = dict(metadata)
         for name, tensor in tensors.items():
             start, end = end, end + tensor.numel() * tensor.element_size()
             header[name] = {
@@ -117,8 +140,12 @@ class WeightFile:
         text += b" " * (-len(text) % 8)  # values begin at a multiple of eight bytes
         with atomic.write(path) as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for tensor in tensors.values():
-                plain = tensor.detach().cpu().contiguous().view(-1)
+            for name, tensor in tensors.items():
+                values = tensor if read is None else read(name)
+                if values.shape != tensor.shape or values.dtype != tensor.dtype:
+                    raise DemaskError(f"{name}: expected {tuple(tensor.shape)} of {tensor.dtype}, "
+                                      f"got {tuple(values.shape)} of {values.dtype}")  # fmt: skip
+                plain = values.detach().cpu().contiguous().view(-1)
                 file.write(plain.view(torch.uint8).numpy().data)
         return cls.read(path)
 

@@ -159,18 +159,23 @@ class Coupling:
             if not constant.parameter or not constant.tensor.is_floating_point():
                 continue
             for axis, cells in enumerate(self.ties.constant(name)):
-                leaves = self.ties.leaves(cells)
-                sizes = [self.ties.cells.size(cell) or 1 for cell in leaves]
-                for k, cell in enumerate(leaves):
-                    if cell not in self.slice_of:
-                        continue
-                    slices = self.slice_of[cell].view(1, -1, 1)
-                    slices = slices.expand(math.prod(sizes[:k]), -1, math.prod(sizes[k + 1 :]))
+                for cell, slices in self.slices_along(cells):
                     mine = {
                         role for c, role in roles[name][axis] if cell in self.ties.leaves([c])
                     } or {role for _, role in roles[name][axis]}
                     full = (constant.aliases or (constant.name,))[0]
-                    yield _ParameterCell(full, axis, cell, slices.reshape(-1), frozenset(mine))
+                    yield _ParameterCell(full, axis, cell, slices, frozenset(mine))
+
+    def slices_along(self, axis: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
+        """The final cells of an axis that have slices, each with the slice of each position of the
+        axis, by its number in `slice_of`, int64 [size of the axis], -1: none."""
+        leaves = self.ties.leaves(axis)
+        sizes = [self.ties.cells.size(cell) or 1 for cell in leaves]
+        for k, cell in enumerate(leaves):
+            if cell in self.slice_of:
+                slices = self.slice_of[cell].view(1, -1, 1)
+                slices = slices.expand(math.prod(sizes[:k]), -1, math.prod(sizes[k + 1 :]))
+                yield cell, slices.reshape(-1)
 
     def matrices(self) -> Iterator[tuple[str, int]]:
         """The weights of products that are not skipped, each with its axis of outputs."""

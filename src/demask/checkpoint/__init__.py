@@ -1,0 +1,6 @@
+"""Checkpoint folders of Hugging Face: a masked one becomes a smaller one that every loader reads."""
+
+from demask.checkpoint.report import CheckpointReport
+from demask.checkpoint.slim import slim
+
+__all__ = ["CheckpointReport", "slim"]

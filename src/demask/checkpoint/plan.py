@@ -1,0 +1,382 @@
+"""What becomes of a folder's tensors: slices that stay, layers that go, biases that take constants.
+
+A config has one size for all layers. So every layer is cut to the smallest size that a config can
+say and that has room for the live slices of all layers: some dead slices stay, as they are.
+"""
+
+from __future__ import annotations
+
+import copy as copies
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demask.checkpoint.decide import Fate, SlicePattern, SmallNetwork, bias_of
+from demask.checkpoint.family import (
+    ConfigData,
+    Family,
+    LayerStack,
+    keep_layers,
+    reduced_config,
+)
+from demask.checkpoint.slices import LayerKind, SliceGroup, SliceMember, cut_shapes, find_slices
+from demask.checkpoint.tensors import StoredTensors
+from demask.errors import NotExportable
+from demask.progress import ProgressStep
+from demask.shrink.own_class.pretrained import larger_configs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerSlices:
+    """The slices of a group in one layer, or in all layers that share them.
+
+    Attributes:
+        group: the group.
+        layers: these layers, each with its kind.
+        fates: by expert, what becomes of each slice; of one expert where there are none.
+    """
+
+    group: SliceGroup
+    layers: tuple[tuple[LayerKind, int], ...]
+    fates: tuple[tuple[Fate, ...], ...]
+
+    @property
+    def live(self) -> int:
+        """The largest number of live slices of an expert."""
+        return max(sum(not fate.dead for fate in fates) for fates in self.fates)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether no slice adds anything to what reads it."""
+        return all(fate.dead and not fate.constant for fates in self.fates for fate in fates)
+
+    def width(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """The parameters of one slice of one expert, in all these layers."""
+        total = 0
+        for member, name in self.parameters():
+            shape = shapes[name]
+            rest = math.prod(shape) // shape[member.axis]
+            rest //= shape[0] if member.rank == 3 else 1
+            total += member.positions.shape[1] * rest
+        return total
+
+    def kept(self, count: int) -> list[Tensor]:
+        """By expert, `count` slices that stay, in order: the live ones, and dead ones to fill up,
+        those first that need no bias to be removed."""
+        result: list[Tensor] = []
+        for fates in self.fates:
+            order = sorted(range(len(fates)), key=lambda k: (fates[k].dead, not fates[k].constant, k))
+            result.append(torch.tensor(sorted(order[:count]), dtype=torch.int64))
+        return result
+
+    def parameters(self) -> Iterator[tuple[SliceMember, str]]:
+        """The members and their parameters in these layers."""
+        for member in self.group.members:
+            if member.kind is None:
+                yield member, member.name
+            for kind, layer in self.layers:
+                if kind == member.kind:
+                    yield member, f"{kind.stack}.{layer}.{member.name}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckpointPlan:
+    """What is written.
+
+    Attributes:
+        config: the config, with all keys of its class.
+        layers: by stack, the layers that stay.
+        slices: what is known of all slices. counts: by group, how many stay in each layer.
+        cuts: by tensor and axis, the positions that stay, int64 [positions]; of a tensor of three
+            axes, for each position of the first: [first axis, positions].
+        added: by tensor, float64 numbers that are added to it.
+        notes: what could be removed and is not, and why.
+    """
+
+    config: ConfigData
+    layers: Mapping[str, Sequence[int]]
+    slices: Sequence[LayerSlices]
+    counts: Mapping[str, int]
+    cuts: Mapping[str, Mapping[int, Tensor]]
+    added: Mapping[str, Tensor]
+    notes: tuple[str, ...] = ()
+
+
+def plan_checkpoint(
+    stored: StoredTensors, family: Family, data: ConfigData, multiple: int, step: ProgressStep
+) -> CheckpointPlan:
+    """The plan for a folder.
+
+    Args:
+        data: the config, with all keys of its class.
+        multiple: units are rounded up to a multiple of it.
+
+    Raises:
+        NotExportable: the model cannot be captured.
+    """
+    stacks, notes = stored.stacks, list[str]()
+    reduced, firsts = reduced_config(family, data, stacks)
+    step("capturing one layer of each kind")
+    groups, _ = find_slices(family.build(reduced), stacks, firsts)
+    small = SmallNetwork(family, reduced, stacks, firsts, groups)
+    slices = [s for group in groups for s in decide_slices(stored, small, group, stacks, step)]
+    full = {group.name: group.size for group in groups}
+    live = {name: max((s.live for s in slices if s.group.name == name), default=size)
+            for name, size in full.items()}  # fmt: skip
+    for group in groups:
+        if group.kind == "unit":
+            rounded = -(-max(live[group.name], 1) // multiple) * multiple
+            live[group.name] = min(group.size, rounded)
+        live[group.name] = max(live[group.name], 1)
+    layers, kept_config = drop_layers(family, data, stacks, slices, small, stored, notes)
+    counts, changed = full, reduced
+    if live != full:
+        counts, changed = choose_sizes(family, reduced, stacks, firsts, groups, live)
+    config = copies.deepcopy(kept_config)
+    apply_changes(config, reduced, changed)
+    slices = [s for s in slices if any(k in layers[kind.stack] for kind, k in s.layers)]
+    cuts, added = cut_tensors(stored, slices, counts)
+    return CheckpointPlan(config, layers, slices, counts, cuts, added, tuple(notes))
+
+
+def decide_slices(
+    stored: StoredTensors, small: SmallNetwork, group: SliceGroup, stacks: Sequence[LayerStack],
+    step: ProgressStep,
+) -> Iterator[LayerSlices]:
+    """What becomes of the slices of a group, in each layer that has it."""
+    numbered = {s.path: s.kinds for s in stacks}
+    layers = [(kind, k) for kind in sorted(group.kinds)
+              for k, first in enumerate(numbered[kind.stack]) if first == kind.layer]  # fmt: skip
+    for mine in [layers] if group.is_shared else [[layer] for layer in layers]:
+        step(f"reading {mine[0][0].stack}.{mine[0][1]}")
+        alive = LayerSlices(group, tuple(mine), ((Fate(False),) * group.size,))
+        zeros: list[Tensor | None] = [None] * len(group.members)
+        values: dict[int, Tensor] = {}
+        index = {member.key: m for m, member in enumerate(group.members)}
+        is_known = True
+        for member, parameter in alive.parameters():
+            m, own = index[member.key], stored.zeros(parameter, member.axis)
+            if own is None:
+                is_known = False
+                break
+            before = zeros[m]
+            zeros[m] = own if before is None else before & own
+            name = stored.name_of(parameter)
+            if member.rank == 1 and name is not None and not group.is_shared:
+                values[m] = stored.folder.tensor(name)[member.positions]
+        if not is_known:
+            yield alive
+            continue
+        count = max(len(z) for z in zeros if z is not None)
+        names = {member.name for member in group.members}
+        prefixes = [f"{kind.stack}.{layer}." for kind, layer in mine]
+        ties = other_zeros(stored, prefixes, names)
+        fates = [
+            small.fates(group.name, [z[min(e, len(z) - 1)][member.positions]
+                                     for z, member in zip(zeros, group.members, strict=True)
+                                     if z is not None], values, ties)
+            for e in range(count)
+        ]  # fmt: skip
+        if group.is_shared or count > 1:  # no single bias takes their constants
+            fates = [[fate if not fate.constant else Fate(False) for fate in f] for f in fates]
+        yield LayerSlices(group, tuple(mine), tuple(map(tuple, fates)))
+
+
+def other_zeros(
+    stored: StoredTensors, prefixes: Sequence[str], names: Collection[str]
+) -> dict[str, bool]:
+    """Of the tensors of layers that are not in `names`, whether they are zero everywhere, by their
+    names in a layer. prefixes: of the names of these layers."""
+    first = prefixes[0]
+    every = {name.removeprefix(first) for name in stored.shapes if name.startswith(first)}
+    return {name: all(stored.is_zero(p + name) for p in prefixes) for name in every - set(names)}
+
+
+def pattern_of(
+    stored: StoredTensors, slices: LayerSlices, kind: LayerKind, layer: int
+) -> SlicePattern:
+    """The pattern of the first slice of a group in a layer; what other layers have is unknown."""
+    zeros: list[Tensor] = []
+    for member in slices.group.members:
+        mine = torch.zeros(member.positions.shape[1], dtype=torch.bool)
+        if member.kind == kind:
+            own = stored.zeros(f"{kind.stack}.{layer}.{member.name}", member.axis)
+            mine = mine if own is None else own[0][member.positions[0]]
+        zeros.append(mine)
+    return SlicePattern(zeros)
+
+
+def choose_sizes(
+    family: Family, data: ConfigData, stacks: Sequence[LayerStack],
+    layers: Mapping[str, Sequence[int]], groups: Sequence[SliceGroup], live: Mapping[str, int],
+) -> tuple[dict[str, int], ConfigData]:
+    """The smallest config with room for some slices of each group, and the slices that it has: a
+    config of which the slices have the same members and are as wide.
+
+    Families have rules of their own for numbers of heads (that they divide the width, that groups
+    have equally many): the next larger number is tried until one works, then no heads are cut.
+    """
+    stages = [*_counts_of_heads(groups, live), None]
+    for counts in stages:
+        wanted = counts or {**live, **{g.name: g.size for g in groups if g.kind == "head"}}
+        model: Any = family.build(data)
+        cut_shapes(model, groups, stacks, layers, wanted)
+        shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
+        for config, fresh in larger_configs(model, copies.deepcopy(model.config)):
+            own = dict(fresh.named_parameters(remove_duplicate=False))
+            if counts and any(own[name].shape != shapes[name]
+                              for name in _parameters_of_heads(groups, stacks, layers)):  # fmt: skip
+                break
+            sizes = _sizes_in(family, config.to_dict(), stacks, layers, groups)
+            if sizes and all(sizes[name] >= n for name, n in wanted.items()):
+                return sizes, config.to_dict()
+            if counts:
+                break
+    raise NotExportable("no config describes its sizes, not even its own", "unknown", "report it")
+
+
+def _counts_of_heads(
+    groups: Sequence[SliceGroup], live: Mapping[str, int]
+) -> Iterator[dict[str, int]]:
+    """Numbers of slices with room for the live ones, the fewest heads first. Heads of one stack of
+    layers are as many in all its groups."""
+    heads = [group for group in groups if group.kind == "head"]
+    most: dict[str, int] = {}
+    for _ in heads:  # groups may connect stacks
+        for group in heads:
+            paths = {kind.stack for kind in group.kinds}
+            top = max([live[group.name], *(most.get(path, 0) for path in paths)])
+            most |= dict.fromkeys(paths, top)
+    wanted = {g.name: min(g.size, max(most[k.stack] for k in g.kinds)) for g in heads}
+    while any(wanted[g.name] < g.size for g in heads):
+        yield {**live, **wanted}
+        wanted = {g.name: min(g.size, wanted[g.name] + 1) for g in heads}
+
+
+def _parameters_of_heads(
+    groups: Sequence[SliceGroup], stacks: Sequence[LayerStack], layers: Mapping[str, Sequence[int]]
+) -> set[str]:
+    at = {LayerKind(s.path, k): s.name(n, "") for s in stacks for n, k in enumerate(layers[s.path])}
+    return {(at[m.kind] if m.kind else "") + m.name
+            for group in groups if group.kind == "head" for m in group.members}  # fmt: skip
+
+
+def _sizes_in(
+    family: Family, data: ConfigData, stacks: Sequence[LayerStack],
+    layers: Mapping[str, Sequence[int]], groups: Sequence[SliceGroup],
+) -> dict[str, int] | None:
+    """The slices of groups in a model of a config; None where it does not run, or has others."""
+    model = family.try_build(data)
+    try:
+        found = () if model is None else find_slices(model, stacks, layers)[0]
+    except NotExportable:
+        return None
+    own = {group.name: group for group in found}
+    if not all(group.name in own and own[group.name].is_like(group) for group in groups):
+        return None
+    return {group.name: own[group.name].size for group in groups}
+
+
+def apply_changes(config: ConfigData, before: ConfigData, after: ConfigData) -> None:
+    """Set in a config, in place, what differs between two others, which have fewer layers."""
+    for key, value in after.items():
+        if value == before.get(key):
+            continue
+        if isinstance(value, dict) and isinstance(before.get(key), dict):
+            apply_changes(config.setdefault(key, {}), before[key], value)
+        else:
+            config[key] = value
+
+
+def drop_layers(
+    family: Family, data: ConfigData, stacks: Sequence[LayerStack], slices: Sequence[LayerSlices],
+    small: SmallNetwork, stored: StoredTensors, notes: list[str],
+) -> tuple[dict[str, list[int]], ConfigData]:
+    """The layers that stay, by stack, and the config that says so. A layer goes if it returns its
+    input, and the others are what they were when numbered anew."""
+    layers = {s.path: list(range(len(s.kinds))) for s in stacks}
+    config = data
+    for stack in stacks:
+        dead = []
+        for k, first in enumerate(stack.kinds):
+            kind = LayerKind(stack.path, first)
+            mine = [s for s in slices if (kind, k) in s.layers]
+            if mine and all(s.is_silent for s in mine):
+                silent = {s.group.name: pattern_of(stored, s, kind, k) for s in mine}
+                names = {member.name for s in mine for member in s.group.members}
+                ties = other_zeros(stored, [f"{stack.path}.{k}."], names)
+                if small.is_identity(kind, silent, ties):
+                    dead.append(k)
+        if len(dead) == len(stack.kinds):
+            dead = dead[1:]
+        going: list[int] = []
+        for more in (dead, *([k] for k in dead)) if dead else ():
+            tried = {**layers, stack.path: [k for k in layers[stack.path] if k not in (*going, *more)]}
+            other = keep_layers(family, data, stacks, tried)
+            if other is not None:
+                layers, config, going = tried, other, [*going, *more]
+            if going == dead:
+                break
+        left = [k for k in dead if k not in going]
+        if left:
+            notes.append(f"layers {', '.join(map(str, left))} of {stack.path} return their inputs and "
+                         "stay: what its config says of the others depends on their numbers")  # fmt: skip
+    return layers, config
+
+
+def cut_tensors(
+    stored: StoredTensors, slices: Sequence[LayerSlices], counts: Mapping[str, int]
+) -> tuple[dict[str, dict[int, Tensor]], dict[str, Tensor]]:
+    """The positions of tensors that stay, and what is added to biases, as in `CheckpointPlan`."""
+    masks: dict[tuple[str, int], Tensor] = {}
+    added: dict[str, Tensor] = {}
+    for mine in slices:
+        kept = mine.kept(counts[mine.group.name])
+        gone = [torch.ones(mine.group.size, dtype=torch.bool).index_fill(0, k, False) for k in kept]
+        if not any(g.any() for g in gone):
+            continue
+        for member, parameter in mine.parameters():
+            length = stored.shapes[parameter][member.axis]
+            stays = torch.ones(len(gone), length, dtype=torch.bool)
+            for e, lost in enumerate(gone):
+                stays[e, member.positions[lost].reshape(-1)] = False
+            for part in stored.parts(parameter, member.axis):
+                if part.expert is None:
+                    own = stays if len(stays) > 1 else stays[0]
+                else:
+                    own = stays[part.expert][part.positions]
+                key = part.tensor, part.axis
+                masks[key] = masks[key] & own if key in masks else own
+        for m, member in enumerate(mine.group.members):
+            columns = {k: mine.fates[0][k].constant[m] for k in gone[0].nonzero()[:, 0].tolist()
+                       if m in mine.fates[0][k].constant}  # fmt: skip
+            if columns:
+                _add_constants(stored, mine, member, columns, added)
+    cuts: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for (name, axis), mask in masks.items():
+        if mask.ndim == 1:
+            cuts[name][axis] = mask.nonzero()[:, 0]
+        else:
+            cuts[name][axis] = torch.stack([m.nonzero()[:, 0] for m in mask])
+    return dict(cuts), added
+
+
+def _add_constants(
+    stored: StoredTensors, slices: LayerSlices, member: SliceMember, columns: Mapping[int, Tensor],
+    added: dict[str, Tensor],
+) -> None:
+    """Add to a bias what a weight makes of constant slices."""
+    (kind, layer), *_ = slices.layers
+    parameter = f"{kind.stack}.{layer}.{member.name}"
+    weight, bias = stored.name_of(parameter), stored.name_of(bias_of(parameter))
+    assert weight is not None and bias is not None
+    positions = torch.cat([member.positions[k] for k in columns])
+    values = torch.cat(list(columns.values()))
+    read = stored.folder.tensor(weight).index_select(member.axis, positions).double()
+    total = (read @ values) if member.axis == 1 else (values @ read)
+    added[bias] = added[bias] + total if bias in added else total

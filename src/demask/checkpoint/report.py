@@ -1,0 +1,116 @@
+"""What was removed from a checkpoint folder, and what its format keeps."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from demask.checkpoint.folder import CheckpointFolder
+from demask.checkpoint.plan import CheckpointPlan, LayerSlices
+from demask.checkpoint.tensors import StoredTensors
+from demask.machine.byte_sizes import format_bytes
+from demask.text_table import number_table, render_text
+
+
+@dataclass(frozen=True, slots=True)
+class SliceCount:
+    """The slices of a group. name: of its first parameter, without the layer's number; layers: that
+    have them; live: the fewest and the most of a layer (and expert); written: in every layer."""
+
+    name: str
+    kind: str
+    layers: int
+    before: int
+    live: tuple[int, int]
+    written: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReport:
+    """What `checkpoint.slim` did.
+
+    Attributes:
+        out: the new folder.
+        bytes, parameters: of all tensors, before and after.
+        layers: by stack, their number before and after.
+        slices: by group, what there was and is.
+        removable: the share of parameters that zeros make useless, in each layer by itself.
+        removed: the share that the new folder does not have.
+        advice: what the difference comes from; "" if there is none.
+        notes: what stays, and why.
+    """
+
+    out: Path
+    bytes: tuple[int, int]
+    parameters: tuple[int, int]
+    layers: Mapping[str, tuple[int, int]]
+    slices: tuple[SliceCount, ...]
+    removable: float
+    removed: float
+    advice: str
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dictionary that JSON can represent."""
+        return {**asdict(self), "out": str(self.out)}
+
+    def __str__(self) -> str:
+        table = number_table("slices", "layers", "before", "live", "written", pad_edge=False)
+        for row in self.slices:
+            live = str(row.live[0]) if row.live[0] == row.live[1] else f"{row.live[0]} to {row.live[1]}"
+            table.add_row(f"{row.name} ({row.kind}s)", str(row.layers), str(row.before), live,
+                          str(row.written))  # fmt: skip
+        sizes = " -> ".join(format_bytes(n) for n in self.bytes)
+        numbers = " -> ".join(f"{n:,}" for n in self.parameters)
+        lines = [f"{self.out}: {numbers} parameters, {sizes}"]
+        lines += [f"{path}: {a} -> {b} layers" for path, (a, b) in self.layers.items() if a != b]
+        lines.append(f"removable {self.removable:.1%}, in this format {self.removed:.1%}"
+                     + (f"; {self.advice}" if self.advice else ""))  # fmt: skip
+        return "\n".join([render_text(table), *lines, *self.notes])
+
+
+def describe_plan(stored: StoredTensors, plan: CheckpointPlan, out: Path) -> CheckpointReport:
+    """The report of a plan that was written."""
+    written = CheckpointFolder.read(out)
+    groups: dict[str, list[LayerSlices]] = defaultdict(list)
+    for mine in plan.slices:
+        groups[mine.group.name].append(mine)
+    rows, useless, costs = list[SliceCount](), 0, list[tuple[int, str]]()
+    for name, every in groups.items():
+        group, width = every[0].group, every[0].width(stored.shapes)
+        live = [sum(not f.dead for f in fates) for mine in every for fates in mine.fates]
+        rows.append(SliceCount(_without_number(every[0]), group.kind,
+                               sum(len(mine.layers) for mine in every), group.size,
+                               (min(live), max(live)), plan.counts[name]))  # fmt: skip
+        useless += sum((group.size - n) * width for n in live)
+        second = sorted(live)[-2] if len(live) > 1 else max(live)
+        widest = max(every, key=lambda mine: mine.live)
+        saved = (max(live) - second) * width * len(live)
+        if saved:
+            kind, layer = widest.layers[0]
+            costs.append((saved, f"{kind.stack}.{layer} has {max(live)} live {group.kind}s, the "
+                                 f"others at most {second}"))  # fmt: skip
+    before, after = stored.folder.parameters, written.parameters
+    dropped = sum(
+        math.prod(stored.folder.stored(n).shape) for n in stored.folder.file_of
+        if (at := stored.layer_of(n)) is not None and at[1] not in plan.layers[at[0].path]
+    )  # fmt: skip
+    removable = min(1.0, (useless + dropped) / before)
+    advice = ""
+    if costs and removable - (before - after) / before > 0.005:
+        saved, text = max(costs)
+        advice = f"{text}: masked alike, {saved / before:.1%} more would go"
+    return CheckpointReport(
+        out, (stored.folder.nbytes, written.nbytes), (before, after),
+        {s.path: (len(s.kinds), len(plan.layers[s.path])) for s in stored.stacks},
+        tuple(rows), removable, (before - after) / before, advice, plan.notes,
+    )  # fmt: skip
+
+
+def _without_number(mine: LayerSlices) -> str:
+    kind, member = mine.layers[0][0], mine.group.members[0]
+    return f"{kind.stack}.*.{member.name.rpartition('.')[0] or member.name}"

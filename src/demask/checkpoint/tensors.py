@@ -1,0 +1,186 @@
+"""Which tensors of a folder are which parameters, and where their zeros are.
+
+A parameter of a model is a tensor of the same name, another name, or several tensors: experts of
+one layer are stored one by one in many folders, and one tensor in the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from demask.checkpoint.family import LayerStack
+from demask.checkpoint.folder import CheckpointFolder
+from demask.compat.transformers_names import parameters_of_files, tensors_of_files
+from demask.errors import DemaskError
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredPart:
+    """A tensor of a folder that is an axis of a parameter, or a part of it.
+
+    Attributes:
+        tensor: its name in the folder.
+        axis: its axis.
+        positions: int64, the parameter's position of each of its own; None: the same.
+        expert: the position along the parameter's first axis, if it is of one expert.
+    """
+
+    tensor: str
+    axis: int
+    positions: Tensor | None = None
+    expert: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ZeroPattern:
+    """Where a tensor is zero. everywhere: all of it. axes: by axis, bool of its length, True where
+    it is zero all along the other axes; of a tensor of three axes, for each position of the first:
+    [first axis, length]."""
+
+    everywhere: bool
+    axes: Mapping[int, Tensor]
+
+
+class StoredTensors:
+    """The tensors of a folder, as the parameters of its model.
+
+    Args:
+        folder: the folder.
+        model: its model, on the meta device.
+        stacks: the model's stacks of layers.
+    """
+
+    def __init__(self, folder: CheckpointFolder, model: Any, stacks: Sequence[LayerStack]):
+        self.folder, self.model, self.stacks = folder, model, stacks
+        self.parameter_of = parameters_of_files(model, folder.file_of)
+        self.shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
+        self._name_of = {p: t for t, p in self.parameter_of.items() if p is not None}
+        self._patterns: dict[str, ZeroPattern] = {}
+
+    def parts(self, parameter: str, axis: int) -> list[StoredPart]:
+        """The tensors that an axis of a parameter is stored in; [] if that is not known."""
+        if (name := self._name_of.get(parameter)) is not None:
+            same = self.folder.stored(name).shape == self.shapes[parameter]
+            return [StoredPart(name, axis)] if same else []
+        shape = self.shapes.get(parameter, ())
+        if len(shape) != 3:
+            return []
+        experts = torch.arange(shape[0]).view(-1, 1, 1) * shape[axis]
+        marks = torch.arange(shape[axis]).view([-1 if k == axis else 1 for k in range(3)]) + experts
+        try:
+            stored = tensors_of_files(self.model, {parameter: marks})
+        except Exception:  # an op on tensors of other sizes
+            return []
+        parts: list[StoredPart] = []
+        for name, tensor in stored.items():
+            numbers = tensor.reshape(-1)
+            expert = int(numbers[0]) // shape[axis]
+            full = self.folder.stored(name).shape if name in self.folder.file_of else ()
+            along = [k for k, n in enumerate(tensor.shape) if n == numbers.numel()]
+            is_expert = tensor.ndim == 2 and (numbers // shape[axis] == expert).all()
+            if not is_expert or len(along) != 1 or len(full) != 2 or full[along[0]] != len(numbers):
+                return []
+            parts.append(StoredPart(name, along[0], numbers % shape[axis], expert))
+        return parts
+
+    def zeros(self, parameter: str, axis: int) -> Tensor | None:
+        """Where a parameter is zero along an axis, bool [experts, length], of one expert if it has
+        none; None if it is not known how it is stored."""
+        parts = self.parts(parameter, axis)
+        if not parts:
+            return None
+        if parts[0].expert is None:
+            zeros = self.pattern(parts[0].tensor).axes[axis]
+            return zeros if zeros.ndim == 2 else zeros[None]
+        shape = self.shapes[parameter]
+        result = torch.ones(shape[0], shape[axis], dtype=torch.bool)
+        for part in parts:
+            assert part.expert is not None
+            result[part.expert, part.positions] = self.pattern(part.tensor).axes[part.axis]
+        return result
+
+    def pattern(self, name: str) -> ZeroPattern:
+        """Where a tensor of the folder is zero. It is read once, in blocks."""
+        if name not in self._patterns:
+            self._patterns[name] = _read_pattern(self.folder, name)
+        return self._patterns[name]
+
+    def is_zero(self, parameter: str) -> bool:
+        """Whether a parameter that is one tensor is zero everywhere."""
+        name = self._name_of.get(parameter)
+        return name is not None and self.pattern(name).everywhere
+
+    def name_of(self, parameter: str) -> str | None:
+        """The tensor that is a parameter; None if there is none, or several."""
+        return self._name_of.get(parameter)
+
+    @cached_property
+    def numbered(self) -> dict[str, tuple[str, ...]]:
+        """By stack, the parts of names in the folder before the number of a layer."""
+        prefixes: dict[str, tuple[str, ...]] = {}
+        for stack in self.stacks:
+            for name, parameter in self.parameter_of.items():
+                split = None if parameter is None else stack.split(parameter)
+                if split is None:
+                    continue
+                inside = split[1].split(".")
+                parts = name.split(".")
+                at = next((k for k in range(len(parts) - 1, -1, -1)
+                           if parts[k] == str(split[0]) and len(parts) - k - 1 == len(inside)), None)  # fmt: skip
+                if at is not None:
+                    prefixes[stack.path] = tuple(parts[:at])
+                    break
+        return prefixes
+
+    def layer_of(self, name: str) -> tuple[LayerStack, int] | None:
+        """The layer that a tensor of the folder is in, by its name there."""
+        parts = tuple(name.split("."))
+        for stack in self.stacks:
+            prefix = self.numbered.get(stack.path)
+            if prefix is not None and parts[: len(prefix)] == prefix and len(parts) > len(prefix) + 1:
+                number = parts[len(prefix)]
+                if number.isdigit() and int(number) < len(stack.kinds):
+                    return stack, int(number)
+        return None
+
+    def renumbered(self, name: str, layer: int) -> str:
+        """The name of a tensor in a layer of another number."""
+        at = self.layer_of(name)
+        if at is None:
+            raise DemaskError(f"{name} is in no layer")
+        parts = name.split(".")
+        parts[len(self.numbered[at[0].path])] = str(layer)
+        return ".".join(parts)
+
+
+def _read_pattern(folder: CheckpointFolder, name: str) -> ZeroPattern:
+    """Where a tensor is zero, read in blocks of rows. The bits of numbers along an axis are zero,
+    but for the sign, where all bits of all of them together are."""
+    stored = folder.stored(name)
+    rank, integers = len(stored.shape), _INTEGERS.get(stored.dtype.itemsize)
+    if rank == 0 or 0 in stored.shape or integers is None:
+        return ZeroPattern(not folder.tensor(name).any(), {})
+    sign = torch.iinfo(integers).min if stored.dtype.is_floating_point else 0
+    rows, others = list[np.ndarray](), dict[int, np.ndarray]()
+    each = rank == 3  # of three axes: for each position of the first one
+    for _, block in folder.blocks(name):
+        bits = block.view(integers).numpy()
+        rows.append(np.bitwise_or.reduce(bits.reshape(len(bits), -1), 1))
+        for axis in range(1, rank):
+            rest = tuple(k for k in range(int(each), rank) if k != axis)
+            own = np.bitwise_or.reduce(bits, rest)
+            join = (lambda a, b: np.concatenate([a, b])) if each else np.bitwise_or
+            others[axis] = own if axis not in others else join(others[axis], own)
+    axes = {0: np.concatenate(rows), **others}
+    zero = {axis: torch.from_numpy((bits & ~np.array(sign, bits.dtype)) == 0)
+            for axis, bits in axes.items()}  # fmt: skip
+    return ZeroPattern(bool(zero[0].all()), zero)
