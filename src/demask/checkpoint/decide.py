@@ -8,7 +8,6 @@ reads a slice reads a known value, or nothing.
 
 from __future__ import annotations
 
-import copy as copies
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from demask.checkpoint.family import ConfigData, Family, LayerStack
-from demask.checkpoint.slices import LayerKind, SliceGroup, cut_shapes, find_slices
+from demask.checkpoint.sizes import choose_sizes
+from demask.checkpoint.slices import LayerKind, SliceGroup, find_slices
 from demask.facts.analysis import Analysis
 from demask.facts.known import key_of
 from demask.graph.program import Constant, module_of
@@ -25,7 +25,6 @@ from demask.numerics import all_along, any_along, is_all
 from demask.ops import TABLE, Table
 from demask.prune.coupling.coupling import Coupling
 from demask.shrink.own_class.numbers import is_below
-from demask.shrink.own_class.pretrained import larger_configs
 
 SMALL_ELEMENTS = 2**22  # of one weight of the small network, at most, if its class allows it
 
@@ -78,10 +77,7 @@ class SmallNetwork:
         self.table, self.full = table, {group.name: group for group in groups}
         self.stacks, self.layers = stacks, layers
         counts = {group.name: self._slots(family, data, group) for group in groups}
-        model: Any = family.build(data)
-        cut_shapes(model, groups, stacks, layers, counts)
-        config = next((c for c, _ in larger_configs(model, copies.deepcopy(model.config))), None)
-        small = data if config is None else config.to_dict()
+        _, small = choose_sizes(family, data, stacks, layers, groups, counts)
         found, self.coupling = find_slices(family.build(small).double(), stacks, layers)
         own = {group.name: group for group in found}
         # A group that a smaller config changes cannot be decided in it: its slices stay.
@@ -215,9 +211,13 @@ class SmallNetwork:
         slots = {name: [pattern] * self.groups[name].size for name, pattern in silent.items()}
         analysis = self._analysis([kind], slots, ties)
         path = self._prefixes()[kind].removesuffix(".")
-        inside = {node for node in self.coupling.program.graph.nodes
-                  if is_below(module_of(node), [path])}  # fmt: skip
-        outputs = [node for node in inside if node.users.keys() - inside]
+        nodes = list(self.coupling.program.graph.nodes)
+        span = [k for k, node in enumerate(nodes) if is_below(module_of(node), [path])]
+        # Calls between those of the layer are its own: passes that add some do not say of which.
+        inside, after = set(nodes[span[0] : span[-1] + 1]), set(nodes[span[-1] + 1 :])
+        outputs = [node for node in inside
+                   if any(isinstance(user.meta.get("val"), Tensor) or user.op == "output"
+                          for user in node.users.keys() & after)]  # fmt: skip
         if len(outputs) != 1:
             return False
         node = outputs[0]

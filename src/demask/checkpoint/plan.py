@@ -24,11 +24,10 @@ from demask.checkpoint.family import (
     keep_layers,
     reduced_config,
 )
-from demask.checkpoint.slices import LayerKind, SliceGroup, SliceMember, cut_shapes, find_slices
+from demask.checkpoint.sizes import apply_changes, choose_sizes
+from demask.checkpoint.slices import LayerKind, SliceGroup, SliceMember, find_slices
 from demask.checkpoint.tensors import StoredTensors
-from demask.errors import NotExportable
 from demask.progress import ProgressStep
-from demask.shrink.own_class.pretrained import larger_configs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,88 +208,6 @@ def pattern_of(
             mine = mine if own is None else own[0][member.positions[0]]
         zeros.append(mine)
     return SlicePattern(zeros)
-
-
-def choose_sizes(
-    family: Family, data: ConfigData, stacks: Sequence[LayerStack],
-    layers: Mapping[str, Sequence[int]], groups: Sequence[SliceGroup], live: Mapping[str, int],
-) -> tuple[dict[str, int], ConfigData]:
-    """The smallest config with room for some slices of each group, and the slices that it has: a
-    config of which the slices have the same members and are as wide.
-
-    Families have rules of their own for numbers of heads (that they divide the width, that groups
-    have equally many): the next larger number is tried until one works, then no heads are cut.
-    """
-    stages = [*_counts_of_heads(groups, live), None]
-    for counts in stages:
-        wanted = counts or {**live, **{g.name: g.size for g in groups if g.kind == "head"}}
-        model: Any = family.build(data)
-        cut_shapes(model, groups, stacks, layers, wanted)
-        shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
-        for config, fresh in larger_configs(model, copies.deepcopy(model.config)):
-            own = dict(fresh.named_parameters(remove_duplicate=False))
-            if counts and any(own[name].shape != shapes[name]
-                              for name in _parameters_of_heads(groups, stacks, layers)):  # fmt: skip
-                break
-            sizes = _sizes_in(family, config.to_dict(), stacks, layers, groups)
-            if sizes and all(sizes[name] >= n for name, n in wanted.items()):
-                return sizes, config.to_dict()
-            if counts:
-                break
-    raise NotExportable("no config describes its sizes, not even its own", "unknown", "report it")
-
-
-def _counts_of_heads(
-    groups: Sequence[SliceGroup], live: Mapping[str, int]
-) -> Iterator[dict[str, int]]:
-    """Numbers of slices with room for the live ones, the fewest heads first. Heads of one stack of
-    layers are as many in all its groups."""
-    heads = [group for group in groups if group.kind == "head"]
-    most: dict[str, int] = {}
-    for _ in heads:  # groups may connect stacks
-        for group in heads:
-            paths = {kind.stack for kind in group.kinds}
-            top = max([live[group.name], *(most.get(path, 0) for path in paths)])
-            most |= dict.fromkeys(paths, top)
-    wanted = {g.name: min(g.size, max(most[k.stack] for k in g.kinds)) for g in heads}
-    while any(wanted[g.name] < g.size for g in heads):
-        yield {**live, **wanted}
-        wanted = {g.name: min(g.size, wanted[g.name] + 1) for g in heads}
-
-
-def _parameters_of_heads(
-    groups: Sequence[SliceGroup], stacks: Sequence[LayerStack], layers: Mapping[str, Sequence[int]]
-) -> set[str]:
-    at = {LayerKind(s.path, k): s.name(n, "") for s in stacks for n, k in enumerate(layers[s.path])}
-    return {(at[m.kind] if m.kind else "") + m.name
-            for group in groups if group.kind == "head" for m in group.members}  # fmt: skip
-
-
-def _sizes_in(
-    family: Family, data: ConfigData, stacks: Sequence[LayerStack],
-    layers: Mapping[str, Sequence[int]], groups: Sequence[SliceGroup],
-) -> dict[str, int] | None:
-    """The slices of groups in a model of a config; None where it does not run, or has others."""
-    model = family.try_build(data)
-    try:
-        found = () if model is None else find_slices(model, stacks, layers)[0]
-    except NotExportable:
-        return None
-    own = {group.name: group for group in found}
-    if not all(group.name in own and own[group.name].is_like(group) for group in groups):
-        return None
-    return {group.name: own[group.name].size for group in groups}
-
-
-def apply_changes(config: ConfigData, before: ConfigData, after: ConfigData) -> None:
-    """Set in a config, in place, what differs between two others, which have fewer layers."""
-    for key, value in after.items():
-        if value == before.get(key):
-            continue
-        if isinstance(value, dict) and isinstance(before.get(key), dict):
-            apply_changes(config.setdefault(key, {}), before[key], value)
-        else:
-            config[key] = value
 
 
 def drop_layers(

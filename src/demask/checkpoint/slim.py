@@ -31,8 +31,9 @@ from demask.checkpoint.folder import (
     write_index,
     write_json,
 )
-from demask.checkpoint.plan import CheckpointPlan, apply_changes, plan_checkpoint
+from demask.checkpoint.plan import CheckpointPlan, plan_checkpoint
 from demask.checkpoint.report import CheckpointReport, describe_plan
+from demask.checkpoint.sizes import apply_changes
 from demask.checkpoint.tensors import StoredTensors
 from demask.errors import BadInput, NotExportable
 from demask.failures import described, public

@@ -166,9 +166,10 @@ class _Elements:
             return _converted(operands[0], node)
         if name in ("add", "sub") and call["alpha"] == 1 and _is_number(operands[1]):
             return _plus(operands[0], operands[1] if name == "add" else -operands[1])
+        sources = (value.meta["val"] for value in node.all_input_nodes)
         integers = not any(
-            value.meta["val"].is_floating_point() for value in node.all_input_nodes
-        )  # NaN differs from itself
+            isinstance(value, Tensor) and value.is_floating_point() for value in sources
+        )  # NaN differs from itself; sizes are integers
         if name in _COMPARISONS and integers:
             return _compared(name, *operands)
         if name in ("where", "masked_fill"):

@@ -31,7 +31,7 @@ def fitting_configs(model: nn.Module) -> Iterator[None]:
         return
     old = copies.deepcopy(config)
     numbers = {path: numbers_of(module) for path, module in model.named_modules()}
-    fitting = _find_config(model, old)
+    fitting = find_config(model, old)
     if fitting is not None:
         copy_numbers(model, *fitting)
         yield
@@ -53,7 +53,7 @@ def is_never_written(model: Any, name: str) -> bool:
     return name in (getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
-def _find_config(model: nn.Module, config: Any) -> tuple[nn.Module, Any] | None:
+def find_config(model: nn.Module, config: Any) -> tuple[nn.Module, Any] | None:
     """A model and its config with tensors of the model's shapes, or None. The search changes one
     number after the other, each time the one that corrects most shapes."""
     original, config = config, _with_width_of_heads(config)
