@@ -1,84 +1,183 @@
-"""Proof that a slim folder computes what the original does: both are loaded and compared."""
+"""Proof that a slim folder computes what the original does.
+
+Both are run on the same texts in float32, one module's weights at a time in memory; where they
+differ by more than rounding, in float64. Then the slim one generates tokens one by one, with its
+cache, and the original must choose the same ones.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from demask.checkpoint.family import Family
 from demask.checkpoint.slices import example_of
+from demask.checkpoint.streamed import StreamedModel
 from demask.errors import Mismatch, NotExportable
 from demask.failures import described
+from demask.numerics import RELATIVE, ULPS, compare, named_leaves
 from demask.progress import ProgressStep
-from demask.shrink.check import describe_difference
 
 TOKENS = 32  # generated one by one
-_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+LENGTHS = (3, 11)  # of the texts, in tokens
 
 
-def prove(family: Family, source: Path, target: Path, step: ProgressStep) -> None:
-    """Compare the folder at `target` with that at `source`, both as transformers loads them.
+@dataclass(frozen=True, slots=True)
+class CheckpointProof:
+    """How a slim folder differs from the original.
+
+    Attributes:
+        difference: the largest difference of the outputs, relative to the largest of them.
+        dtype: of the arithmetic in which that is: float32, or float64 where rounding is larger.
+        tokens: how many tokens were generated one by one; 0 for models that generate none.
+        flips: at how many of them the original prefers another token by less than it moves when it
+            is computed in the dtype of the files instead of float32.
+    """
+
+    difference: float
+    dtype: str
+    tokens: int = 0
+    flips: int = 0
+
+    def __str__(self) -> str:
+        text = f"outputs differ by {self.difference:.1e} of the largest in {self.dtype}"
+        if self.tokens:
+            text += f", {self.tokens} tokens generated one by one are the same"
+        return text + (f" but for {self.flips} that rounding decides" if self.flips else "")
+
+
+def prove(
+    family: Family, source: Path, target: Path, rounds: bool, step: ProgressStep
+) -> CheckpointProof:
+    """Compare the folder at `target` with that at `source`.
+
+    Args:
+        rounds: whether constants were added to biases, and rounded to their dtype.
 
     Raises:
-        Mismatch: an output differs by more than the original itself does in another order of
-            sums, a token differs, or the loader misses a tensor.
-        NotExportable: the original cannot be loaded or run.
+        Mismatch: an output or a token differs, or the new folder lacks a tensor.
+        NotExportable: the original cannot be run.
     """
-    step("loading both")
-    try:
-        original, problems = _load(family, source)
-    except Exception as error:
-        raise NotExportable(f"{source} cannot be loaded: {described(error)}", "unknown",
-                            "check=False writes without a comparison") from error  # fmt: skip
-    slim, others = _load(family, target)
-    for key in _KEYS:
-        more = sorted(set(map(str, others.get(key) or ())) - set(map(str, problems.get(key) or ())))
+    original, slim = StreamedModel(family, source), StreamedModel(family, target)
+    for attribute in ("missing", "unused"):
+        more = sorted(set(getattr(slim, attribute)) - set(getattr(original, attribute)))
         if more:
-            raise Mismatch(f"transformers loads the result with {key.replace('_', ' ')}: {more[0]}")
-    for length, padded in ((3, False), (11, False), (11, True)):
-        step(f"comparing texts of {length} tokens")
-        example = _example(original, length, padded)
-        wrong = describe_difference(slim, original, (), example)
-        if wrong:
-            raise Mismatch(f"the result computes something else: {wrong}")
-    if original.can_generate():
-        step(f"comparing {TOKENS} tokens one by one")
-        prompt = _example(original, 5, False)
-        prompt = {k: v for k, v in prompt.items() if k in (original.main_input_name, "input_ids")}
-        options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False,
-                   "num_beams": 1}  # fmt: skip
-        own, expected = (_generate(model, prompt, options) for model in (slim, original))
-        if expected is not None and (own is None or not torch.equal(own, expected)):
-            raise Mismatch("the result generates other tokens one by one than the original")
-
-
-def _generate(model: Any, prompt: dict[str, Any], options: dict[str, Any]) -> torch.Tensor | None:
-    """The tokens that a model generates; None for one that does not, such as one without a first
-    token."""
-    with torch.no_grad():
+            raise Mismatch(f"the new folder has {attribute} tensors: {more[0]}")
+    examples = [_example(original.model, length, padded=length == LENGTHS[-1]) for length in LENGTHS]
+    tokens = _generate(slim, _example(slim.model, 5, padded=False), step)
+    if tokens is not None and not original.model.config.is_encoder_decoder:
+        examples.append({**_only_flags(examples[0]), "input_ids": tokens})
+    own_dtype = next(iter(original.model.parameters())).dtype
+    worst, used = 0.0, torch.float32
+    expected: list[dict[str, Tensor]] = []
+    for k, example in enumerate(examples, 1):
+        step(f"comparing text {k} of {len(examples)}")
         try:
-            return model.generate(**prompt, **options)
-        except (ValueError, NotImplementedError):
+            expected.append(_run(original, example, torch.float32))
+        except Exception as error:
+            raise NotExportable(f"the original cannot be run: {described(error)}", "unknown",
+                                "check=False writes without a comparison") from error  # fmt: skip
+        relative, text = _difference(expected[-1], _run(slim, example, torch.float32))
+        limit = ULPS * torch.finfo(torch.float32).eps
+        if relative > limit and not text:
+            step(f"comparing text {k} in float64")
+            exact = _run(original, example, torch.float64)
+            relative, text = _difference(exact, _run(slim, example, torch.float64))
+            used, limit = torch.float64, RELATIVE
+            if rounds and relative > limit:
+                limit = _difference(exact, _run(original, example, own_dtype))[0]
+        if text or not relative <= limit:
+            raise Mismatch(f"the result computes something else: {text or f'{relative:.1e}'} on "
+                           f"text {k}")  # fmt: skip
+        worst = max(worst, relative)
+    name = str(used).removeprefix("torch.")
+    if tokens is None:
+        return CheckpointProof(worst, name)
+    if original.model.config.is_encoder_decoder:
+        other = _generate(original, _example(original.model, 5, padded=False), step)
+        if other is None or not torch.equal(tokens, other):
+            raise Mismatch("the result generates other tokens, one by one, than the original")
+        return CheckpointProof(worst, name, TOKENS)
+    return CheckpointProof(worst, name, TOKENS, _count_flips(original, examples[-1], expected[-1]))
+
+
+def _count_flips(original: StreamedModel, example: dict[str, Any], outputs: dict[str, Tensor]) -> int:
+    """At how many generated tokens the original's largest logit is another's, by less than rounding
+    moves it. Raises Mismatch where it is by more."""
+    logits = next(v for k, v in outputs.items() if "logits" in k)
+    generated = example["input_ids"][:, -TOKENS:]
+    scores = logits[:, -TOKENS - 1 : -1]
+    gaps = scores.amax(-1) - scores.gather(-1, generated[..., None])[..., 0]
+    if not gaps.any():
+        return 0
+    rounded = _run(original, example, None)
+    other = next(v for k, v in rounded.items() if "logits" in k)[:, -TOKENS - 1 : -1]
+    noise = 2 * (other.float() - scores).abs().amax()
+    if bool((gaps > noise).any()):
+        raise Mismatch("the result generates other tokens, one by one, than the original")
+    return int((gaps > 0).sum())
+
+
+def _run(model: StreamedModel, example: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The floating-point outputs of a model, by their names."""
+    kind = dtype or model.model.dtype
+    inputs = {name: v.to(kind) if isinstance(v, Tensor) and v.is_floating_point() else v
+              for name, v in example.items()}  # fmt: skip
+    with torch.no_grad(), model.streaming(dtype) as network:
+        outputs = network(**inputs)
+    return {name: value for name, value in named_leaves(outputs)
+            if isinstance(value, Tensor) and value.is_floating_point()}  # fmt: skip
+
+
+def _difference(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest relative difference of outputs, and a difference other than rounding, in words.
+    Caches of keys and values, which have fewer heads in a slim model, are not compared."""
+    worst = 0.0
+    for name, value in expected.items():
+        other = actual.get(name)
+        if other is None or other.shape != value.shape:
+            if "key_values" in name:
+                continue
+            return worst, f"{name} has another shape"
+        if "key_values" in name:
+            continue
+        found = compare(value, other.to(value.dtype))
+        if found.text:
+            return worst, f"{name} {found.text}"
+        worst = max(worst, found.relative)
+    return worst, ""
+
+
+def _only_flags(example: dict[str, Any]) -> dict[str, Any]:
+    return {name: v for name, v in example.items() if not isinstance(v, Tensor)}
+
+
+def _generate(model: StreamedModel, prompt: dict[str, Any], step: ProgressStep) -> Tensor | None:
+    """A text and the tokens that a model generates for it one by one, with a cache, in the dtype of
+    its files; None for a model that generates none."""
+    if not model.model.can_generate():
+        return None
+    step(f"generating {TOKENS} tokens")
+    inputs = {k: v for k, v in prompt.items() if k in (model.model.main_input_name, "input_ids")}
+    inputs = {k: v.to(model.model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 1}
+    with torch.no_grad(), model.streaming() as network:
+        try:
+            return network.generate(**inputs, **options)
+        except (ValueError, NotImplementedError):  # such as no first token in its config
             return None
 
 
-def _load(family: Family, folder: Path) -> tuple[Any, dict[str, Any]]:
-    """A model, and what its loader says of missing tensors and others."""
-    model, problems = family.model.from_pretrained(
-        folder, config=family.config.from_pretrained(folder), local_files_only=True,
-        output_loading_info=True, dtype=torch.float32,
-    )  # fmt: skip
-    return model.eval(), problems
-
-
 def _example(model: Any, length: int, padded: bool) -> dict[str, Any]:
-    """Inputs of random tokens and numbers, of two rows, the second with padding on the left."""
+    """Inputs of random tokens and numbers, of two rows, the second one padded on the left."""
     generator = torch.Generator().manual_seed(length)
     example = example_of(model)
     for name, value in example.items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             continue
         if value.is_floating_point():
             example[name] = torch.randn(2, *value.shape[1:], generator=generator)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from demask.checkpoint.folder import CheckpointFolder
+from demask.checkpoint.proof import CheckpointProof
 from demask.checkpoint.plan import CheckpointPlan, LayerSlices
 from demask.checkpoint.tensors import StoredTensors
 from demask.machine.byte_sizes import format_bytes
@@ -42,6 +43,7 @@ class CheckpointReport:
         removed: the share that the new folder does not have.
         advice: what the difference comes from; "" if there is none.
         notes: what stays, and why.
+        proof: how it was compared with the original; None if it was not.
     """
 
     out: Path
@@ -53,6 +55,7 @@ class CheckpointReport:
     removed: float
     advice: str
     notes: tuple[str, ...]
+    proof: CheckpointProof | None
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary that JSON can represent."""
@@ -70,10 +73,13 @@ class CheckpointReport:
         lines += [f"{path}: {a} -> {b} layers" for path, (a, b) in self.layers.items() if a != b]
         lines.append(f"removable {self.removable:.1%}, in this format {self.removed:.1%}"
                      + (f"; {self.advice}" if self.advice else ""))  # fmt: skip
+        lines.append(str(self.proof or "not compared with the original"))
         return "\n".join([render_text(table), *lines, *self.notes])
 
 
-def describe_plan(stored: StoredTensors, plan: CheckpointPlan, out: Path) -> CheckpointReport:
+def describe_plan(
+    stored: StoredTensors, plan: CheckpointPlan, out: Path, proof: CheckpointProof | None
+) -> CheckpointReport:
     """The report of a plan that was written."""
     written = CheckpointFolder.read(out)
     groups: dict[str, list[LayerSlices]] = defaultdict(list)
@@ -107,7 +113,7 @@ def describe_plan(stored: StoredTensors, plan: CheckpointPlan, out: Path) -> Che
     return CheckpointReport(
         out, (stored.folder.nbytes, written.nbytes), (before, after),
         {s.path: (len(s.kinds), len(plan.layers[s.path])) for s in stored.stacks},
-        tuple(rows), removable, (before - after) / before, advice, plan.notes,
+        tuple(rows), removable, (before - after) / before, advice, plan.notes, proof,
     )  # fmt: skip
 
 

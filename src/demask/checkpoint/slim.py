@@ -32,6 +32,7 @@ from demask.checkpoint.folder import (
     write_json,
 )
 from demask.checkpoint.plan import CheckpointPlan, plan_checkpoint
+from demask.checkpoint.proof import prove
 from demask.checkpoint.report import CheckpointReport, describe_plan
 from demask.checkpoint.sizes import apply_changes
 from demask.checkpoint.tensors import StoredTensors
@@ -113,13 +114,10 @@ def slim(
         for name in stored_folder.others:
             shutil.copyfile(source / name, partial / name)
         write_json(partial / CONFIG, config)
-        if check:
-            from demask.checkpoint.proof import prove
-
-            prove(family, source, partial, progress)
+        proof = prove(family, source, partial, bool(plan.added), progress) if check else None
         (partial / STATE).unlink()
         os.replace(partial, target)
-    return describe_plan(stored, plan, target)
+    return describe_plan(stored, plan, target, proof)
 
 
 def check_target(source: Path, target: Path) -> None:

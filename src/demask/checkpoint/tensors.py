@@ -108,6 +108,20 @@ class StoredTensors:
             result[part.expert, part.positions] = self.pattern(part.tensor).axes[part.axis]
         return result
 
+    def merged(self, parameter: str) -> Tensor:
+        """The values of a parameter that is several tensors."""
+        parts = self.parts(parameter, 1)
+        first = self.folder.stored(parts[0].tensor)
+        result = torch.empty(self.shapes[parameter], dtype=first.dtype)
+        for part in parts:
+            values = self.folder.tensor(part.tensor)
+            result[part.expert, part.positions] = values if part.axis == 0 else values.T
+        return result
+
+    def is_stored(self, parameter: str) -> bool:
+        """Whether a parameter is one tensor of the folder, or several."""
+        return parameter in self._name_of or bool(self.parts(parameter, 1))
+
     def pattern(self, name: str) -> ZeroPattern:
         """Where a tensor of the folder is zero. It is read once, in blocks."""
         if name not in self._patterns:
