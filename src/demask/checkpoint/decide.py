@@ -26,7 +26,7 @@ from demask.ops import TABLE, Table
 from demask.prune.coupling.coupling import Coupling
 from demask.shrink.own_class.numbers import is_below
 
-SMALL_ELEMENTS = 2**22  # of one weight of the small network, at most, if its class allows it
+SMALL_ELEMENTS = 2**19  # of one weight of the small network, at most, if its class allows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,17 +168,19 @@ class SmallNetwork:
         self, kinds: Collection[LayerKind], slots: Mapping[str, Sequence[SlicePattern]],
         ties: Mapping[str, bool],
     ) -> Analysis:
-        """The analysis of the small network with patterns in the slices of some groups, random
-        numbers in other weights of these kinds of layers, and nothing known of other layers."""
+        """The analysis of the small network with patterns in the slices of some groups, zeros where
+        `ties` says so, and nothing known of other weights."""
         at, generator = self._prefixes(), torch.Generator().manual_seed(0)
         prefixes = [at[kind] for kind in kinds]
+        members = {at[member.kind] + member.name for name in slots
+                   for member in self.groups[name].members if member.kind is not None}  # fmt: skip
         constants: dict[str, Constant] = {}
         for target, constant in self.coupling.program.constants.items():
             full = (constant.aliases or (constant.name,))[0]
             prefix = next((p for p in prefixes if full.startswith(p)), None)
             if not constant.parameter:
                 constants[target] = constant
-            elif prefix is not None:
+            elif prefix is not None and (ties.get(full[len(prefix) :]) or full in members):
                 tensor = torch.rand(constant.tensor.shape, generator=generator, dtype=torch.float64)
                 tensor += 0.5
                 if ties.get(full[len(prefix) :]):

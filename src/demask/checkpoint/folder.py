@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ BLOCK_BYTES = 16 * 2**20  # of a tensor that is read in blocks
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CheckpointFolder:
     """A checkpoint folder, of which the config and the headers were read.
 
@@ -107,8 +108,15 @@ class CheckpointFolder:
         that the next block overwrites."""
         stored = self.stored(name)
         rows = max(1, BLOCK_BYTES // max(1, stored.row_bytes))
-        buffer = torch.empty(rows * stored.row_bytes, dtype=torch.uint8)
+        buffer = self._buffer
+        if rows * stored.row_bytes > len(buffer):
+            buffer = torch.empty(rows * stored.row_bytes, dtype=torch.uint8)
         return self.files[self.file_of[name]].blocks(stored, rows, buffer)
+
+    @cached_property
+    def _buffer(self) -> Tensor:
+        """Memory for one block, used again: freed blocks between small results stay resident."""
+        return torch.empty(BLOCK_BYTES, dtype=torch.uint8)
 
     @property
     def nbytes(self) -> int:

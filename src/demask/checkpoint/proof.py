@@ -164,6 +164,10 @@ def _generate(model: StreamedModel, prompt: dict[str, Any], step: ProgressStep) 
     step(f"generating {TOKENS} tokens")
     inputs = {k: v for k, v in prompt.items() if k in (model.model.main_input_name, "input_ids")}
     inputs = {k: v.to(model.model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    config = model.model.config
+    if config.is_encoder_decoder:  # its first token, which tests' configs may not name
+        first = getattr(config, "decoder_start_token_id", None) or 0
+        inputs["decoder_input_ids"] = torch.full((2, 1), first)
     options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 1}
     with torch.no_grad(), model.streaming() as network:
         try:

@@ -39,6 +39,7 @@ from demask.checkpoint.tensors import StoredTensors
 from demask.errors import BadInput, NotExportable
 from demask.failures import described, public
 from demask.files.weight_file import WeightFile
+from demask.machine.allocator import release_free_memory
 from demask.progress import ProgressStep
 
 MULTIPLE = 64  # of units: what quantizers and kernels of the loaders take
@@ -186,6 +187,7 @@ def write_tensors(
             continue
 
         def read(new: str, names: Mapping[str, str] = names) -> Tensor:
+            release_free_memory()
             return cut_tensor(stored, plan, names[new])
 
         written[file_name] = WeightFile.write(path, hollow, read, file.metadata)

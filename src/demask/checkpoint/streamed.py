@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from demask.checkpoint.family import Family
 from demask.checkpoint.folder import CheckpointFolder
 from demask.checkpoint.tensors import StoredTensors
+from demask.machine.allocator import release_free_memory
 
 
 class StreamedModel:
@@ -103,6 +104,7 @@ class StreamedModel:
 
         def after(module: nn.Module, _: Any, __: Any) -> None:
             module._parameters.update(meta)
+            release_free_memory()
 
         return before, after
 

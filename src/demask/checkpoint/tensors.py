@@ -65,9 +65,15 @@ class StoredTensors:
         self.shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
         self._name_of = {p: t for t, p in self.parameter_of.items() if p is not None}
         self._patterns: dict[str, ZeroPattern] = {}
+        self._parts: dict[tuple[str, int], list[StoredPart]] = {}
 
     def parts(self, parameter: str, axis: int) -> list[StoredPart]:
         """The tensors that an axis of a parameter is stored in; [] if that is not known."""
+        if (parameter, axis) not in self._parts:
+            self._parts[parameter, axis] = self._find_parts(parameter, axis)
+        return self._parts[parameter, axis]
+
+    def _find_parts(self, parameter: str, axis: int) -> list[StoredPart]:
         if (name := self._name_of.get(parameter)) is not None:
             same = self.folder.stored(name).shape == self.shapes[parameter]
             return [StoredPart(name, axis)] if same else []
