@@ -25,6 +25,7 @@ from demask.files.onnx.edit.protos import (
     is_standard,
     op_of,
     set_attribute,
+    shell_of,
 )
 from demask.files.onnx.edit.refusals import Unsupported, all_positions, require
 from demask.files.onnx.values import numpy_of
@@ -509,9 +510,8 @@ class Editor:
                 live |= {*filter(None, node.input), *graph_reads(node)}
         nodes.reverse()
         original = self._original_names(live)
-        model = copy_of(self.model)
+        model = shell_of(self.model)
         graph = model.graph
-        del graph.node[:], graph.initializer[:]
         graph.node.extend(_with_names(node, original) for node in nodes)
         tensors = [
             _named(t, original.get(t.name, str(t.name)))
