@@ -120,10 +120,10 @@ def rows(
             bar.update(step, description=f"exporting {name}")
             inputs = FILES[name](original)
             net = demask.from_onnx(original)
-            deploy(net, inputs, minimal, file=original, minimal=True)
+            deploy(lambda: net, inputs, minimal, file=original, minimal=True)
             for count in threads:
                 bar.update(step, description=f"{name}, {count} threads")
-                deployed = deploy(net, inputs, result, file=original, threads=count)
+                deployed = deploy(lambda: net, inputs, result, file=original, threads=count)
                 calls = {
                     kind: call(path, inputs, count)
                     for kind, path in (

@@ -201,12 +201,14 @@ def slim(
 
         import_modules(imports)
         if output.suffix == ".onnx":
+            from demask.machine.allocator import return_freed_blocks
             from demask.optimize_onnx import deploy
 
+            return_freed_blocks()
             example = ExampleOptions(sizes or (), inputs or (), static, fix or ())
             network = read_to_edit(model, example)
             deployed = deploy(
-                network.model, network.args, output, file=network.file, minimal=minimal,
+                lambda: network.model, network.args, output, file=network.file, minimal=minimal,
                 opset=opset, threads=threads, check=check is Switch.on, tolerance=tolerance,
                 progress=step,
             )  # fmt: skip
