@@ -537,13 +537,18 @@ class _OnnxCandidates:
 
 class _SessionRace:
     """Networks in ONNX Runtime, called in turns with the same inputs. baseline: path of the
-    original network's file, or its bytes. size: of these. files: the other networks."""
+    original network's file, or its bytes. files: the other networks."""
 
     def __init__(self, baseline: str | bytes, inputs: Sequence[Tensor], threads: int | None):
-        self.baseline, self.inputs, self.size = baseline, inputs, size_of(baseline)
+        self.baseline, self.inputs = baseline, inputs
         self.threads = checked_threads(threads)
         self.files: dict[str, str | bytes] = {GIVEN: baseline}
         self.calls: dict[str, Callable[[], Any]] = {}  # those that have a session
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of the original network."""
+        return size_of(self.baseline)
 
     @cached_property
     def is_possible(self) -> bool:

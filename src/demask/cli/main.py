@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -207,10 +208,15 @@ def slim(
             return_freed_blocks()
             example = ExampleOptions(sizes or (), inputs or (), static, fix or ())
             network = read_to_edit(model, example)
+            args, file = network.args, network.file
+            # A file is edited first. That takes less memory without the network in it.
+            stays = network if file is None else None
+            del network
+            gc.collect()  # graphs have cycles
             deployed = deploy(
-                lambda: network.model, network.args, output, file=network.file, minimal=minimal,
-                opset=opset, threads=threads, check=check is Switch.on, tolerance=tolerance,
-                progress=step,
+                lambda: (stays or read_to_edit(model, example)).model, args, output, file=file,
+                minimal=minimal, opset=opset, threads=threads, check=check is Switch.on,
+                tolerance=tolerance, progress=step,
             )  # fmt: skip
             shown = partial(_print_deployed, deployed, output)
         else:

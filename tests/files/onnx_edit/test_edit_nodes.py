@@ -124,7 +124,7 @@ def outcome(case: Case, seed: int, folder: Path) -> Outcome:
     if not all(isinstance(x, torch.Tensor) for x in inputs):
         return ends("refused", "inputs that are no tensors")
     try:
-        edited, barriers, _ = edit_once(read(path), model, inputs, TABLE)
+        edited, barriers, _ = edit_once(model, folder, inputs, TABLE)
     except DemaskError as error:
         return ends("refused", error)
     except Exception as error:

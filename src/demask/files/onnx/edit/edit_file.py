@@ -22,7 +22,7 @@ from demask.files.onnx.edit.foreign import opaque_outputs
 from demask.files.onnx.edit.functions import put_back_calls, write_out_calls
 from demask.files.onnx.edit.names import name_values
 from demask.files.onnx.edit.ops import handle
-from demask.files.onnx.edit.protos import copy_of, graph_reads
+from demask.files.onnx.edit.protos import copy_of, graph_reads, shell_of
 from demask.files.onnx.edit.refusals import Unsupported
 from demask.files.onnx.model import OnnxFile
 from demask.files.onnx.read.reader import parse_model, read_with_proto
@@ -145,9 +145,7 @@ def _edit_model(
         feeds = _feeds(parse_model(start, folder), args)
         model = edit_bodies(start, feeds, edit_body)
         for k in range(PASSES):
-            file = parse_model(model, folder)
-            smaller, whole_nodes, opaque = edit_once(file, model, args, table, insert=insert)
-            del file  # which has a copy of the tensors
+            smaller, whole_nodes, opaque = edit_once(model, folder, args, table, insert=insert)
             if k == 0:
                 barriers, foreign = whole_nodes, opaque
             if smaller.ByteSize() >= model.ByteSize():
@@ -168,12 +166,14 @@ def _feeds(file: OnnxFile, args: Sequence[Tensor]) -> dict[str, np.ndarray]:
 
 
 def edit_once(
-    file: OnnxFile, model: Any, args: Sequence[Tensor], table: Table, *, insert: bool = True
+    model: Any, folder: Path, args: Sequence[Tensor], table: Table, *, insert: bool = True
 ) -> _Edit:
     """A file after one walk, nodes that stay whole, and ops that demask could not capture.
 
-    file: what was read of `model`. insert: as for `edit_file`.
+    folder: of external tensors. insert: as for `edit_file`.
     """
+    shell = shell_of(model)  # before there are more copies of the tensors
+    file = parse_model(model, folder)
     feeds = _feeds(file, args)
     named = name_values(file, args, table, functools.partial(opaque_outputs, model, feeds))
     names = {name for name, v in named.values.items() if (v.known & (v.fill != 0)).any()}
@@ -195,17 +195,19 @@ def edit_once(
                 raise BadInput(f"no value for {min(editor.missing)!r}")
             computed.update(editor.missing)
 
-    return *_cheapest(walked, insert), named.opaque
+    return *_cheapest(walked, shell, insert), named.opaque
 
 
-def _cheapest(walked: Callable[[Mapping[str, Layout]], Editor], insert: bool) -> tuple[Any, Any]:
+def _cheapest(
+    walked: Callable[[Mapping[str, Layout]], Editor], shell: Any, insert: bool
+) -> tuple[Any, Any]:
     """The smallest file, and nodes that stay whole. Where a reader lacks positions of a value, nodes are
     inserted, or the nodes before compute these positions, up to the layers, whose masked rows stay.
 
     insert: False for the latter in any case.
     """
     editor = walked({})
-    best = result, barriers = editor.result(), tuple(editor.barriers)
+    best = result, barriers = editor.result(shell), tuple(editor.barriers)
     least = size = result.ByteSize()
     grown: dict[str, Layout] = {}
     for _ in range(GROWTHS):  # each walk moves what is inserted to the nodes before
@@ -215,7 +217,7 @@ def _cheapest(walked: Callable[[Mapping[str, Layout]], Editor], insert: bool) ->
             break
         grown |= more
         editor = walked(grown)
-        result, barriers = editor.result(), tuple(editor.barriers)
+        result, barriers = editor.result(shell), tuple(editor.barriers)
         if (size := result.ByteSize()) <= least:
             best, least = (result, barriers), size
     return best if insert and least * WORTH < size else (result, barriers)

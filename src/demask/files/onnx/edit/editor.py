@@ -25,7 +25,6 @@ from demask.files.onnx.edit.protos import (
     is_standard,
     op_of,
     set_attribute,
-    shell_of,
 )
 from demask.files.onnx.edit.refusals import Unsupported, all_positions, require
 from demask.files.onnx.values import numpy_of
@@ -57,7 +56,7 @@ class Editor:
         computed: Mapping[str, Layout] = MappingProxyType({}),
         grown: Mapping[str, Layout] = MappingProxyType({}),
     ):
-        self.model, self.graph = model, model.graph
+        self.graph = model.graph
         self.named, self.values = named, named.values
         self.runtime_values, self.handle = runtime_values, handle
         self.constants = FileConstants(model)
@@ -500,8 +499,9 @@ class Editor:
 
     # the new file
 
-    def result(self) -> Any:
-        """The edited file, without nodes and tensors that nothing reads."""
+    def result(self, shell: Any) -> Any:
+        """The edited file, without nodes and tensors that nothing reads. shell: `shell_of` the
+        file."""
         live: set[str] = set(self.outputs)
         nodes: list[Any] = []
         for node in reversed(self.nodes):
@@ -510,7 +510,7 @@ class Editor:
                 live |= {*filter(None, node.input), *graph_reads(node)}
         nodes.reverse()
         original = self._original_names(live)
-        model = shell_of(self.model)
+        model = copy_of(shell)
         graph = model.graph
         graph.node.extend(_with_names(node, original) for node in nodes)
         tensors = [
