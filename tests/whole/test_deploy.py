@@ -158,8 +158,8 @@ def test_an_export_passes_the_comparison_of_edits(given, tmp_path, fast, monkeyp
 
     edit = deploying.edit_file
 
-    def marked(*args):
-        edited = edit(*args)
+    def marked(*args, **options):
+        edited = edit(*args, **options)
         edited.model.doc_string = "MyEdit"
         return edited
 
@@ -178,15 +178,15 @@ def test_where_editing_fails_the_network_is_exported_anew(given, tmp_path, monke
     assert any("could not be edited: no rule" in note for note in made.slim.demasked.notes)
 
 
-def _fails(*_):
+def _fails(*_, **__):
     raise BadInput("no rule")
 
 
 def test_an_edited_file_that_is_wrong_is_not_written(given, tmp_path, monkeypatch):
     real = deploying.edit_file
 
-    def wrong(*args):
-        edited = real(*args)
+    def wrong(*args, **options):
+        edited = real(*args, **options)
         bias = next(t for t in edited.model.graph.initializer if t.name == "head.bias")
         bias.CopyFrom(
             onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(bias) + 0.01, bias.name)
@@ -243,7 +243,8 @@ def test_real_timings_say_what_they_measured(given, tmp_path, monkeypatch):
         deploying, "sample_seconds", lambda calls, pairs, **_: sample_seconds(calls, 3, 1)
     )
     net = demask.from_onnx(given)
-    made = deploy(lambda: net, (torch.randn(1, 3, 16, 16),), tmp_path / "slim.onnx", file=given, threads=1)
+    x = (torch.randn(1, 3, 16, 16),)
+    made = deploy(lambda: net, x, tmp_path / "slim.onnx", file=given, threads=1)
     seconds = made.slim.demasked.decisions[0].seconds
     assert "given" in seconds and any(name.startswith("minimal widths") for name in seconds)
     assert all(taken > 0 for taken in seconds.values())

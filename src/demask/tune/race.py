@@ -184,7 +184,7 @@ def rounds_until_clear(
     """Seconds of each round of a network and of the baseline: of FEW rounds if the network is
     clearly faster, else of `pairs`. measure: returns those of some rounds."""
     rounds = measure(min(FEW, pairs))
-    if FEW < pairs and lower_bound(rounds[GIVEN], rounds[name]) < CLEAR:
+    if pairs > FEW and lower_bound(rounds[GIVEN], rounds[name]) < CLEAR:
         more = measure(pairs - FEW)
         rounds = {each: seconds + more[each] for each, seconds in rounds.items()}
     return rounds

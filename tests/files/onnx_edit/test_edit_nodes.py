@@ -29,7 +29,6 @@ from conformance import Case, cases, to_torch  # noqa: E402
 from demask.errors import BadInput, DemaskError  # noqa: E402
 from demask.files.onnx.check import Judge  # noqa: E402
 from demask.files.onnx.edit.edit_file import edit_once  # noqa: E402
-from demask.files.onnx.read.reader import read  # noqa: E402
 from demask.ops import TABLE  # noqa: E402
 
 PARTS, SHARE, WHERE = 8, 0.98, 9  # WHERE: op set since which there is Where

@@ -201,8 +201,10 @@ def edit_once(
 def _cheapest(
     walked: Callable[[Mapping[str, Layout]], Editor], shell: Any, insert: bool
 ) -> tuple[Any, Any]:
-    """The smallest file, and nodes that stay whole. Where a reader lacks positions of a value, nodes are
-    inserted, or the nodes before compute these positions, up to the layers, whose masked rows stay.
+    """The smallest file, and nodes that stay whole.
+
+    Where a reader lacks positions of a value, nodes are inserted, or the nodes before compute these
+    positions, up to the layers, whose masked rows stay.
 
     insert: False for the latter in any case.
     """
