@@ -171,8 +171,9 @@ def optimize_onnx(
         (58, 16)
     """
     file = model if isinstance(model, str | os.PathLike) else None
+    network: Any = model
     return deploy(
-        (lambda: model) if file is None else partial(_network_in, file), args, path, kwargs,
+        (lambda: network) if file is None else partial(_network_in, file), args, path, kwargs,
         file=file, dynamic_shapes=dynamic_shapes, minimal=minimal, opset=opset, threads=threads,
         check=check, tolerance=tolerance, table=table, progress=progress,
     )  # fmt: skip
@@ -255,17 +256,18 @@ def deploy(
             reductions[False] = shrink_program(program, table, borders=False)
     if file is not None:  # it is read again if it is written
         program = None
-        gc.collect()
-        release_free_memory()
+    race = _SessionRace(source, inputs, threads)
+    gc.collect()
+    release_free_memory()
     provenance = reductions[True][1] if reductions else None
     candidates = _OnnxCandidates(
-        reductions, _SessionRace(source, inputs, threads), judge_for if check else None, table,
-        step, opset, None if file is None else partial(edit, insert=False),
+        reductions, race, judge_for if check else None, table, step, opset,
+        None if file is None else partial(edit, insert=False),
     )  # fmt: skip
     if failure is not None:
         candidates.notes.append(f"the file could not be edited: {failure}")
     if edited is not None:
-        candidates.add(EDITED, edited.model.SerializeToString(), edited=edited)
+        candidates.add_edit(EDITED, edited)
     del edited
     name = _winner(candidates, minimal)
     candidates.race.close()
@@ -277,8 +279,9 @@ def deploy(
         elif check:  # exporters and converters may be wrong
             verdict = candidates.compared(source)
         if provenance is not None:
-            if program is None:
-                program = captured(model(), args, named, dynamic_shapes)
+            if program is None and (network := model()) is not None:
+                program = captured(network, args, named, dynamic_shapes)
+            assert program is not None
             slim = build(program, unchanged_provenance(provenance)).eval()
         if original is not None:
             save_edited(original, path)
@@ -287,9 +290,10 @@ def deploy(
     else:
         step("writing")
         chosen = candidates.valid[name]
-        slim, verdict, edited = chosen.slim, chosen.verdict, chosen.edited
-        if edited is not None:
+        slim, verdict = chosen.slim, chosen.verdict
+        if chosen.edited is not None:
             assert file is not None
+            edited = replace(chosen.edited, model=installed().ModelProto.FromString(chosen.data))
             barriers = [f"{name} stays whole: {reason}" for name, reason in edited.barriers]
             candidates.notes += [f"the file was edited: {edited.unchanged} of {edited.nodes} nodes "
                                  "are the original's, byte for byte", *barriers]  # fmt: skip
@@ -424,7 +428,7 @@ def _winner(candidates: _OnnxCandidates, minimal: bool) -> str | None:
 
 @dataclass(slots=True)
 class _OnnxCandidate:
-    """A file that may be written. data: its bytes. edited: the same, if it is an edit. slim,
+    """A file that may be written. data: its bytes. edited: of an edit, without the model. slim,
     program: the network of an export, and its program. borders: whether it may have border maps."""
 
     data: bytes
@@ -479,6 +483,10 @@ class _OnnxCandidates:
             return
         self.valid[name] = _OnnxCandidate(data, **more)
 
+    def add_edit(self, name: str, edited: EditedFile) -> None:
+        """Add an edited file, of which the bytes are kept."""
+        self.add(name, edited.model.SerializeToString(), edited=replace(edited, model=None))
+
     def _leave_out(self, name: str, error: DemaskError) -> None:
         self.notes.append(f"{name} is left out: {error}")
         self.failure = error
@@ -517,9 +525,10 @@ class _OnnxCandidates:
         self.progress("editing the file without new nodes")
         self.race.close()
         edited, _ = self.edit_again()
-        if edited is None or edited.nodes >= self.valid[EDITED].edited.nodes:
+        before = self.valid[EDITED].edited
+        if edited is None or before is None or edited.nodes >= before.nodes:
             return False
-        self.add(PLAIN, edited.model.SerializeToString(), edited=edited)
+        self.add_edit(PLAIN, edited)
         return PLAIN in self.valid
 
     def best(self, costs: Mapping[str, float]) -> str | None:
@@ -551,18 +560,13 @@ class _OnnxCandidates:
 
 class _SessionRace:
     """Networks in ONNX Runtime, called in turns with the same inputs. baseline: path of the
-    original network's file, or its bytes. files: the other networks."""
+    original network's file, or its bytes. size: of these. files: the other networks."""
 
     def __init__(self, baseline: str | bytes, inputs: Sequence[Tensor], threads: int | None):
-        self.baseline, self.inputs = baseline, inputs
+        self.baseline, self.inputs, self.size = baseline, inputs, size_of(baseline)
         self.threads = checked_threads(threads)
         self.files: dict[str, str | bytes] = {GIVEN: baseline}
         self.calls: dict[str, Callable[[], Any]] = {}  # those that have a session
-
-    @cached_property
-    def size(self) -> int:
-        """Bytes of the original network."""
-        return size_of(self.baseline)
 
     @cached_property
     def is_possible(self) -> bool:
