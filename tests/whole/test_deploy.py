@@ -88,12 +88,14 @@ def same(a, b):
 
 
 def test_the_fastest_candidate_is_written(given, tmp_path, fast, monkeypatch):
-    monkeypatch.setattr(deploying, "MULTIPLES", (4,))
+    monkeypatch.setattr(deploying, "MULTIPLES", (4, 1))
     fast(lambda name: 0.5 if "of 4" in name and "computed" in name else 1.0)
     net = demask.from_onnx(given)
     made = deploy(lambda: net, (torch.randn(1, 3, 16, 16),), tmp_path / "slim.onnx", file=given)
     record = made.slim.demasked
     assert record.decisions[0].chosen == "widths in multiples of 4, constants computed"
+    names = record.decisions[0].seconds  # the minimal widths are multiples of 4
+    assert "minimal widths, constants computed" not in names
     assert (record.speed.ratio, record.speed.threads) == (2.0, torch.get_num_threads())
     assert made.error < 1e-5
     assert "2.00 x" in str(demask.report(made.slim))
