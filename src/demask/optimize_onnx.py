@@ -484,7 +484,7 @@ class _OnnxCandidates:
         self.valid[name] = _OnnxCandidate(data, **more)
 
     def add_edit(self, name: str, edited: EditedFile) -> None:
-        """Add an edited file, of which the bytes are kept."""
+        """Add an edited file: its bytes, without the model."""
         self.add(name, edited.model.SerializeToString(), edited=replace(edited, model=None))
 
     def _leave_out(self, name: str, error: DemaskError) -> None:

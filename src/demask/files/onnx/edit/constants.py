@@ -49,7 +49,7 @@ class FileConstants:
         """The array of a constant; KeyError where the runtime cannot compute it."""
         from onnx import numpy_helper
 
-        if name in self.tensors:  # not kept: it would be a copy of each weight
+        if name in self.tensors:  # without a cache, which would copy each weight
             return numpy_helper.to_array(self.tensors[name])
         if name not in self._arrays:
             wanted = [n for n in self.read if n not in self.tensors and n not in self._arrays]
