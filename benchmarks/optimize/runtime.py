@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -119,11 +120,11 @@ def rows(
         for name in chosen:
             bar.update(step, description=f"exporting {name}")
             inputs = FILES[name](original)
-            net = demask.from_onnx(original)
-            deploy(net, inputs, minimal, file=original, minimal=True)
+            read = partial(demask.from_onnx, original)
+            deploy(read, inputs, minimal, file=original, minimal=True)
             for count in threads:
                 bar.update(step, description=f"{name}, {count} threads")
-                deployed = deploy(net, inputs, result, file=original, threads=count)
+                deployed = deploy(read, inputs, result, file=original, threads=count)
                 calls = {
                     kind: call(path, inputs, count)
                     for kind, path in (

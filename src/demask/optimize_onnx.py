@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
@@ -35,7 +37,6 @@ from demask.files.onnx.write.writer import (
     copy_file,
     judge_of,
     proto_of,
-    save,
     serialized,
     size_of,
 )
@@ -44,6 +45,7 @@ from demask.graph.isolation import in_isolation
 from demask.graph.program import Program
 from demask.graph.provenance import GIVEN, WHOLE, Provenance, Speed, TuneDecision
 from demask.graph.result.demasked_module import Demasked, build
+from demask.machine.allocator import release_free_memory
 from demask.machine.benchmark import ALLOWED, PAIRS
 from demask.machine.threads import checked_threads
 from demask.machine.timing import sample_seconds
@@ -53,15 +55,17 @@ from demask.shrink.pipeline import capture_program as captured
 from demask.shrink.pipeline import shrink_program
 from demask.shrink.program_size import measure_program
 from demask.tune.onnxruntime_candidate import for_runtime
-from demask.tune.race import speed_of
+from demask.tune.race import WARMUP, rounds_until_clear, speed_of
 
 WIDTH = 8  # widths are rounded up to a multiple of it if nothing can be measured
 MULTIPLES = (1, 4, 16)  # also measured if ONNX Runtime is installed
 ROUNDS, SECONDS = 8, 10.0
 EDITED = "the file, edited"
+PLAIN = "the file, edited without new nodes"
 ORIGINAL = Verdict(0.0, "nothing")  # of the original file itself
 NOISE = 1.05  # an exported network has to be faster or smaller by more than this than the edit
 ProgressCallback = Callable[[str], object]
+Edit = Callable[[], tuple[EditedFile | None, DemaskError | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,19 +172,22 @@ def optimize_onnx(
     """
     file = model if isinstance(model, str | os.PathLike) else None
     network: Any = model
-    if file is not None:
-        network = None if foreign_nodes(read(file)) else from_onnx(file)
     return deploy(
-        network, args, path, kwargs, file=file, dynamic_shapes=dynamic_shapes, minimal=minimal,
-        opset=opset, threads=threads, check=check, tolerance=tolerance, table=table,
-        progress=progress,
+        (lambda: network) if file is None else partial(_network_in, file), args, path, kwargs,
+        file=file, dynamic_shapes=dynamic_shapes, minimal=minimal, opset=opset, threads=threads,
+        check=check, tolerance=tolerance, table=table, progress=progress,
     )  # fmt: skip
+
+
+def _network_in(file: str | os.PathLike[str]) -> nn.Module | None:
+    """The network in an ONNX file; None if demask has no function for an op of it."""
+    return None if foreign_nodes(read(file)) else from_onnx(file)
 
 
 @in_isolation
 @public
 def deploy(
-    model: nn.Module | ExportedProgram | None,
+    model: Callable[[], nn.Module | ExportedProgram | None],
     args: tuple[Any, ...],
     path: str | os.PathLike[str],
     kwargs: Mapping[str, Any] | None = None,
@@ -195,36 +202,45 @@ def deploy(
     table: Table = TABLE,
     progress: ProgressCallback = lambda words: None,
 ) -> Deployed:
-    """As `optimize_onnx`, for a loaded network. file: the ONNX file that it was read from. model:
-    None if demask cannot run the file."""
+    """As `optimize_onnx`, for a network that `model` returns, None if demask cannot run it. file:
+    the ONNX file that it is read from; it is read again where the original network is written, so
+    that it takes no memory while candidates are measured."""
     check_writable(path)
     check_tolerance(tolerance)
     check_opset(opset)
+
+    def step(words: str) -> None:
+        release_free_memory()  # of the step before
+        progress(words)
+
+    edit = partial(_edited, file, args, table, opset)
     edited, failure = None, None
     if file is not None and not kwargs:
-        progress("editing the file")
-        edited, failure = _edited(os.fspath(file), args, table)
-        if edited is not None and opset is not None:
-            edited = replace(file_with(file, edited.model, opset), barriers=edited.barriers,
-                             foreign=edited.foreign)  # fmt: skip
+        step("editing the file")
+        edited, failure = edit()
+        gc.collect()  # of the graphs, which have cycles
+    before = weight_files(path)
+    step("capturing")
     named: dict[str, Any] = {}
-    program = None
-    if model is not None:
-        progress("capturing")
+    program, network = None, model()
+    if network is not None:
         try:
-            args, named = draw_examples((model,), args, dict(kwargs or {}))
-            program = captured(model, args, named, dynamic_shapes)
+            args, named = draw_examples((network,), args, dict(kwargs or {}))
+            program = captured(network, args, named, dynamic_shapes)
         except DemaskError:
             if edited is None:
                 raise
     elif failure is not None:
         raise failure
+    del network
     inputs = [t for t in pytree.tree_leaves((args, named)) if isinstance(t, Tensor)]
     original = None  # the file in another op set
     if file is not None:
         source: str | bytes = os.fspath(file)
         judge_for = partial(Judge.of_file, source, inputs, tolerance)
-        if opset not in (None, opset_of(installed().load(source, load_external_data=False))):
+        if opset is not None and opset != opset_of(
+            installed().load(source, load_external_data=False)
+        ):
             original = file_with(file, opset=opset)
             source = original.model.SerializeToString()
     else:
@@ -232,42 +248,61 @@ def deploy(
         whole = as_demasked(program)
         source = serialized(_exported(whole, opset))
         judge_for = partial(judge_of, whole, source, (args, named), tolerance, table)
+    reductions: dict[bool, tuple[Program, Provenance]] = {}
+    if program is not None:
+        step("removing what is masked")
+        reductions[True] = shrink_program(program, table)
+        if "border map" in reductions[True][1].effects:
+            reductions[False] = shrink_program(program, table, borders=False)
+    if file is not None:  # it is read again if it is written
+        program = None
     race = _SessionRace(source, inputs, threads)
-    candidates = _OnnxCandidates(program, race, judge_for if check else None, table, progress,
-                             opset, file is not None)  # fmt: skip
+    gc.collect()
+    release_free_memory()
+    provenance = reductions[True][1] if reductions else None
+    candidates = _OnnxCandidates(
+        reductions, race, judge_for if check else None, table, step, opset,
+        None if file is None else partial(edit, insert=False),
+    )  # fmt: skip
     if failure is not None:
         candidates.notes.append(f"the file could not be edited: {failure}")
     if edited is not None:
-        candidates.add(EDITED, edited.model.SerializeToString())
-    before = weight_files(path)
+        candidates.add_edit(EDITED, edited)
+    del edited
     name = _winner(candidates, minimal)
-    slim, verdict = None, UNCHECKED
+    candidates.race.close()
+    slim, verdict, edited = None, UNCHECKED, None
     if name is None:
-        progress("writing the original network")
+        step("writing the original network")
         if isinstance(source, str):
             verdict = ORIGINAL
         elif check:  # exporters and converters may be wrong
             verdict = candidates.compared(source)
+        if provenance is not None:
+            if program is None and (network := model()) is not None:
+                program = captured(network, args, named, dynamic_shapes)
+            assert program is not None
+            slim = build(program, unchanged_provenance(provenance)).eval()
         if original is not None:
             save_edited(original, path)
         elif isinstance(source, bytes) or not _is_same_file(source, path):
             copy_file(source, path)
-        if program is not None:
-            slim = build(program, unchanged_provenance(candidates.reduced(True)[1])).eval()
     else:
-        progress("writing")
+        step("writing")
         chosen = candidates.valid[name]
         slim, verdict = chosen.slim, chosen.verdict
-        if name == EDITED:
-            assert edited is not None and file is not None
+        if chosen.edited is not None:
+            assert file is not None
+            edited = replace(chosen.edited, model=installed().ModelProto.FromString(chosen.data))
             barriers = [f"{name} stays whole: {reason}" for name, reason in edited.barriers]
             candidates.notes += [f"the file was edited: {edited.unchanged} of {edited.nodes} nodes "
                                  "are the original's, byte for byte", *barriers]  # fmt: skip
-            if program is not None:
-                slim = _as_network(edited, Path(file), (args, named), dynamic_shapes, candidates)
+            if provenance is not None:
+                slim = _as_network(edited, Path(file), (args, named), dynamic_shapes, provenance,
+                                   table)  # fmt: skip
             save_edited(edited, path)
         else:
-            save(chosen.model, path)
+            copy_file(chosen.data, path)
     candidates.notes += remove_unnamed(path, before)
     if verdict.warning and tolerance is None:
         candidates.notes.insert(0, verdict.warning)
@@ -275,13 +310,14 @@ def deploy(
         notes = (*slim.demasked.notes, *candidates.notes)
         slim.demasked = replace(slim.demasked, notes=notes, **candidates.measured)
     checked = "it is the original file" if verdict is ORIGINAL else str(verdict)
-    return Deployed(slim, verdict.error, edited if name == EDITED else None, checked,
-                    tuple(candidates.notes), **candidates.measured)  # fmt: skip
+    return Deployed(slim, verdict.error, edited, checked, tuple(candidates.notes),
+                    **candidates.measured)  # fmt: skip
 
 
 def _as_network(
-    edited: EditedFile, file: Path, call: Any, dynamic_shapes: Any, candidates: _OnnxCandidates
-) -> Demasked | None:
+    edited: EditedFile, file: Path, call: Any, dynamic_shapes: Any, provenance: Provenance,
+    table: Table,
+) -> Demasked | None:  # fmt: skip
     """An edited file as a graph module with its record; None where it cannot be captured."""
     args, named = call
     try:
@@ -289,17 +325,23 @@ def _as_network(
         program = captured(network, args, named, dynamic_shapes)
     except DemaskError:
         return None
-    sizes = measure_program(program, Analysis(program, candidates.table).relations)
-    record = unchanged_provenance(candidates.reduced(True)[1])
+    sizes = measure_program(program, Analysis(program, table).relations)
+    record = unchanged_provenance(provenance)
     return build(program, replace(record, after=sizes)).eval()
 
 
-def _edited(path: str, args: Any, table: Table) -> tuple[EditedFile | None, DemaskError | None]:
-    """A file, edited; None where that removes nothing. And why it cannot be edited."""
+def _edited(
+    file: Any, args: Any, table: Table, opset: int | None, *, insert: bool = True
+) -> tuple[EditedFile | None, DemaskError | None]:
+    """A file, edited and in an op set; None where an edit removes nothing. And why it cannot be
+    edited. insert: as for `edit_file`."""
     try:
-        edited = edit_file(path, args, table)
+        edited = edit_file(os.fspath(file), args, table, insert=insert)
         if edited is not None and edited.tensor_bytes > LARGEST:
             return None, BadInput("it has more than 2 GiB, which no runtime takes as one message")
+        if edited is not None and opset is not None:
+            edited = replace(file_with(file, edited.model, opset), barriers=edited.barriers,
+                             foreign=edited.foreign)  # fmt: skip
         return edited, None
     except DemaskError as error:
         return None, error
@@ -328,88 +370,92 @@ def _winner(candidates: _OnnxCandidates, minimal: bool) -> str | None:
     Raises:
         Mismatch: something smaller could be written, but computes something else.
     """
-    race, program = candidates.race, candidates.program
-    own = [EDITED] if EDITED in candidates.valid else []
-    if minimal or race.runtime is None:
-        if program is not None:
+    race, reductions = candidates.race, candidates.reductions
+    if minimal or not race.is_possible:
+        if reductions:
             candidates.enter(*((True, 1) if minimal else (False, WIDTH)))
-        sizes = {name: len(one.data) * (1 if name == EDITED else NOISE)
+        sizes = {name: len(one.data) * (NOISE if one.edited is None else 1)
                  for name, one in candidates.valid.items()}  # fmt: skip
-        if candidates.is_file and candidates.valid:
-            sizes[GIVEN] = size_of(race.baseline)
+        if candidates.edit_again is not None and candidates.valid:
+            sizes[GIVEN] = race.size
         return candidates.best(sizes)
-    if program is not None:
-        choices = (False, True) if candidates.has_borders else (True,)
-        for borders in choices:
-            candidates.enter(borders, WIDTH)
-    exports = [name for name in candidates.valid if name != EDITED]
+    for borders in sorted(reductions):
+        candidates.enter(borders, WIDTH)
+    exports = [name for name, one in candidates.valid.items() if one.edited is None]
     if exports:
-        candidates.progress("measuring in ONNX Runtime")
-        first_rounds = race.rounds(exports, ROUNDS, SECONDS)
-        first = min(exports, key=lambda name: median(first_rounds[name]))
+        borders = candidates.valid[exports[0]].borders
+        if len(exports) > 1:
+            candidates.progress("measuring in ONNX Runtime")
+            rounds = race.rounds(exports, ROUNDS, SECONDS)
+            first = min(exports, key=lambda name: median(rounds[name]))
+            borders = candidates.valid[first].borders
         for multiple in MULTIPLES:
-            candidates.enter(candidates.valid[first].borders, multiple)
+            candidates.enter(borders, multiple)
     if not candidates.valid:
         candidates.check()
         return None
     candidates.progress("measuring in ONNX Runtime")
-    all_rounds = race.rounds(list(candidates.valid), ROUNDS, SECONDS)
-    medians = {name: median(seconds) for name, seconds in all_rounds.items()}
-    seconds = {name: medians[name] * (1 if name in own else NOISE if own else 1)
-               for name in candidates.valid}  # fmt: skip
-    best = candidates.best(seconds)
-    if best is None:
-        return None
-    candidates.progress("measuring against the original network")
-    final = race.rounds([best], PAIRS, float("inf"))
-    speed = replace(speed_of(final[GIVEN], final[best]), threads=race.threads)
-    has_gain = best in own or not candidates.is_file or speed.ratio > NOISE or (
-        NOISE * len(candidates.valid[best].data) < size_of(race.baseline)
-    )  # fmt: skip
-    chosen = best if speed.least >= ALLOWED and has_gain else GIVEN
-    # The rows of both are from the same rounds, as is the ratio.
-    medians |= {GIVEN: speed.given[0], best: speed.result[0]}
-    candidates.measured = {"decisions": (TuneDecision(WHOLE, chosen, medians),), "speed": speed}
-    if chosen == best:
-        return best
-    words = "may be slower in ONNX Runtime" if has_gain else "is hardly smaller or faster"
-    candidates.notes.append(
-        f"the fastest candidate ({best}) {words} than the original network (ratio "
-        f"{speed.ratio:.2f}, at least {speed.least:.2f}): that was written, unchanged; --minimal "
-        "writes the smallest"
-    )
+    rounds = race.rounds(list(candidates.valid), ROUNDS, SECONDS)
+    medians = {name: median(seconds) for name, seconds in rounds.items()}
+    allowance = NOISE if any(one.edited for one in candidates.valid.values()) else 1
+    seconds = {name: medians[name] * (allowance if one.edited is None else 1)
+               for name, one in candidates.valid.items()}  # fmt: skip
+    note = ""
+    while (best := candidates.best(seconds)) is not None:
+        candidates.progress("measuring against the original network")
+        final = rounds_until_clear(partial(race.rounds, (GIVEN, best)), best, PAIRS)
+        speed = replace(speed_of(final[GIVEN], final[best]), threads=race.threads)
+        one = candidates.valid[best]
+        has_gain = (one.edited is not None or candidates.edit_again is None or speed.ratio > NOISE
+                    or NOISE * len(one.data) < race.size)  # fmt: skip
+        chosen = best if speed.least >= ALLOWED and has_gain else GIVEN
+        # The rows of both are from the same rounds, as is the ratio.
+        medians |= {GIVEN: speed.given[0], best: speed.result[0]}
+        decision = TuneDecision(WHOLE, chosen, medians)
+        candidates.measured = {"decisions": (decision,), "speed": speed}
+        if chosen == best:
+            return best
+        words = "may be slower in ONNX Runtime" if has_gain else "is hardly smaller or faster"
+        note = (f"the fastest candidate ({best}) {words} than the original network (ratio "
+                f"{speed.ratio:.2f}, at least {speed.least:.2f}): that was written, unchanged; "
+                "--minimal writes the smallest")  # fmt: skip
+        if best != EDITED or not candidates.edit_plainly():
+            break
+        seconds = {PLAIN: 0.0}
+    candidates.notes += [note] if note else []
     return None
 
 
 @dataclass(slots=True)
 class _OnnxCandidate:
-    """A file that may be written. data: its bytes. slim, model: the network and the `onnx_ir.Model`
-    of an export. borders: whether it may have border maps."""
+    """A file that may be written. data: its bytes. edited: of an edit, without the model. slim,
+    program: the network of an export, and its program. borders: whether it may have border maps."""
 
     data: bytes
+    edited: EditedFile | None = None
     slim: Demasked | None = None
-    model: Any = None
+    program: Program | None = None
     borders: bool = True
     verdict: Verdict = UNCHECKED
 
 
 @dataclass
 class _OnnxCandidates:
-    """Candidates for the file. valid: by name. judge_for: returns the judge; None if nothing is
-    compared. is_file: whether the original is a file. reductions: demasked programs, with border
-    maps (True) and without."""
+    """Candidates for the file. valid: by name. reductions: demasked programs, with border maps
+    (True) and, where that differs, without, until they are exported; none where demask cannot run
+    the network. judge_for: returns the judge; None if nothing is compared. edit_again: edits the
+    file without insertions; None if the original is no file."""
 
-    program: Program | None
+    reductions: dict[bool, tuple[Program, Provenance]]
     race: _SessionRace
     judge_for: Callable[[], Judge] | None
     table: Table
     progress: ProgressCallback
     opset: int | None = None
-    is_file: bool = False
+    edit_again: Edit | None = None
     valid: dict[str, _OnnxCandidate] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     measured: dict[str, Any] = field(default_factory=dict)
-    reductions: dict[bool, tuple[Program, Provenance]] = field(default_factory=dict)
     failure: DemaskError | None = None
 
     @cached_property
@@ -428,19 +474,6 @@ class _OnnxCandidates:
                 "check=False (--check off) writes it all the same"
             ) from error
 
-    def reduced(self, borders: bool) -> tuple[Program, Provenance]:
-        """The demasked program, with or without border maps."""
-        if borders not in self.reductions:
-            assert self.program is not None
-            self.progress("removing what is masked")
-            self.reductions[borders] = shrink_program(self.program, self.table, borders=borders)
-        return self.reductions[borders]
-
-    @property
-    def has_borders(self) -> bool:
-        """Whether the demasked program can have border maps."""
-        return "border map" in self.reduced(True)[1].effects
-
     def add(self, name: str, data: bytes, **more: Any) -> None:
         """Add a candidate, to the race too; one that the runtime does not run is left out."""
         try:
@@ -450,6 +483,10 @@ class _OnnxCandidates:
             return
         self.valid[name] = _OnnxCandidate(data, **more)
 
+    def add_edit(self, name: str, edited: EditedFile) -> None:
+        """Add an edited file: its bytes, without the model."""
+        self.add(name, edited.model.SerializeToString(), edited=replace(edited, model=None))
+
     def _leave_out(self, name: str, error: DemaskError) -> None:
         self.notes.append(f"{name} is left out: {error}")
         self.failure = error
@@ -457,43 +494,61 @@ class _OnnxCandidates:
 
     def enter(self, borders: bool, multiple: int) -> None:
         """Export one candidate and add it."""
-        borders = borders or not self.has_borders
+        borders = borders or False not in self.reductions
         name = "minimal widths" if multiple == 1 else f"widths in multiples of {multiple}"
-        if self.has_borders:
+        if False in self.reductions:
             name += ", border maps" if borders else ", constants computed"
         if name in self.valid:
             return
         self.progress(f"writing: {name}")
-        program, provenance = self.reduced(borders)
+        program, provenance = self.reductions[borders]
         rewritten = for_runtime(program, self.table, multiple)
+        if any(one.program and _is_same(rewritten, one.program) for one in self.valid.values()):
+            return
         try:
             slim = build(rewritten, optimized_provenance(rewritten, provenance, self.table)).eval()
-            model = _exported(slim, self.opset)
-            data = serialized(model)
+            data = serialized(_exported(slim, self.opset))
         except DemaskError as error:
             if is_strict():
                 raise
             self._leave_out(name, error)
             return
-        if len(data) > size_of(self.race.baseline):
+        if len(data) > self.race.size:
             self.notes.append(f"{name} is left out: its file is larger than the original one")
             return
-        self.add(name, data, slim=slim, model=model, borders=borders)
+        self.add(name, data, slim=slim, program=rewritten, borders=borders)
+
+    def edit_plainly(self) -> bool:
+        """Add an edit that inserts no nodes, which take time; whether there is another one."""
+        if self.edit_again is None:
+            return False
+        self.progress("editing the file without new nodes")
+        self.race.close()
+        edited, _ = self.edit_again()
+        before = self.valid[EDITED].edited
+        if edited is None or before is None or edited.nodes >= before.nodes:
+            return False
+        self.add_edit(PLAIN, edited)
+        return PLAIN in self.valid
 
     def best(self, costs: Mapping[str, float]) -> str | None:
         """The candidate of least cost that computes what the original does; others are left out.
         Raises the last failure if none is left."""
+        self.race.close()
+        self.reductions.clear()
         for name in sorted(costs, key=costs.__getitem__):
             if name == GIVEN:
                 break
-            if self.judge_for is None:
-                return name
-            self.progress(f"checking: {name}")
             try:
-                self.valid[name].verdict = self.compared(self.valid[name].data)
-                return name
+                if self.judge_for is not None:
+                    self.progress(f"checking: {name}")
+                    self.valid[name].verdict = self.compared(self.valid[name].data)
             except Mismatch as error:
                 self._leave_out(name, error)
+                continue
+            self.valid = {name: self.valid[name]}
+            self.__dict__.pop("judge", None)  # with the sessions that it has
+            return name
         self.check()
         return None
 
@@ -505,25 +560,34 @@ class _OnnxCandidates:
 
 class _SessionRace:
     """Networks in ONNX Runtime, called in turns with the same inputs. baseline: path of the
-    original network's file, or its bytes. runtime: its session; None where that cannot run."""
+    original network's file, or its bytes. size: of these. files: the other networks."""
 
     def __init__(self, baseline: str | bytes, inputs: Sequence[Tensor], threads: int | None):
-        self.baseline, self.inputs = baseline, inputs
+        self.baseline, self.inputs, self.size = baseline, inputs, size_of(baseline)
         self.threads = checked_threads(threads)
-        self.calls: dict[str, Callable[[], Any]] = {}
+        self.files: dict[str, str | bytes] = {GIVEN: baseline}
+        self.calls: dict[str, Callable[[], Any]] = {}  # those that have a session
+
+    @cached_property
+    def is_possible(self) -> bool:
+        """Whether ONNX Runtime takes the original network."""
         try:
-            self.runtime = session(baseline, self.threads)
+            return session(self.baseline, self.threads) is not None
         except BadInput:  # of ops of another runtime: nothing is measured
-            self.runtime = None
-        if self.runtime is not None:
-            self.calls[GIVEN] = self._call(self.runtime)
+            return False
 
     def add(self, name: str, data: bytes) -> None:
         """Add a network. Raises BadInput where the runtime cannot run it."""
-        if self.runtime is not None:
-            self.calls[name] = self._call(session(data, self.threads))
+        if self.is_possible:
+            self.files[name] = data
+            self.calls[name] = self._call(data)
 
-    def _call(self, runner: Any) -> Callable[[], Any]:
+    def close(self) -> None:
+        """End all sessions, each of which takes more memory than its file."""
+        self.calls.clear()
+
+    def _call(self, file: str | bytes) -> Callable[[], Any]:
+        runner = session(file, self.threads)
         names = [port.name for port in runner.get_inputs()]
         feed = {n: numpy_of(x) for n, x in zip(names, self.inputs, strict=True)}
         try:
@@ -532,7 +596,20 @@ class _SessionRace:
             raise BadInput(f"ONNX Runtime fails on the example: {first_line(error)}") from error
         return lambda: runner.run(None, feed)
 
-    def rounds(self, names: Sequence[str], pairs: int, seconds: float) -> dict[str, list[float]]:
-        """Seconds of each round, of the named networks and of the original one."""
-        calls = {name: self.calls[name] for name in (GIVEN, *names)}
-        return sample_seconds(calls, pairs, seconds=seconds)
+    def rounds(
+        self, names: Sequence[str], pairs: int, seconds: float = float("inf")
+    ) -> dict[str, list[float]]:
+        """Seconds of each round, of the named networks."""
+        for name in names:
+            if name not in self.calls:
+                self.calls[name] = self._call(self.files[name])
+        calls = {name: self.calls[name] for name in names}
+        return sample_seconds(calls, pairs, warmup=WARMUP, seconds=seconds)
+
+
+def _is_same(a: Program, b: Program) -> bool:
+    """Whether two programs have the same calls and tensors."""
+    return str(a.graph) == str(b.graph) and all(
+        torch.equal(constant.tensor, b.constants[name].tensor)
+        for name, constant in a.constants.items()
+    )

@@ -134,7 +134,7 @@ WRITTEN = (
     fault("unknown-values-are-zero", "files/onnx/edit/editor.py",
           "if not known.all():", "if False:", "edited_files"),
     fault("insertions-without-a-price", "files/onnx/edit/edit_file.py",
-          "return best if insert and least * WORTH < size else editor", "return best",
+          "return best if insert and least * WORTH < size else (result, barriers)", "return best",
           "edited_files"),
     fault("gemm-without-alpha", "files/onnx/edit/ops/contraction.py",
           'total = attributes.get("alpha", 1.0) * sum_of', "total = sum_of", "edit_laws"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -201,14 +202,21 @@ def slim(
 
         import_modules(imports)
         if output.suffix == ".onnx":
+            from demask.machine.allocator import return_freed_blocks
             from demask.optimize_onnx import deploy
 
+            return_freed_blocks()
             example = ExampleOptions(sizes or (), inputs or (), static, fix or ())
             network = read_to_edit(model, example)
+            args, file = network.args, network.file
+            # A file is edited first. That takes less memory without the network in it.
+            stays = network if file is None else None
+            del network
+            gc.collect()  # graphs have cycles
             deployed = deploy(
-                network.model, network.args, output, file=network.file, minimal=minimal,
-                opset=opset, threads=threads, check=check is Switch.on, tolerance=tolerance,
-                progress=step,
+                lambda: (stays or read_to_edit(model, example)).model, args, output, file=file,
+                minimal=minimal, opset=opset, threads=threads, check=check is Switch.on,
+                tolerance=tolerance, progress=step,
             )  # fmt: skip
             shown = partial(_print_deployed, deployed, output)
         else:

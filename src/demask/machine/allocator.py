@@ -17,6 +17,7 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 # Largest first: glibc before 2.35 refuses an mmap threshold above half a heap, which is 32 MiB.
 THRESHOLDS = (2_000_000_000, 32 * 1024 * 1024)
+SMALL = 128 * 1024  # bytes; glibc's threshold before anything was freed
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 
 
@@ -24,6 +25,18 @@ def release_free_memory() -> None:
     """Return the free memory of glibc's heap to the kernel; no effect with other C libraries."""
     if _trim is not None:
         _trim(0)
+
+
+def return_freed_blocks() -> None:
+    """Make glibc return each large block to the kernel when it is freed, until the process ends:
+    for a command that reads and writes large files, and times nothing that allocates its own
+    memory. No effect with another C library.
+
+    Otherwise glibc retains blocks as large as those that were freed before, up to 32 MiB: ONNX
+    Runtime took 3.6 times the size of an 18 MB file to load it, and 2.6 with this setting.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, SMALL)
 
 
 def fix_allocator() -> str:

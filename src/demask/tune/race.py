@@ -137,10 +137,7 @@ class CandidateRace:
     def speed(self, name: str) -> tuple[Speed, bool]:
         """Speed of a candidate relative to the baseline, and whether it is certainly slower (the
         upper 95 % bound of the ratio is too low)."""
-        rounds = self.against_baseline(name, min(FEW, PAIRS))
-        if FEW < PAIRS and lower_bound(rounds[GIVEN], rounds[name]) < CLEAR:
-            more = self.against_baseline(name, PAIRS - FEW)
-            rounds = {each: seconds + more[each] for each, seconds in rounds.items()}
+        rounds = rounds_until_clear(partial(self.against_baseline, name), name, PAIRS)
         speed = replace(speed_of(rounds[GIVEN], rounds[name]), threads=self.threads)
         return speed, 1 / lower_bound(rounds[name], rounds[GIVEN]) < ALLOWED
 
@@ -179,6 +176,18 @@ class CandidateRace:
                 return pytree.tree_leaves(wide(*args, **kwargs))
         except Exception:  # of any type: then units in the last place decide
             return []
+
+
+def rounds_until_clear(
+    measure: Callable[[int], dict[str, list[float]]], name: str, pairs: int
+) -> dict[str, list[float]]:
+    """Seconds of each round of a network and of the baseline: of FEW rounds if the network is
+    clearly faster, else of `pairs`. measure: returns those of some rounds."""
+    rounds = measure(min(FEW, pairs))
+    if pairs > FEW and lower_bound(rounds[GIVEN], rounds[name]) < CLEAR:
+        more = measure(pairs - FEW)
+        rounds = {each: seconds + more[each] for each, seconds in rounds.items()}
+    return rounds
 
 
 def _is_finite(leaf: Any) -> bool:

@@ -223,3 +223,8 @@ def test_a_large_difference_that_rounding_explains_is_named(tmp_path, monkeypatc
     monkeypatch.setattr(writing, "_exported", altered(writing._exported, change))
     with pytest.warns(UserWarning, match="differ by 1 of the largest on .*rounding alone"):
         demask.to_onnx(IsUnmoved().eval(), tmp_path / "net.onnx", (torch.randn(2, 4),))
+
+
+def test_roundings_are_computed_only_where_outputs_differ(monkeypatch):
+    monkeypatch.setattr(checking.FileOriginal, "roundings", None)
+    assert Judge.of_file(RELU, X).compare(RELU).error == 0

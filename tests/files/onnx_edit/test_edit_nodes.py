@@ -29,7 +29,6 @@ from conformance import Case, cases, to_torch  # noqa: E402
 from demask.errors import BadInput, DemaskError  # noqa: E402
 from demask.files.onnx.check import Judge  # noqa: E402
 from demask.files.onnx.edit.edit_file import edit_once  # noqa: E402
-from demask.files.onnx.read.reader import read  # noqa: E402
 from demask.ops import TABLE  # noqa: E402
 
 PARTS, SHARE, WHERE = 8, 0.98, 9  # WHERE: op set since which there is Where
@@ -124,12 +123,11 @@ def outcome(case: Case, seed: int, folder: Path) -> Outcome:
     if not all(isinstance(x, torch.Tensor) for x in inputs):
         return ends("refused", "inputs that are no tensors")
     try:
-        editor, _ = edit_once(read(path), model, inputs, TABLE)
+        edited, barriers, _ = edit_once(model, folder, inputs, TABLE)
     except DemaskError as error:
         return ends("refused", error)
     except Exception as error:
         return ends("crashed", f"{type(error).__name__}: {error}")
-    edited = editor.result()
     kept = {node.SerializeToString() for node in edited.graph.node}
     is_cut = {t.SerializeToString() for t in edited.graph.initializer} != {
         t.SerializeToString() for t in model.graph.initializer
@@ -142,7 +140,7 @@ def outcome(case: Case, seed: int, folder: Path) -> Outcome:
         return ends("wrong", error)
     except Exception as error:
         return ends("lacking", f"{type(error).__name__}: {error}")
-    return ends("cut" if is_cut else "whole", "; ".join(" ".join(b) for b in editor.barriers))
+    return ends("cut" if is_cut else "whole", "; ".join(" ".join(b) for b in barriers))
 
 
 def outcomes(chosen: Iterable[Case], folder: Path) -> Iterator[Outcome]:

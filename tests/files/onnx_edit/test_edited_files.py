@@ -1,5 +1,7 @@
 """Edited files as a whole: what is copied byte for byte, foreign ops, clashing names."""
 
+import importlib
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -438,6 +440,30 @@ def test_nodes_are_inserted_only_where_that_is_smaller(tmp_path, width, count):
         is_inserted = any(n.op_type in ("Pad", "Gather") for n in edited.model.graph.node)
         assert not is_inserted or (insert and 1.01 * sizes[1] < sizes[0])
         assert not insert or is_inserted or width < 400
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [(0.5, "PLAIN"), (1.5, "GIVEN")])
+def test_an_edit_without_new_nodes_is_tried_where_these_take_time(
+    tmp_path, monkeypatch, seconds, chosen
+):
+    deploying = importlib.import_module("demask.optimize_onnx")
+    times = {deploying.GIVEN: 1.0, deploying.PLAIN: seconds}
+
+    def measured(calls, pairs, **_):
+        return {name: [times.get(name, 2.0)] * pairs for name in calls}
+
+    monkeypatch.setattr(deploying, "sample_seconds", measured)
+    monkeypatch.setattr(deploying, "NOISE", 100.0)
+    path, out, x = tmp_path / "in.onnx", tmp_path / "out.onnx", torch.randn(3, 400)
+    branches_of_other_units(path, 400, 2)
+    written = optimize_onnx(path, out, (x,), threads=1)
+    assert written.decisions[0].chosen == getattr(deploying, chosen)
+    assert set(written.decisions[0].seconds) >= {deploying.EDITED, *times}
+    was_kept = out.read_bytes() == path.read_bytes()
+    assert was_kept == (chosen == "GIVEN")
+    assert was_kept == any("was written, unchanged" in note for note in written.notes)
+    assert {n.op_type for n in onnx.load(out).graph.node} == {"MatMul", "Relu", "Sum"}
+    np.testing.assert_allclose(run(out, x=x.numpy())[0], run(path, x=x.numpy())[0], atol=1e-4)
 
 
 def test_examples_of_another_rank_are_refused(tmp_path):

@@ -27,6 +27,7 @@ from demask.files.onnx.read.reader import installed
 from demask.files.onnx.values import numpy_of
 from demask.graph.input_domains import Domain
 from demask.graph.rounding import Rounding
+from demask.machine.allocator import release_free_memory
 from demask.ops import Table
 
 UNITS = 84  # in the last place of the largest value: 1e-5 in float32, for sums in another order
@@ -165,6 +166,8 @@ def session(model: str | bytes, threads: int = 1, *, optimized: bool = True) -> 
         return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its exception classes share no base
         raise BadInput(f"ONNX Runtime does not take the network: {first_line(error)}") from error
+    finally:
+        release_free_memory()  # twice the file's size, of weights in other layouts
 
 
 def onnxruntime() -> Any:
@@ -233,16 +236,25 @@ def _is_half(x: Tensor) -> bool:
     return x.dtype == torch.float16
 
 
-def longer_inputs(model: Any, feeds: Mapping[str, Any], *, double: bool = False) -> dict[str, Any]:
+def inputs_of(model: Any) -> list[Any]:
+    """The ValueInfoProtos of the inputs of a ModelProto, without those that it stores."""
+    stored = {tensor.name for tensor in model.graph.initializer}
+    stored |= {tensor.values.name for tensor in model.graph.sparse_initializer}
+    inputs = [value for value in model.graph.input if value.name not in stored]
+    return [type(value).FromString(value.SerializeToString()) for value in inputs]
+
+
+def longer_inputs(
+    values: Sequence[Any], feeds: Mapping[str, Any], *, double: bool = False
+) -> dict[str, Any]:
     """Arrays or tensors with more of each size that the file leaves open, each by another number.
 
+    values: ValueInfoProtos of the inputs. feeds: by name.
     double: twice as much of all but the first axis, as some sizes have to be even.
     """
     added: dict[str, int] = {}
     longer = {}
-    for value in model.graph.input:
-        if value.name not in feeds:
-            continue
+    for value in values:
         array = feeds[value.name]
         dims = value.type.tensor_type.shape.dim  # a file may declare another rank
         for axis, dim in enumerate(dims[: array.ndim]):
@@ -326,16 +338,13 @@ class NetworkOriginal:
 
 
 class FileOriginal:
-    """A file. source: its path or bytes. proto: its ModelProto; weights need not be loaded."""
+    """A file. source: its path or bytes."""
 
     failure = ""
 
-    def __init__(self, source: str | bytes, proto: Any):
-        self.source, self.runner = source, runner(source)
+    def __init__(self, source: str | bytes, *, is_quantized: bool):
+        self.source, self.is_quantized, self.runner = source, is_quantized, runner(source)
         self.by: str | None = self.runner.by
-        graphs = [proto.graph.node, *(function.node for function in proto.functions)]
-        ops = {node.op_type for nodes in graphs for node in nodes}
-        self.is_quantized = bool(ops & set(QUANTIZED))
         self._plain: Runner | None = None
         self._own_error: float | None = None
 
@@ -412,8 +421,8 @@ class Judge:
 
     Args:
         original: a file or a network.
-        proto: the ModelProto of the original file, or of one that was written from the network; it
-            declares names and sizes of the inputs.
+        inputs: of the original file, or of one that was written from the network: their
+            ValueInfoProtos.
         example: example inputs, in the order of the file's.
         tolerance: largest allowed difference / largest value of the output. Default: None, for
             UNITS in the last place or what rounding moves.
@@ -423,12 +432,12 @@ class Judge:
     def __init__(
         self,
         original: Original,
-        proto: Any,
+        inputs: Sequence[Any],
         example: Sequence[Tensor],
         tolerance: float | None = None,
         domains: Sequence[Domain] | None = None,
     ):
-        self.original, self.tolerance, self.proto = original, tolerance, proto
+        self.original, self.tolerance, self.inputs = original, tolerance, inputs
         self.draws = draws(example, domains)
         self._expected: dict[tuple[int, bool], Outputs | None] = {}
 
@@ -441,10 +450,14 @@ class Judge:
         Raises:
             BadInput: nothing here runs it.
         """
-        onnx = installed()
-        proto = (onnx.load(source, load_external_data=False) if isinstance(source, str)
-                 else onnx.ModelProto.FromString(source))  # fmt: skip
-        return cls(FileOriginal(source, proto), proto, example, tolerance)
+        proto = (installed().load(source, load_external_data=False) if isinstance(source, str)
+                 else _loaded(source))  # fmt: skip
+        ops = {node.op_type for part in (proto.graph, *proto.functions) for node in part.node}
+        inputs = inputs_of(proto)
+        del proto  # which has all weights
+        release_free_memory()
+        original = FileOriginal(source, is_quantized=not ops.isdisjoint(QUANTIZED))
+        return cls(original, inputs, example, tolerance)
 
     @cached_property
     def cases(self) -> list[Draw]:
@@ -459,10 +472,9 @@ class Judge:
         return self.draws
 
     def _longer(self, draw: Draw, double: bool) -> Draw:
-        stored = {tensor.name for tensor in self.proto.graph.initializer}
-        names = [v.name for v in self.proto.graph.input if v.name not in stored]
+        names = [value.name for value in self.inputs]
         feeds = dict(zip(names, draw.inputs, strict=True))
-        longer = longer_inputs(self.proto, feeds, double=double)
+        longer = longer_inputs(self.inputs, feeds, double=double)
         return Draw(f"{draw.kind}, larger sizes", tuple(longer[name] for name in names))
 
     def compare(self, data: bytes) -> Verdict:
@@ -523,10 +535,9 @@ class Judge:
             if k == 0:
                 raise BadInput(f"the original fails on {draw.kind}: {self.original.failure}")
             return []
-        slack, runs = self.tolerance, iter(())
+        slack = self.tolerance
         if slack is None:
             slack = self.original.slack(self.cases, optimized=optimized)
-            runs = self.original.roundings(draw.inputs, optimized=optimized)
         try:
             outputs = file(draw.inputs)
         except Exception as error:  # a runtime's exceptions share no base class
@@ -535,11 +546,12 @@ class Judge:
             raise Mismatch(f"{len(outputs)} outputs, expected {len(expected)} (on {draw.kind})")
         units = UNITS if self.tolerance is None else 0
         pairs = [_Pair(*pair, slack, units) for pair in zip(expected, outputs, strict=True)]
-        for run in runs:  # each can only explain more
-            if all(pair.is_equal for pair in pairs):
-                break
-            for pair, other in zip(pairs, run or (), strict=False):
-                pair.move(other)
+        if self.tolerance is None and not all(pair.is_equal for pair in pairs):
+            for run in self.original.roundings(draw.inputs, optimized=optimized):
+                for pair, other in zip(pairs, run or (), strict=False):  # it can only explain more
+                    pair.move(other)
+                if all(pair.is_equal for pair in pairs):
+                    break
         for index, pair in enumerate(pairs):
             if not pair.is_equal:
                 raise Mismatch(f"output {index} {pair.describe()} (on {draw.kind})")

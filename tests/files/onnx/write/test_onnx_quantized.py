@@ -420,7 +420,7 @@ def test_the_file_to_run_has_round_widths(tmp_path, monkeypatch):
     shapes = {k: tuple(c.tensor.shape) for k, c in wide.constants.items() if "weight" in k}
     assert shapes["b.weight_quantized"][1] == shapes["a.weight_quantized"][0] == 15
     for minimal in (True, False):
-        result = deploy(net, (x,), out, file=path, minimal=minimal, threads=1)
+        result = deploy(lambda: net, (x,), out, file=path, minimal=minimal, threads=1)
         assert result.error == 0.0
         assert {w.dtype for w in weights_of(out)} == {np.dtype(np.int8)}
         assert kernels(out, tmp_path)["QLinearConv"] == 4

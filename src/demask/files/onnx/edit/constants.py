@@ -17,7 +17,7 @@ Arrays = Mapping[str, np.ndarray]
 
 class FileConstants:
     """The constants of a file's main graph, by name: initializers, and what nodes compute from
-    constants alone. Arrays are computed when they are read first."""
+    constants alone, when they are read first."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -49,8 +49,8 @@ class FileConstants:
         """The array of a constant; KeyError where the runtime cannot compute it."""
         from onnx import numpy_helper
 
-        if name not in self._arrays and name in self.tensors:
-            self._arrays[name] = numpy_helper.to_array(self.tensors[name])
+        if name in self.tensors:  # without a cache, which would copy each weight
+            return numpy_helper.to_array(self.tensors[name])
         if name not in self._arrays:
             wanted = [n for n in self.read if n not in self.tensors and n not in self._arrays]
             self._arrays |= evaluated(self.model, {*wanted, name}, self.names)

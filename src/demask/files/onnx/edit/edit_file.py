@@ -22,10 +22,10 @@ from demask.files.onnx.edit.foreign import opaque_outputs
 from demask.files.onnx.edit.functions import put_back_calls, write_out_calls
 from demask.files.onnx.edit.names import name_values
 from demask.files.onnx.edit.ops import handle
-from demask.files.onnx.edit.protos import copy_of, graph_reads
+from demask.files.onnx.edit.protos import copy_of, graph_reads, shell_of
 from demask.files.onnx.edit.refusals import Unsupported
 from demask.files.onnx.model import OnnxFile
-from demask.files.onnx.read.reader import installed, parse_model, read
+from demask.files.onnx.read.reader import parse_model, read_with_proto
 from demask.files.onnx.values import numpy_of
 from demask.files.onnx.write.writer import write_weights
 from demask.graph.capture.capture import check_tensors
@@ -84,13 +84,11 @@ def examine(
         RefusedFile: the file has contents out of bounds.
         NotExportable: the file cannot be captured with the dynamic sizes that it declares.
     """
-    onnx = installed()
-    read(path)
-    original = onnx.load(os.fspath(path))
+    original, external = _loaded(path)
     _check_order(original)
     model, barriers, foreign = _edit_model(original, args, Path(path).parent, table, insert)
-    edited = replace(file_with(path, model), barriers=barriers, foreign=foreign)
-    return edited, model is not original
+    edited = _described(model, original, external)
+    return replace(edited, barriers=barriers, foreign=foreign), model is not original
 
 
 def file_with(
@@ -106,13 +104,26 @@ def file_with(
     Raises:
         NotExportable: the model cannot be converted.
     """
-    onnx = installed()
-    declared = onnx.load(os.fspath(path), load_external_data=False).graph
-    model = onnx.load(os.fspath(path)) if model is None else model
+    original, external = _loaded(path)
+    model = original if model is None else model
     model = model if opset is None else with_opset(model, opset)
-    nodes = {node.SerializeToString() for node in declared.node}
+    return _described(model, original, external)
+
+
+def _loaded(path: str | os.PathLike[str]) -> tuple[Any, frozenset[str]]:
+    """The ModelProto of a valid file with all data, and the names of its external tensors."""
+    from onnx import external_data_helper
+
+    model = read_with_proto(path)[1]
+    names = [t.name for t in model.graph.initializer if t.data_location == t.EXTERNAL]
+    external_data_helper.load_external_data_for_model(model, os.fspath(Path(path).parent))
+    return model, frozenset(names)
+
+
+def _described(model: Any, original: Any, external: frozenset[str]) -> EditedFile:
+    """A file that replaces another one."""
+    nodes = {node.SerializeToString() for node in original.graph.node}
     unchanged = sum(node.SerializeToString() in nodes for node in model.graph.node)
-    external = frozenset(t.name for t in declared.initializer if t.data_location == t.EXTERNAL)
     return EditedFile(model, len(model.graph.node), unchanged, (), external, frozenset())
 
 
@@ -134,15 +145,13 @@ def _edit_model(
         feeds = _feeds(parse_model(start, folder), args)
         model = edit_bodies(start, feeds, edit_body)
         for k in range(PASSES):
-            file = parse_model(model, folder)
-            editor, opaque = edit_once(file, model, args, table, insert=insert)
-            smaller = editor.result()
+            smaller, whole_nodes, opaque = edit_once(model, folder, args, table, insert=insert)
             if k == 0:
-                barriers, foreign = tuple(editor.barriers), opaque
+                barriers, foreign = whole_nodes, opaque
             if smaller.ByteSize() >= model.ByteSize():
                 break
             model = smaller
-            if not editor.barriers:  # all that readers do not want is cut
+            if not whole_nodes:  # all that readers do not want is cut
                 break
         if model is not start:
             model = put_back_calls(model, written, original) if written else model
@@ -157,12 +166,14 @@ def _feeds(file: OnnxFile, args: Sequence[Tensor]) -> dict[str, np.ndarray]:
 
 
 def edit_once(
-    file: OnnxFile, model: Any, args: Sequence[Tensor], table: Table, *, insert: bool = True
-) -> tuple[Editor, frozenset[str]]:
-    """An editor of a file after its walk, and the ops that demask could not capture.
+    model: Any, folder: Path, args: Sequence[Tensor], table: Table, *, insert: bool = True
+) -> _Edit:
+    """A file after one walk, nodes that stay whole, and ops that demask could not capture.
 
-    file: what was read of `model`. insert: as for `edit_file`.
+    folder: of external tensors. insert: as for `edit_file`.
     """
+    shell = shell_of(model)  # before there are more copies of the tensors
+    file = parse_model(model, folder)
     feeds = _feeds(file, args)
     named = name_values(file, args, table, functools.partial(opaque_outputs, model, feeds))
     names = {name for name, v in named.values.items() if (v.known & (v.fill != 0)).any()}
@@ -184,17 +195,22 @@ def edit_once(
                 raise BadInput(f"no value for {min(editor.missing)!r}")
             computed.update(editor.missing)
 
-    return _cheapest(walked, insert), named.opaque
+    return *_cheapest(walked, shell, insert), named.opaque
 
 
-def _cheapest(walked: Callable[[Mapping[str, Layout]], Editor], insert: bool) -> Editor:
-    """The editor of the smallest file. Where a reader lacks positions of a value, nodes are
-    inserted, or the nodes before compute these positions, up to the layers, whose masked rows stay.
+def _cheapest(
+    walked: Callable[[Mapping[str, Layout]], Editor], shell: Any, insert: bool
+) -> tuple[Any, Any]:
+    """The smallest file, and nodes that stay whole.
+
+    Where a reader lacks positions of a value, nodes are inserted, or the nodes before compute these
+    positions, up to the layers, whose masked rows stay.
 
     insert: False for the latter in any case.
     """
-    best = editor = walked({})
-    least = size = editor.result().ByteSize()
+    editor = walked({})
+    best = result, barriers = editor.result(shell), tuple(editor.barriers)
+    least = size = result.ByteSize()
     grown: dict[str, Layout] = {}
     for _ in range(GROWTHS):  # each walk moves what is inserted to the nodes before
         more = {name: union(grown.get(name, layout), layout, editor.shape(name))
@@ -203,9 +219,10 @@ def _cheapest(walked: Callable[[Mapping[str, Layout]], Editor], insert: bool) ->
             break
         grown |= more
         editor = walked(grown)
-        if (size := editor.result().ByteSize()) <= least:
-            best, least = editor, size
-    return best if insert and least * WORTH < size else editor
+        result, barriers = editor.result(shell), tuple(editor.barriers)
+        if (size := result.ByteSize()) <= least:
+            best, least = (result, barriers), size
+    return best if insert and least * WORTH < size else (result, barriers)
 
 
 def _check_order(model: Any) -> None:

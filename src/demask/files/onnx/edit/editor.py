@@ -56,7 +56,7 @@ class Editor:
         computed: Mapping[str, Layout] = MappingProxyType({}),
         grown: Mapping[str, Layout] = MappingProxyType({}),
     ):
-        self.model, self.graph = model, model.graph
+        self.graph = model.graph
         self.named, self.values = named, named.values
         self.runtime_values, self.handle = runtime_values, handle
         self.constants = FileConstants(model)
@@ -499,8 +499,9 @@ class Editor:
 
     # the new file
 
-    def result(self) -> Any:
-        """The edited file, without nodes and tensors that nothing reads."""
+    def result(self, shell: Any) -> Any:
+        """The edited file, without nodes and tensors that nothing reads. shell: `shell_of` the
+        file."""
         live: set[str] = set(self.outputs)
         nodes: list[Any] = []
         for node in reversed(self.nodes):
@@ -509,9 +510,8 @@ class Editor:
                 live |= {*filter(None, node.input), *graph_reads(node)}
         nodes.reverse()
         original = self._original_names(live)
-        model = copy_of(self.model)
+        model = copy_of(shell)
         graph = model.graph
-        del graph.node[:], graph.initializer[:]
         graph.node.extend(_with_names(node, original) for node in nodes)
         tensors = [
             _named(t, original.get(t.name, str(t.name)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from demask.files.onnx.check import longer_inputs
+from demask.files.onnx.check import inputs_of, longer_inputs
 from demask.files.onnx.edit.constants import evaluated
 from demask.files.onnx.edit.opaque import Dimension, OpaqueOutput
 from demask.files.onnx.edit.protos import attributes_of, graph_reads, is_standard
@@ -32,7 +32,7 @@ def opaque_outputs(
     producers = set(readers)
     operands = {n for name in names for n in _operands(readers[name])}
     wanted = {n for n in (*names, *operands) if n in producers}
-    examples = (dict(feeds), longer_inputs(model, feeds))
+    examples = (dict(feeds), longer_inputs(inputs_of(model), feeds))
     runs = [evaluated(model, wanted, producers, example) for example in examples]
     # Shape inference ends the process on some invalid files, which the runtime refuses.
     is_run = bool(runs[0]) or not all(map(is_standard, model.graph.node))

@@ -26,6 +26,14 @@ def copy_of(proto: Any) -> Any:
     return copy
 
 
+def shell_of(model: Any) -> Any:
+    """A copy of a file without the nodes and tensors of its graph."""
+    copy = copy_of(model)
+    del copy.graph.node[:], copy.graph.initializer[:]
+    # A message keeps the memory of what was deleted from it.
+    return type(copy).FromString(copy.SerializePartialToString())
+
+
 def attributes_of(node: Any) -> dict[str, Any]:
     """The attributes of a node, text as str."""
     from onnx import helper

@@ -50,6 +50,11 @@ def installed() -> Any:
 
 def read(path: str | os.PathLike[str]) -> OnnxFile:
     """The network in an ONNX file; BadInput or RefusedFile for anything else."""
+    return read_with_proto(path)[0]
+
+
+def read_with_proto(path: str | os.PathLike[str]) -> tuple[OnnxFile, Any]:
+    """The network in an ONNX file, and its ModelProto without external data; errors as `read`."""
     onnx, file_path = installed(), Path(path)
     message = onnx.ModelProto.DESCRIPTOR
     try:
@@ -57,7 +62,7 @@ def read(path: str | os.PathLike[str]) -> OnnxFile:
         wire.check(data, message)
         proto = _message(onnx, data)
         del data
-        return parse_model(proto, file_path.parent, file_path.resolve().parent)
+        return parse_model(proto, file_path.parent, file_path.resolve().parent), proto
     except BadInput as error:
         raise type(error)(f"{path}: {error}") from error
     except MemoryError as error:

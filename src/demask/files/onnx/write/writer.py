@@ -24,7 +24,7 @@ from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
 from demask.failures import is_strict, public, warn_caller
 from demask.files.archive.node_codec import WRITE
 from demask.files.atomic_write import check_writable, write
-from demask.files.onnx.check import FLIPS, REFERENCE, Judge, NetworkOriginal, onnxruntime
+from demask.files.onnx.check import FLIPS, REFERENCE, Judge, NetworkOriginal, inputs_of, onnxruntime
 from demask.files.onnx.quantized_weights import opset_for, quantize_constants, translations
 from demask.files.onnx.read.reader import installed
 from demask.files.onnx.write.canonical_calls import canonicalize
@@ -248,8 +248,8 @@ def judge_of(
 
     network: Any = structural_copy(slim, share=True).eval()
     original = NetworkOriginal(network, filled, table, _step(slim))
-    proto = installed().ModelProto.FromString(data)
-    return Judge(original, proto, list(tensors.values()), tolerance, [domains[k] for k in tensors])
+    inputs = inputs_of(installed().ModelProto.FromString(data))
+    return Judge(original, inputs, list(tensors.values()), tolerance, [domains[k] for k in tensors])
 
 
 def _step(slim: fx.GraphModule) -> float:
