@@ -24,7 +24,7 @@ from demask.errors import BadInput, DemaskError, Mismatch, NeedsGraph, NotExport
 from demask.plugins import PUBLIC_MODULES, PUBLIC_NAMES
 
 if TYPE_CHECKING:
-    from demask import pilot, prune, stride, traverse
+    from demask import checkpoint, pilot, prune, stride, traverse
     from demask.files.archive.archive import load, save
     from demask.files.into_class import resize
     from demask.files.onnx import from_onnx, to_onnx
@@ -47,6 +47,7 @@ __all__ = [
     "Report",
     "Verification",
     "carry",
+    "checkpoint",
     "demask",
     "expand",
     "from_onnx",

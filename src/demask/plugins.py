@@ -22,6 +22,7 @@ PUBLIC_NAMES = {
     "verify": "demask.verify",
 }
 PUBLIC_MODULES = {
+    "checkpoint": "demask.checkpoint",
     "pilot": "demask.pilot",
     "prune": "demask.prune",
     "stride": "demask.stride",

@@ -27,7 +27,7 @@ LAYERS = (
     ("facts",),
     ("shrink", "tune", "files"),
     ("sparse", "traverse", "stride", "prune"),
-    ("pilot",),
+    ("pilot", "checkpoint"),
     ("verify", "optimize"),
     ("optimize_onnx",),
     ("report",),

@@ -1,6 +1,6 @@
-"""Checkpoint folders of Hugging Face: a masked one becomes a smaller one that every loader reads."""
+"""Checkpoint folders of Hugging Face: a masked one becomes a smaller one that loaders read."""
 
 from demask.checkpoint.report import CheckpointReport
-from demask.checkpoint.slim import slim
+from demask.checkpoint.slim import MULTIPLE, slim
 
-__all__ = ["CheckpointReport", "slim"]
+__all__ = ["MULTIPLE", "CheckpointReport", "slim"]

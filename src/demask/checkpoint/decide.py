@@ -71,8 +71,13 @@ class SmallNetwork:
     """A small network with one layer of each kind, in which slices are decided."""
 
     def __init__(
-        self, family: Family, data: ConfigData, stacks: Sequence[LayerStack],
-        layers: Mapping[str, Sequence[int]], groups: Sequence[SliceGroup], table: Table = TABLE,
+        self,
+        family: Family,
+        data: ConfigData,
+        stacks: Sequence[LayerStack],
+        layers: Mapping[str, Sequence[int]],
+        groups: Sequence[SliceGroup],
+        table: Table = TABLE,
     ):
         self.table, self.full = table, {group.name: group for group in groups}
         self.stacks, self.layers = stacks, layers
@@ -102,7 +107,11 @@ class SmallNetwork:
                 for s in self.stacks for n, k in enumerate(self.layers[s.path])}  # fmt: skip
 
     def fates(
-        self, group: str, zeros: Sequence[Tensor], values: Mapping[int, Tensor], ties: Mapping[str, bool]
+        self,
+        group: str,
+        zeros: Sequence[Tensor],
+        values: Mapping[int, Tensor],
+        ties: Mapping[str, bool],
     ) -> list[Fate]:
         """What becomes of slices.
 
@@ -125,17 +134,27 @@ class SmallNetwork:
         self._decide(own, keys, range(count), matrices.any(1), zeros, {}, ties)
         fates = [self._memory[group, key] for key in keys]
         constant = [k for k, fate in enumerate(fates) if fate.constant]
-        more = {k: keys[k] + b"".join(values[m][k].double().numpy().tobytes() for m in sorted(values))
-                for k in constant}  # fmt: skip
+        more = {
+            k: keys[k] + b"".join(values[m][k].double().numpy().tobytes() for m in sorted(values))
+            for k in constant
+        }
         exact = [more.get(k, b"") for k in range(count)]
         chosen = torch.zeros(count, dtype=torch.bool)
         chosen[constant] = True
         self._decide(own, exact, constant, chosen, zeros, values, ties)
-        return [self._memory[group, exact[k]] if k in more else fate for k, fate in enumerate(fates)]
+        return [
+            self._memory[group, exact[k]] if k in more else fate for k, fate in enumerate(fates)
+        ]
 
     def _decide(
-        self, group: SliceGroup, keys: Sequence[bytes], slices: Sequence[int], doubtful: Tensor,
-        zeros: Sequence[Tensor], values: Mapping[int, Tensor], ties: Mapping[str, bool],
+        self,
+        group: SliceGroup,
+        keys: Sequence[bytes],
+        slices: Sequence[int],
+        doubtful: Tensor,
+        zeros: Sequence[Tensor],
+        values: Mapping[int, Tensor],
+        ties: Mapping[str, bool],
     ) -> None:
         """Decide slices of which a weight has zeros; the others are alive."""
         waiting: dict[bytes, int] = {}
@@ -154,18 +173,25 @@ class SmallNetwork:
                 self._memory[group.name, key] = fate
 
     def _run(
-        self, group: SliceGroup, slices: Sequence[int], zeros: Sequence[Tensor],
-        values: Mapping[int, Tensor], ties: Mapping[str, bool],
+        self,
+        group: SliceGroup,
+        slices: Sequence[int],
+        zeros: Sequence[Tensor],
+        values: Mapping[int, Tensor],
+        ties: Mapping[str, bool],
     ) -> list[Fate]:
         """Decide as many slices as the group has in the small network."""
         slots = [
-            SlicePattern([z[k] for z in zeros], {m: v[k] for m, v in values.items()}) for k in slices
+            SlicePattern([z[k] for z in zeros], {m: v[k] for m, v in values.items()})
+            for k in slices
         ]
         analysis = self._analysis(group.kinds, {group.name: slots}, ties)
         return [self._fate(group, slot, analysis) for slot in range(len(slots))]
 
     def _analysis(
-        self, kinds: Collection[LayerKind], slots: Mapping[str, Sequence[SlicePattern]],
+        self,
+        kinds: Collection[LayerKind],
+        slots: Mapping[str, Sequence[SlicePattern]],
         ties: Mapping[str, bool],
     ) -> Analysis:
         """The analysis of the small network with patterns in the slices of some groups, zeros where
@@ -193,9 +219,7 @@ class SmallNetwork:
                                 along[positions[pattern.zeros[m]]] = 0
                                 if m in pattern.values:
                                     along[positions] = pattern.values[m].double()
-                constants[target] = replace(
-                    constant, tensor=tensor, parameter=False, declared=None
-                )
+                constants[target] = replace(constant, tensor=tensor, parameter=False, declared=None)
         return Analysis(replace(self.coupling.program, constants=constants), self.table)
 
     def is_identity(
@@ -276,10 +300,17 @@ class SmallNetwork:
                     positions = torch.stack([(slices == n).nonzero()[:, 0] for n in numbers])
                     weights = {_name_of(coupling, relation.operands[j].value)
                                for j in relation.factors if j != k}  # fmt: skip
-                    added = [o.value for j, o in enumerate(relation.operands) if j not in relation.factors]
-                    member = next((m for m, name in enumerate(names)
-                                   if not group.members[m].produces and {name} == weights
-                                   and torch.equal(positions, group.members[m].positions)), None)  # fmt: skip
+                    added = [
+                        o.value
+                        for j, o in enumerate(relation.operands)
+                        if j not in relation.factors
+                    ]
+                    read = (m for m, own in enumerate(group.members) if not own.produces)
+                    read = (m for m in read if {names[m]} == weights)
+                    member = next(read, None)
+                    if member is not None:  # the operand's positions are the weight's
+                        same = torch.equal(positions, group.members[member].positions)
+                        member = member if same else None
                     bias = member is not None and bias_of(names[member])
                     if not any(_name_of(coupling, value) == bias for value in added):
                         member = None

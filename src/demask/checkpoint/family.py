@@ -41,7 +41,9 @@ class Family:
         try:
             import transformers
         except ModuleNotFoundError as error:
-            raise BadInput("checkpoint folders need transformers: pip install transformers") from error
+            raise BadInput(
+                "checkpoint folders need transformers: pip install transformers"
+            ) from error
         names, kind = data.get("architectures") or [], data.get("model_type")
         if data.get("auto_map"):
             raise BadInput(f"{folder}: its code is in the folder (auto_map), which demask does not "
@@ -50,7 +52,9 @@ class Family:
             raise BadInput(f"{folder}: expected one class in `architectures`, got {names!r:.80}")
         model = getattr(transformers, names[0], None)
         if not (isinstance(model, type) and issubclass(model, transformers.PreTrainedModel)):
-            raise BadInput(f"{folder}: transformers {transformers.__version__} has no {names[0]!r:.80}")
+            raise BadInput(
+                f"{folder}: transformers {transformers.__version__} has no {names[0]!r:.80}"
+            )
         config = transformers.AutoConfig.for_model(str(kind)) if kind else None
         kind = type(config) if config is not None else model.config_class
         return cls(model, kind)
@@ -72,7 +76,9 @@ class Family:
         try:
             return self.config.from_dict(copies.deepcopy(dict(data))).to_dict()
         except Exception as error:
-            raise BadInput(f"{self.config.__name__} refuses the config: {described(error)}") from error
+            raise BadInput(
+                f"{self.config.__name__} refuses the config: {described(error)}"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +183,8 @@ def describe_layers(layers: Any) -> list[tuple[Any, ...]]:
         for layer in layers
     ]  # fmt: skip
     own = {key for key in attributes[0]
-           if all(a.get(key) == k and type(a.get(key)) is int for k, a in enumerate(attributes))}  # fmt: skip
+           if all(type(a.get(key)) is int and a[key] == k
+                  for k, a in enumerate(attributes))}  # fmt: skip
     if len(attributes) == 1:  # a number 0 may be the layer's
         own = {key for key in own if "idx" in key[1] or "index" in key[1]}
     return [
@@ -197,7 +204,10 @@ def _distinguishes(name: str, value: Any) -> bool:
 
 
 def keep_layers(
-    family: Family, data: ConfigData, stacks: Sequence[LayerStack], layers: Mapping[str, Sequence[int]]
+    family: Family,
+    data: ConfigData,
+    stacks: Sequence[LayerStack],
+    layers: Mapping[str, Sequence[int]],
 ) -> ConfigData | None:
     """A config of which the layers are those of `layers`, by stack; None where its class builds
     others: a config may derive what a layer is from its number."""

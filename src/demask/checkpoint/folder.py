@@ -65,7 +65,9 @@ class CheckpointFolder:
             pickles = sorted(p.name for p in folder.glob("*.bin"))
             advice = (
                 f"; it has {pickles[0]}: read it with transformers' from_pretrained, and write it "
-                "with save_pretrained, which makes safetensors files" if pickles else ""
+                "with save_pretrained, which makes safetensors files"
+                if pickles
+                else ""
             )
             raise BadInput(f"{folder}: expected {SINGLE} or {INDEX}{advice}")
         if index is not None and not (

@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from demask.checkpoint.family import (
 )
 from demask.checkpoint.sizes import apply_changes, choose_sizes
 from demask.checkpoint.slices import LayerKind, SliceGroup, SliceMember, find_slices
+from demask.checkpoint.targets import Target
 from demask.checkpoint.tensors import StoredTensors
 from demask.progress import ProgressStep
 
@@ -69,7 +69,9 @@ class LayerSlices:
         those first that need no bias to be removed."""
         result: list[Tensor] = []
         for fates in self.fates:
-            order = sorted(range(len(fates)), key=lambda k: (fates[k].dead, not fates[k].constant, k))
+            order = sorted(
+                range(len(fates)), key=lambda k: (fates[k].dead, not fates[k].constant, k)
+            )
             result.append(torch.tensor(sorted(order[:count]), dtype=torch.int64))
         return result
 
@@ -107,12 +109,18 @@ class CheckpointPlan:
 
 
 def plan_checkpoint(
-    stored: StoredTensors, family: Family, data: ConfigData, multiple: int, step: ProgressStep
+    stored: StoredTensors,
+    family: Family,
+    data: ConfigData,
+    target: Target,
+    multiple: int,
+    step: ProgressStep,
 ) -> CheckpointPlan:
     """The plan for a folder.
 
     Args:
         data: the config, with all keys of its class.
+        target: what is to load the folder.
         multiple: units are rounded up to a multiple of it.
 
     Raises:
@@ -131,6 +139,11 @@ def plan_checkpoint(
         if group.kind == "unit":
             rounded = -(-max(live[group.name], 1) // multiple) * multiple
             live[group.name] = min(group.size, rounded)
+        elif not target.cuts_heads(str(data.get("model_type"))):
+            if live[group.name] < group.size:
+                notes.append(f"{target.name} loads no {data.get('model_type')} with fewer heads: "
+                             f"those of {group.name} stay")  # fmt: skip
+            live[group.name] = group.size
         live[group.name] = max(live[group.name], 1)
     layers, kept_config = drop_layers(family, data, stacks, slices, small, stored, notes)
     counts, changed = full, reduced
@@ -144,7 +157,10 @@ def plan_checkpoint(
 
 
 def decide_slices(
-    stored: StoredTensors, small: SmallNetwork, group: SliceGroup, stacks: Sequence[LayerStack],
+    stored: StoredTensors,
+    small: SmallNetwork,
+    group: SliceGroup,
+    stacks: Sequence[LayerStack],
     step: ProgressStep,
 ) -> Iterator[LayerSlices]:
     """What becomes of the slices of a group, in each layer that has it."""
@@ -211,8 +227,13 @@ def pattern_of(
 
 
 def drop_layers(
-    family: Family, data: ConfigData, stacks: Sequence[LayerStack], slices: Sequence[LayerSlices],
-    small: SmallNetwork, stored: StoredTensors, notes: list[str],
+    family: Family,
+    data: ConfigData,
+    stacks: Sequence[LayerStack],
+    slices: Sequence[LayerSlices],
+    small: SmallNetwork,
+    stored: StoredTensors,
+    notes: list[str],
 ) -> tuple[dict[str, list[int]], ConfigData]:
     """The layers that stay, by stack, and the config that says so. A layer goes if it returns its
     input, and the others are what they were when numbered anew."""
@@ -233,7 +254,10 @@ def drop_layers(
             dead = dead[1:]
         going: list[int] = []
         for more in (dead, *([k] for k in dead)) if dead else ():
-            tried = {**layers, stack.path: [k for k in layers[stack.path] if k not in (*going, *more)]}
+            tried = {
+                **layers,
+                stack.path: [k for k in layers[stack.path] if k not in (*going, *more)],
+            }
             other = keep_layers(family, data, stacks, tried)
             if other is not None:
                 layers, config, going = tried, other, [*going, *more]
@@ -241,8 +265,8 @@ def drop_layers(
                 break
         left = [k for k in dead if k not in going]
         if left:
-            notes.append(f"layers {', '.join(map(str, left))} of {stack.path} return their inputs and "
-                         "stay: what its config says of the others depends on their numbers")  # fmt: skip
+            notes.append(f"layers {', '.join(map(str, left))} of {stack.path} return their inputs "
+                         "and stay: what the others are depends on their numbers")  # fmt: skip
     return layers, config
 
 
@@ -284,7 +308,10 @@ def cut_tensors(
 
 
 def _add_constants(
-    stored: StoredTensors, slices: LayerSlices, member: SliceMember, columns: Mapping[int, Tensor],
+    stored: StoredTensors,
+    slices: LayerSlices,
+    member: SliceMember,
+    columns: Mapping[int, Tensor],
     added: dict[str, Tensor],
 ) -> None:
     """Add to a bias what a weight makes of constant slices."""

@@ -67,7 +67,9 @@ def prove(
         more = sorted(set(getattr(slim, attribute)) - set(getattr(original, attribute)))
         if more:
             raise Mismatch(f"the new folder has {attribute} tensors: {more[0]}")
-    examples = [_example(original.model, length, padded=length == LENGTHS[-1]) for length in LENGTHS]
+    examples = [
+        _example(original.model, length, padded=length == LENGTHS[-1]) for length in LENGTHS
+    ]
     tokens = _generate(slim, _example(slim.model, 5, padded=False), step)
     if tokens is not None and not original.model.config.is_encoder_decoder:
         examples.append({**_only_flags(examples[0]), "input_ids": tokens})
@@ -105,7 +107,9 @@ def prove(
     return CheckpointProof(worst, name, TOKENS, _count_flips(original, examples[-1], expected[-1]))
 
 
-def _count_flips(original: StreamedModel, example: dict[str, Any], outputs: dict[str, Tensor]) -> int:
+def _count_flips(
+    original: StreamedModel, example: dict[str, Any], outputs: dict[str, Tensor]
+) -> int:
     """At how many generated tokens the original's largest logit is another's, by less than rounding
     moves it. Raises Mismatch where it is by more."""
     logits = next(v for k, v in outputs.items() if "logits" in k)
@@ -122,7 +126,9 @@ def _count_flips(original: StreamedModel, example: dict[str, Any], outputs: dict
     return int((gaps > 0).sum())
 
 
-def _run(model: StreamedModel, example: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _run(
+    model: StreamedModel, example: dict[str, Any], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
     """The floating-point outputs of a model, by their names."""
     kind = dtype or model.model.dtype
     inputs = {name: v.to(kind) if isinstance(v, Tensor) and v.is_floating_point() else v
@@ -168,7 +174,12 @@ def _generate(model: StreamedModel, prompt: dict[str, Any], step: ProgressStep) 
     if config.is_encoder_decoder:  # its first token, which tests' configs may not name
         first = getattr(config, "decoder_start_token_id", None) or 0
         inputs["decoder_input_ids"] = torch.full((2, 1), first)
-    options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 1}
+    options = {
+        "max_new_tokens": TOKENS,
+        "min_new_tokens": TOKENS,
+        "do_sample": False,
+        "num_beams": 1,
+    }
     with torch.no_grad(), model.streaming() as network:
         try:
             return network.generate(**inputs, **options)

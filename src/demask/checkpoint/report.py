@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from demask.checkpoint.folder import CheckpointFolder
-from demask.checkpoint.proof import CheckpointProof
 from demask.checkpoint.plan import CheckpointPlan, LayerSlices
+from demask.checkpoint.proof import CheckpointProof
 from demask.checkpoint.tensors import StoredTensors
 from demask.machine.byte_sizes import format_bytes
 from demask.text_table import number_table, render_text
@@ -64,7 +64,11 @@ class CheckpointReport:
     def __str__(self) -> str:
         table = number_table("slices", "layers", "before", "live", "written", pad_edge=False)
         for row in self.slices:
-            live = str(row.live[0]) if row.live[0] == row.live[1] else f"{row.live[0]} to {row.live[1]}"
+            live = (
+                str(row.live[0])
+                if row.live[0] == row.live[1]
+                else f"{row.live[0]} to {row.live[1]}"
+            )
             table.add_row(f"{row.name} ({row.kind}s)", str(row.layers), str(row.before), live,
                           str(row.written))  # fmt: skip
         sizes = " -> ".join(format_bytes(n) for n in self.bytes)

@@ -19,8 +19,12 @@ from demask.shrink.own_class.pretrained import find_config, larger_configs
 
 
 def choose_sizes(
-    family: Family, data: ConfigData, stacks: Sequence[LayerStack],
-    layers: Mapping[str, Sequence[int]], groups: Sequence[SliceGroup], live: Mapping[str, int],
+    family: Family,
+    data: ConfigData,
+    stacks: Sequence[LayerStack],
+    layers: Mapping[str, Sequence[int]],
+    groups: Sequence[SliceGroup],
+    live: Mapping[str, int],
 ) -> tuple[dict[str, int], ConfigData]:
     """The smallest config with room for some slices of each group, and the slices that it has: a
     config of which the slices have the same members and are as wide.
@@ -38,19 +42,28 @@ def choose_sizes(
             uncut = sizes, config.to_dict()
             break
     if uncut is None:
-        raise NotExportable("no config describes its sizes, not even its own", "unknown", "report it")
+        raise NotExportable(
+            "no config describes its sizes, not even its own", "unknown", "report it"
+        )
     for heads in _counts_of_heads(groups, live):
         wanted = {**uncut[0], **heads}
         model = _cut_model(family, data, stacks, layers, groups, wanted)
         found = find_config(model, copies.deepcopy(model.config))
-        if found is not None and _sizes_in(family, found[1].to_dict(), stacks, layers, groups) == wanted:
+        if (
+            found is not None
+            and _sizes_in(family, found[1].to_dict(), stacks, layers, groups) == wanted
+        ):
             return wanted, found[1].to_dict()
     return uncut
 
 
 def _cut_model(
-    family: Family, data: ConfigData, stacks: Sequence[LayerStack],
-    layers: Mapping[str, Sequence[int]], groups: Sequence[SliceGroup], counts: Mapping[str, int],
+    family: Family,
+    data: ConfigData,
+    stacks: Sequence[LayerStack],
+    layers: Mapping[str, Sequence[int]],
+    groups: Sequence[SliceGroup],
+    counts: Mapping[str, int],
 ) -> Any:
     """A model on the meta device with some slices of each group."""
     model = family.build(data)
@@ -77,8 +90,11 @@ def _counts_of_heads(
 
 
 def _sizes_in(
-    family: Family, data: ConfigData, stacks: Sequence[LayerStack],
-    layers: Mapping[str, Sequence[int]], groups: Sequence[SliceGroup],
+    family: Family,
+    data: ConfigData,
+    stacks: Sequence[LayerStack],
+    layers: Mapping[str, Sequence[int]],
+    groups: Sequence[SliceGroup],
 ) -> dict[str, int] | None:
     """The slices of groups in a model of a config; None where it does not run, or has others."""
     model = family.try_build(data)

@@ -1,4 +1,4 @@
-"""Slices of the layers of a checkpoint: heads and units that can only be removed everywhere at once.
+"""Slices of the layers of a checkpoint: heads and units that are only removed everywhere at once.
 
 They are those of `demask.prune.groups`, by the op table, of a model with one layer of each kind.
 It has the checkpoint's sizes; no value of its weights is read, so that none needs memory.
@@ -115,7 +115,9 @@ def find_slices(
 
 
 def _slice_group(
-    group: Group, stacks: Mapping[str, LayerStack], layers: Mapping[str, Sequence[int]],
+    group: Group,
+    stacks: Mapping[str, LayerStack],
+    layers: Mapping[str, Sequence[int]],
     ranks: Mapping[str, int],
 ) -> SliceGroup | None:
     """A group of a captured model as slices of layers; None for slices of parameters that are in no
@@ -152,7 +154,9 @@ def example_of(model: Any) -> dict[str, Any]:
             vision = getattr(config, "vision_config", config)
             size = vision.image_size
             height, width = (size, size) if isinstance(size, int) else size
-            example["pixel_values"] = torch.zeros(1, getattr(vision, "num_channels", 3), height, width)
+            example["pixel_values"] = torch.zeros(
+                1, getattr(vision, "num_channels", 3), height, width
+            )
         if "input_ids" in names and "input_features" not in names:
             example["input_ids"] = tokens
     except AttributeError as error:
@@ -172,8 +176,11 @@ def example_of(model: Any) -> dict[str, Any]:
 
 
 def cut_shapes(
-    model: nn.Module, groups: Sequence[SliceGroup], stacks: Sequence[LayerStack],
-    layers: Mapping[str, Sequence[int]], counts: Mapping[str, int],
+    model: nn.Module,
+    groups: Sequence[SliceGroup],
+    stacks: Sequence[LayerStack],
+    layers: Mapping[str, Sequence[int]],
+    counts: Mapping[str, int],
 ) -> None:
     """Cut a model on the meta device, in place: `counts` are the slices that stay, by group."""
     at = {LayerKind(s.path, k): s.name(n, "") for s in stacks for n, k in enumerate(layers[s.path])}

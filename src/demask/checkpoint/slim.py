@@ -15,14 +15,12 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from demask.checkpoint.family import ConfigData, Family, find_stacks
+from demask.checkpoint.family import Family, find_stacks
 from demask.checkpoint.folder import (
     CONFIG,
     INDEX,
@@ -35,8 +33,9 @@ from demask.checkpoint.plan import CheckpointPlan, plan_checkpoint
 from demask.checkpoint.proof import prove
 from demask.checkpoint.report import CheckpointReport, describe_plan
 from demask.checkpoint.sizes import apply_changes
+from demask.checkpoint.targets import TARGETS
 from demask.checkpoint.tensors import StoredTensors
-from demask.errors import BadInput, NotExportable
+from demask.errors import BadInput
 from demask.failures import described, public
 from demask.files.weight_file import WeightFile
 from demask.machine.allocator import release_free_memory
@@ -55,6 +54,7 @@ def slim(
     folder: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
+    target: str = "transformers",
     multiple: int = MULTIPLE,
     check: bool = True,
     progress: ProgressStep = _silent,
@@ -72,6 +72,8 @@ def slim(
             several. Its class must be one of transformers, whose code is not in the folder.
         out: the new folder. It appears complete or not at all; while it is written, it is
             `out` + ".partial", from which a later call with the same arguments goes on.
+        target: what is to load the folder: "transformers" (default), "vllm" or "mlx". They differ
+            in whether they load a family with fewer heads.
         multiple: units are rounded up to a multiple of it, 64 by default: libraries that quantize
             or multiply in blocks take no others.
         check: whether the result is loaded with transformers and compared with the original, for
@@ -86,10 +88,12 @@ def slim(
         NotExportable: transformers cannot build or run the class, or it cannot be captured.
         Mismatch: the result computes something else.
     """
-    source, target = Path(folder), Path(out)
+    source, final = Path(folder), Path(out)
     if multiple < 1:
         raise BadInput(f"expected a multiple of at least 1, got {multiple}")
-    check_target(source, target)
+    if target not in TARGETS:
+        raise BadInput(f"expected a target of {', '.join(TARGETS)}, got {target!r}")
+    check_output(source, final)
     progress("reading the headers")
     stored_folder = CheckpointFolder.read(source)
     if "quantization_config" in stored_folder.config:
@@ -106,22 +110,22 @@ def slim(
                        f"{described(error)}") from error  # fmt: skip
     stored = StoredTensors(stored_folder, model, find_stacks(family, data, model))
     check_shapes(stored)
-    plan = plan_checkpoint(stored, family, data, multiple, progress)
+    plan = plan_checkpoint(stored, family, data, TARGETS[target], multiple, progress)
     config = copies.deepcopy(dict(stored_folder.config))
     apply_changes(config, data, plan.config)
-    partial = target.with_name(target.name + ".partial")
-    with locked_folder(partial, fingerprint(stored_folder, multiple)):
+    partial = final.with_name(final.name + ".partial")
+    with locked_folder(partial, fingerprint(stored_folder, target, multiple)):
         write_tensors(stored, plan, partial, progress)
         for name in stored_folder.others:
             shutil.copyfile(source / name, partial / name)
         write_json(partial / CONFIG, config)
         proof = prove(family, source, partial, bool(plan.added), progress) if check else None
         (partial / STATE).unlink()
-        os.replace(partial, target)
-    return describe_plan(stored, plan, target, proof)
+        os.replace(partial, final)
+    return describe_plan(stored, plan, final, proof)
 
 
-def check_target(source: Path, target: Path) -> None:
+def check_output(source: Path, target: Path) -> None:
     """Raise BadInput where the new folder cannot be written."""
     if target.exists() or target.is_symlink():
         raise BadInput(f"{target}: exists; give the name of a new folder")
@@ -146,10 +150,10 @@ def check_shapes(stored: StoredTensors) -> None:
                        f"{type(stored.model).__name__}")  # fmt: skip
 
 
-def fingerprint(folder: CheckpointFolder, multiple: int) -> str:
+def fingerprint(folder: CheckpointFolder, target: str, multiple: int) -> str:
     """What a folder is made from, to tell whether an unfinished one can go on."""
     files = {name: (file.size, file.modified) for name, file in folder.files.items()}
-    text = json.dumps([str(folder.path.resolve()), dict(folder.config), files, multiple])
+    text = json.dumps([str(folder.path.resolve()), dict(folder.config), files, target, multiple])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -46,8 +46,8 @@ class StreamedModel:
                 if own is not None:
                     self._source[name] = own
         self.missing = sorted(n for names in tied.values() for n in names if n not in self._source)
-        merged = {part.tensor for name in self._source.values()
-                  if self.stored.name_of(name) is None for part in self.stored.parts(name, 1)}  # fmt: skip
+        several = [name for name in self._source.values() if self.stored.name_of(name) is None]
+        merged = {part.tensor for name in several for part in self.stored.parts(name, 1)}
         self.unused = sorted(name for name, parameter in self.stored.parameter_of.items()
                              if parameter is None and name not in merged)  # fmt: skip
         self._load_buffers()

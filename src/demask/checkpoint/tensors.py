@@ -152,11 +152,9 @@ class StoredTensors:
                 split = None if parameter is None else stack.split(parameter)
                 if split is None:
                     continue
-                inside = split[1].split(".")
                 parts = name.split(".")
-                at = next((k for k in range(len(parts) - 1, -1, -1)
-                           if parts[k] == str(split[0]) and len(parts) - k - 1 == len(inside)), None)  # fmt: skip
-                if at is not None:
+                at = len(parts) - split[1].count(".") - 2
+                if at >= 0 and parts[at] == str(split[0]):
                     prefixes[stack.path] = tuple(parts[:at])
                     break
         return prefixes
@@ -166,7 +164,11 @@ class StoredTensors:
         parts = tuple(name.split("."))
         for stack in self.stacks:
             prefix = self.numbered.get(stack.path)
-            if prefix is not None and parts[: len(prefix)] == prefix and len(parts) > len(prefix) + 1:
+            if (
+                prefix is not None
+                and parts[: len(prefix)] == prefix
+                and len(parts) > len(prefix) + 1
+            ):
                 number = parts[len(prefix)]
                 if number.isdigit() and int(number) < len(stack.kinds):
                     return stack, int(number)

@@ -20,6 +20,7 @@ from demask.cli.options import (
     Imports,
     Inputs,
     Json,
+    Loader,
     Model,
     Sizes,
     Static,
@@ -136,7 +137,17 @@ def slim(
     model: Model,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where to write the result: .pt2, .demask or .onnx."),
+        typer.Option(
+            "--output", "-o", help="Where to write the result: .pt2, .demask, .onnx, or a folder."
+        ),
+    ] = None,
+    loader: Annotated[
+        Loader,
+        typer.Option("--for", help="For folders: what is to load the result."),
+    ] = Loader.transformers,
+    multiple: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="For folders: round units up to this. Default: 64."),
     ] = None,
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Replace MODEL, a .onnx file, by the result.")
@@ -158,8 +169,8 @@ def slim(
     check: Annotated[
         Switch,
         typer.Option(
-            help="For .onnx: whether to compare the result with MODEL. off also writes files that "
-            "nothing here can run."
+            help="For .onnx and folders: whether to compare the result with MODEL. off also writes "
+            "what nothing here can run."
         ),
     ] = Switch.on,
     as_json: Json = False,
@@ -178,15 +189,37 @@ def slim(
     rounded up to those that ONNX Runtime is fastest at, measured where it is installed (else to
     multiples of 8); if nothing is faster, MODEL is written unchanged.
 
+    A folder of Hugging Face becomes a smaller one of the same class, in bounded memory: units,
+    heads and layers that zeros make useless go, as far as its config can say so.
+
     \b
     Example:
       demask slim model.pt2 -o slim.pt2
+      demask slim Llama-masked -o Llama-slim --for vllm
       demask slim model.onnx -o slim.onnx --threads 1
       demask slim model.onnx --in-place --minimal
       demask slim speech.onnx -o slim.onnx --fix rate=16000
     """
     if (output is None) != in_place:
         raise BadInput("expected either --output FILE or --in-place")
+    if model.is_dir():
+        others = {"--in-place": in_place, "--minimal": minimal, "--opset": opset,
+                  "--threads": threads, "--tolerance": tolerance is not None, "--size": sizes,
+                  "--input": inputs, "--static": static, "--fix": fix}  # fmt: skip
+        if wrong := [name for name, value in others.items() if value]:
+            raise BadInput(f"{' and '.join(wrong)}: for files; {model} is a folder")
+        assert output is not None
+        with progress("reading the headers") as step:
+            from demask import checkpoint
+
+            report = checkpoint.slim(
+                model, output, target=loader.value, multiple=multiple or checkpoint.MULTIPLE,
+                check=check is Switch.on, progress=step,
+            )  # fmt: skip
+        show(report, report.to_dict(), as_json)
+        return
+    if loader is not Loader.transformers or multiple is not None:
+        raise BadInput(f"--for and --multiple: for folders; {model} is none")
     if in_place and model.suffix != ".onnx":
         raise BadInput(f"--in-place is for .onnx files, got {model}: give --output FILE")
     output = model if output is None else output

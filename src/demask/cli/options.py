@@ -22,6 +22,14 @@ class Switch(StrEnum):
     off = "off"
 
 
+class Loader(StrEnum):
+    """What loads a checkpoint folder."""
+
+    transformers = "transformers"
+    vllm = "vllm"
+    mlx = "mlx"
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
 Model = Annotated[
     Path,

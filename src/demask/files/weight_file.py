@@ -65,8 +65,8 @@ class StoredTensor:
 @dataclass(frozen=True, slots=True)
 class WeightFile:
     """The tensors of a safetensors file. size (bytes), modified (nanoseconds): of the file when its
-    header was read, to detect later changes. metadata: the texts in its header. unread: the names of
-    tensors of other dtypes than those in `DTYPES`."""
+    header was read, to detect later changes. metadata: the texts in its header. unread: the names
+    of tensors of other dtypes than those in `DTYPES`."""
 
     path: Path
     size: int
