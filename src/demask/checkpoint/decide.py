@@ -22,7 +22,6 @@ from demask.facts.analysis import Analysis
 from demask.facts.known import key_of
 from demask.graph.program import Constant, module_of
 from demask.numerics import all_along, any_along, is_all
-from demask.ops import TABLE, Table
 from demask.prune.coupling.coupling import Coupling
 from demask.shrink.own_class.numbers import is_below
 
@@ -77,9 +76,8 @@ class SmallNetwork:
         stacks: Sequence[LayerStack],
         layers: Mapping[str, Sequence[int]],
         groups: Sequence[SliceGroup],
-        table: Table = TABLE,
     ):
-        self.table, self.full = table, {group.name: group for group in groups}
+        self.full = {group.name: group for group in groups}
         self.stacks, self.layers = stacks, layers
         counts = {group.name: self._slots(family, data, group) for group in groups}
         _, small = choose_sizes(family, data, stacks, layers, groups, counts)
@@ -220,7 +218,9 @@ class SmallNetwork:
                                 if m in pattern.values:
                                     along[positions] = pattern.values[m].double()
                 constants[target] = replace(constant, tensor=tensor, parameter=False, declared=None)
-        return Analysis(replace(self.coupling.program, constants=constants), self.table)
+        return Analysis(
+            replace(self.coupling.program, constants=constants), self.coupling.ties.table
+        )
 
     def is_identity(
         self, kind: LayerKind, silent: Mapping[str, SlicePattern], ties: Mapping[str, bool]

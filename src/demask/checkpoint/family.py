@@ -50,7 +50,11 @@ class Family:
                            "run; only classes of transformers are read")  # fmt: skip
         if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
             raise BadInput(f"{folder}: expected one class in `architectures`, got {names!r:.80}")
-        model = getattr(transformers, names[0], None)
+        try:
+            model = getattr(transformers, names[0], None)
+        except Exception as error:  # another package that the class needs, missing or broken
+            raise BadInput(f"transformers cannot import {names[0]:.80}: {described(error)}; try "
+                           f"`from transformers import {names[0]:.80}`") from error  # fmt: skip
         if not (isinstance(model, type) and issubclass(model, transformers.PreTrainedModel)):
             raise BadInput(
                 f"{folder}: transformers {transformers.__version__} has no {names[0]!r:.80}"

@@ -25,7 +25,7 @@ from demask.checkpoint.family import (
 )
 from demask.checkpoint.sizes import apply_changes, choose_sizes
 from demask.checkpoint.slices import LayerKind, SliceGroup, SliceMember, find_slices
-from demask.checkpoint.targets import Target
+from demask.checkpoint.targets import LoaderTarget
 from demask.checkpoint.tensors import StoredTensors
 from demask.progress import ProgressStep
 
@@ -112,7 +112,7 @@ def plan_checkpoint(
     stored: StoredTensors,
     family: Family,
     data: ConfigData,
-    target: Target,
+    target: LoaderTarget,
     multiple: int,
     step: ProgressStep,
 ) -> CheckpointPlan:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoaderTarget:
     """A loader of folders.
 
     Attributes:
@@ -29,11 +29,11 @@ class Target:
         return self.cut_heads is None or model_type in self.cut_heads
 
 
-TARGETS: Mapping[str, Target] = {
+TARGETS: Mapping[str, LoaderTarget] = {
     target.name: target
     for target in (
-        Target("transformers"),
-        Target("vllm", frozenset({"llama", "mistral", "mixtral", "qwen3", "gemma2"})),
-        Target("mlx", frozenset({"llama", "qwen3", "gemma2", "gemma3", "gemma3_text"})),
+        LoaderTarget("transformers"),
+        LoaderTarget("vllm", frozenset({"llama", "mistral", "mixtral", "qwen3", "gemma2"})),
+        LoaderTarget("mlx", frozenset({"llama", "qwen3", "gemma2", "gemma3", "gemma3_text"})),
     )
 }
