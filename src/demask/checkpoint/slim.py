@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from demask.checkpoint.family import Family, find_stacks
 from demask.checkpoint.folder import (
     CONFIG,
     INDEX,
@@ -33,10 +32,11 @@ from demask.checkpoint.plan import CheckpointPlan, plan_checkpoint
 from demask.checkpoint.proof import prove
 from demask.checkpoint.report import CheckpointReport, describe_plan
 from demask.checkpoint.sizes import apply_changes
+from demask.checkpoint.source import check_output, open_checkpoint
 from demask.checkpoint.targets import TARGETS
 from demask.checkpoint.tensors import StoredTensors
 from demask.errors import BadInput
-from demask.failures import described, public
+from demask.failures import public
 from demask.files.weight_file import WeightFile
 from demask.machine.allocator import release_free_memory
 from demask.progress import ProgressStep
@@ -95,59 +95,20 @@ def slim(
         raise BadInput(f"expected a target of {', '.join(TARGETS)}, got {target!r}")
     check_output(source, final)
     progress("reading the headers")
-    stored_folder = CheckpointFolder.read(source)
-    if "quantization_config" in stored_folder.config:
-        kind = stored_folder.config["quantization_config"]
-        name = kind.get("quant_method", "?") if isinstance(kind, dict) else "?"
-        raise BadInput(f"{source}: its weights are quantized ({name}), which are not cut; slim the "
-                       "folder that they were quantized from, and quantize the result")  # fmt: skip
-    family = Family.of(source, stored_folder.config)
-    data = family.full_config(stored_folder.config)
-    try:
-        model = family.build(data)
-    except Exception as error:
-        raise BadInput(f"{source}: {family.model.__name__} cannot be built from its config: "
-                       f"{described(error)}") from error  # fmt: skip
-    stored = StoredTensors(stored_folder, model, find_stacks(family, data, model))
-    check_shapes(stored)
+    family, data, stored = open_checkpoint(source)
     plan = plan_checkpoint(stored, family, data, TARGETS[target], multiple, progress)
-    config = copies.deepcopy(dict(stored_folder.config))
+    config = copies.deepcopy(dict(stored.folder.config))
     apply_changes(config, data, plan.config)
     partial = final.with_name(final.name + ".partial")
-    with locked_folder(partial, fingerprint(stored_folder, target, multiple)):
+    with locked_folder(partial, fingerprint(stored.folder, target, multiple)):
         write_tensors(stored, plan, partial, progress)
-        for name in stored_folder.others:
+        for name in stored.folder.others:
             shutil.copyfile(source / name, partial / name)
         write_json(partial / CONFIG, config)
         proof = prove(family, source, partial, bool(plan.added), progress) if check else None
         (partial / STATE).unlink()
         os.replace(partial, final)
     return describe_plan(stored, plan, final, proof)
-
-
-def check_output(source: Path, target: Path) -> None:
-    """Raise BadInput where the new folder cannot be written."""
-    if target.exists() or target.is_symlink():
-        raise BadInput(f"{target}: exists; give the name of a new folder")
-    parent = target.resolve().parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise BadInput(f"cannot write {target}: {parent} is no folder that can be written")
-    if source.resolve() in (target.resolve(), *target.resolve().parents):
-        raise BadInput(f"{target}: expected a folder outside of {source}")
-
-
-def check_shapes(stored: StoredTensors) -> None:
-    """Raise BadInput where a tensor is not as large as the config says."""
-    for name, parameter in stored.parameter_of.items():
-        if parameter is None:
-            continue
-        here, there = stored.folder.stored(name).shape, stored.shapes[parameter]
-        if here != there:
-            raise BadInput(f"{stored.folder.path}: {name} is {here}, and {there} by the config; "
-                           "the folder does not fit its class")  # fmt: skip
-    if not any(p is not None for p in stored.parameter_of.values()):
-        raise BadInput(f"{stored.folder.path}: none of its tensors belongs to "
-                       f"{type(stored.model).__name__}")  # fmt: skip
 
 
 def fingerprint(folder: CheckpointFolder, target: str, multiple: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ class StreamedModel:
 
     Attributes:
         model: the model. It runs in the dtype of its files, or of `streaming`.
+        change: makes the values of a parameter that is read, of its name, into others.
         missing: parameters that no tensor of the folder is.
         unused: tensors of the folder that the model does not have.
     """
@@ -50,6 +51,7 @@ class StreamedModel:
         merged = {part.tensor for name in several for part in self.stored.parts(name, 1)}
         self.unused = sorted(name for name, parameter in self.stored.parameter_of.items()
                              if parameter is None and name not in merged)  # fmt: skip
+        self.change: Callable[[str, Tensor], Tensor] = lambda _, values: values
         self._load_buffers()
 
     def _load_buffers(self) -> None:
@@ -64,8 +66,23 @@ class StreamedModel:
             shape = self.model.get_parameter(name).shape
             return torch.zeros(shape, dtype=self.model.dtype)
         if (stored := self.stored.name_of(source)) is not None:
-            return self.stored.folder.tensor(stored)
-        return self.stored.merged(source)
+            return self.change(source, self.stored.folder.tensor(stored))
+        return self.change(source, self.stored.merged(source))
+
+    @contextmanager
+    def loaded(self, names: Iterable[str]) -> Iterator[None]:
+        """A context in which some parameters have their values."""
+        meta: list[tuple[Any, str, Any]] = []
+        try:
+            for name in names:
+                path, _, leaf = name.rpartition(".")
+                module = self.model.get_submodule(path)
+                meta.append((module, leaf, module._parameters[leaf]))
+                module._parameters[leaf] = nn.Parameter(self.read(name), requires_grad=False)
+            yield
+        finally:
+            for module, leaf, parameter in meta:
+                module._parameters[leaf] = parameter
 
     @contextmanager
     def streaming(self, dtype: torch.dtype | None = None) -> Iterator[Any]:

@@ -13,6 +13,8 @@ Example:
     torch.Size([4, 4])
 """
 
+from typing import Any
+
 from demask.prune.align import Alignment, align
 from demask.prune.allocation.budgets import MACs
 from demask.prune.allocation.latency import Latency, LatencyPlan
@@ -28,11 +30,20 @@ from demask.prune.scores import ActivationScore as Activation
 from demask.prune.searching.search import Search, search
 from demask.prune.searching.trial import SearchTrial
 from demask.prune.sensitivity import Sensitivity, SensitivityRow, sensitivity
+from demask.registry import RUNNERS
 
 __all__ = [
     "L1", "L2", "Activation", "Alignment", "Cubic", "Fluctuation", "Global", "Group", "Iterative",
     "Latency", "LatencyPlan", "MACs", "Member", "NetworkTime", "NetworkTimer", "OneShot",
     "OutlierWeighted", "Pruned", "Pruner", "Random", "ScoreView", "Search", "SearchTrial",
-    "Sensitivity", "SensitivityRow", "Taylor", "Uniform", "align", "distillation_loss", "groups",
-    "recalibrate_norms", "search", "sensitivity",
+    "Sensitivity", "SensitivityRow", "Taylor", "Uniform", "align", "checkpoint",
+    "distillation_loss", "groups", "recalibrate_norms", "search", "sensitivity",
 ]  # fmt: skip
+checkpoint: Any  # of a package above this one, at its first use
+
+
+def __getattr__(name: str) -> Any:
+    """`checkpoint`, which a package above this one has."""
+    if name == "checkpoint":
+        return RUNNERS.get(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
