@@ -101,9 +101,9 @@ class CheckpointFolder:
         """What the headers say of a tensor."""
         return self.files[self.file_of[name]].tensors[name]
 
-    def tensor(self, name: str) -> Tensor:
-        """A tensor, in new memory."""
-        return self.files[self.file_of[name]].tensor(self.stored(name))
+    def tensor(self, name: str, memory: Tensor | None = None) -> Tensor:
+        """A tensor, in new memory or in `memory`, uint8 of at least its size."""
+        return self.files[self.file_of[name]].tensor(self.stored(name), memory)
 
     def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """The first row and the values of each block of rows of a tensor (first axis), in memory
