@@ -169,11 +169,12 @@ def _generate(model: StreamedModel, prompt: dict[str, Any], step: ProgressStep) 
     step(f"generating {TOKENS} tokens")
     inputs = {k: v for k, v in prompt.items() if k in (model.model.main_input_name, "input_ids")}
     inputs = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
-    config = model.model.config
+    config, start = model.model.config, dict[str, int]()
     if config.is_encoder_decoder:  # its first token, which tests' configs may not name
         first = getattr(config, "decoder_start_token_id", None) or 0
         inputs["decoder_input_ids"] = torch.full((2, 1), first)
-    options = {
+        start = {"decoder_start_token_id": first}
+    options: dict[str, Any] = {
         "max_new_tokens": TOKENS,
         "min_new_tokens": TOKENS,
         "do_sample": False,
@@ -181,7 +182,7 @@ def _generate(model: StreamedModel, prompt: dict[str, Any], step: ProgressStep) 
     }
     with torch.no_grad(), model.streaming() as network:
         try:
-            return network.generate(**inputs, **options)
+            return network.generate(**inputs, **options, **start)
         except (ValueError, NotImplementedError):  # such as no first token in its config
             return None
 

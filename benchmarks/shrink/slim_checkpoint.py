@@ -1,0 +1,224 @@
+"""A masked checkpoint folder of TinyLlama's shape, made smaller: time, memory, size, speed.
+
+Its weights are random bfloat16 numbers; half of the units of each layer (45 to 55 %) and one of
+four groups of heads, another one in each layer, are zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common.catalog import Benchmark
+from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
+from demask.files.weight_file import WeightFile
+
+BENCHMARK = Benchmark(
+    "A masked language model of 1.1 B parameters in a folder: slim, against copying it",
+    "15 min", ("slim_checkpoint.md",), quick=None,
+)  # fmt: skip
+WIDTH, UNITS, HEADS, GROUPS, VOCABULARY = 2048, 5632, 32, 4, 32000
+LAYERS = (11, 22)  # two sizes, for the slope
+TOKENS = 16
+
+
+def write_folder(folder: Path, layers: int) -> None:
+    """A masked folder."""
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH,
+        "intermediate_size": UNITS, "num_hidden_layers": layers, "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS, "vocab_size": VOCABULARY, "dtype": "bfloat16",
+        "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    size, draw = WIDTH // HEADS, torch.Generator().manual_seed(0)
+    shapes = {"model.embed_tokens.weight": (VOCABULARY, WIDTH), "model.norm.weight": (WIDTH,),
+              "lm_head.weight": (VOCABULARY, WIDTH)}  # fmt: skip
+    inside = {
+        "self_attn.q_proj": (WIDTH, WIDTH), "self_attn.k_proj": (GROUPS * size, WIDTH),
+        "self_attn.v_proj": (GROUPS * size, WIDTH), "self_attn.o_proj": (WIDTH, WIDTH),
+        "mlp.gate_proj": (UNITS, WIDTH), "mlp.up_proj": (UNITS, WIDTH),
+        "mlp.down_proj": (WIDTH, UNITS), "input_layernorm": (WIDTH,),
+        "post_attention_layernorm": (WIDTH,),
+    }  # fmt: skip
+    dead = {}
+    for k in range(layers):
+        shapes |= {f"model.layers.{k}.{name}.weight": shape for name, shape in inside.items()}
+        share = 0.45 + 0.1 * k / (layers - 1)
+        dead[k] = torch.randperm(UNITS, generator=draw)[: int(share * UNITS)]
+
+    def read(name: str) -> Tensor:
+        shape = shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16)
+        values = torch.randn(shape, generator=draw).div_(shape[1] ** 0.5).bfloat16()
+        if ".layers." in name:
+            layer, part = int(name.split(".")[2]), name.split(".")[4]
+            own = slice(layer % GROUPS * size, (layer % GROUPS + 1) * size)
+            queries = slice(own.start * HEADS // GROUPS, own.stop * HEADS // GROUPS)
+            rows = {"gate_proj": dead[layer], "up_proj": dead[layer], "q_proj": queries,
+                    "k_proj": own, "v_proj": own}  # fmt: skip
+            columns = {"down_proj": dead[layer], "o_proj": queries}
+            if part in rows:
+                values[rows[part]] = 0
+            if part in columns:
+                values[:, columns[part]] = 0
+        return values
+
+    hollow = {n: torch.empty(s, dtype=torch.bfloat16, device="meta") for n, s in shapes.items()}
+    WeightFile.write(folder / "model.safetensors", hollow, read, {"format": "pt"})
+
+
+def anonymous() -> int:
+    """Bytes of this process that are in no file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def run_slim(source: Path, target: Path, check: bool) -> dict[str, float]:
+    """Seconds and memory of one call, in this process; libraries are loaded before."""
+    from transformers import LlamaForCausalLM
+
+    import demask.checkpoint as checkpoint
+
+    del LlamaForCausalLM
+    peak, done = [anonymous()], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            peak[0] = max(peak[0], anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    steps: list[tuple[str, float]] = []
+    start = time.monotonic()
+
+    def step(title: str, done: int = 1) -> None:
+        steps.append((title, time.monotonic()))
+
+    report = checkpoint.slim(source, target, check=check, progress=step)
+    seconds = time.monotonic() - start
+    done.set()
+    thread.join()
+    writes = next(at for title, at in steps if title.startswith("writing"))
+    return {
+        "seconds": seconds, "before writing": writes - start, "anonymous": peak[0],
+        "resident": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "bytes": report.bytes[1], "removed": report.removed, "removable": report.removable,
+        "proof": str(report.proof),  # type: ignore[dict-item]
+    }  # fmt: skip
+
+
+def in_process(source: Path, target: Path, check: bool) -> dict[str, Any]:
+    """`run_slim` in a new process."""
+    words = [sys.executable, "-m", "benchmarks", "run", "slim_checkpoint", "--", "--one",
+             str(source), str(target), str(int(check))]  # fmt: skip
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.monotonic()
+    call()
+    return time.monotonic() - start
+
+
+def tokens_a_second(folders: dict[str, Path], rounds: int) -> dict[str, list[float]]:
+    """Tokens that transformers generates a second, one text, in bfloat16, by folder."""
+    from transformers import LlamaForCausalLM
+
+    models = {name: LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+              for name, path in folders.items()}  # fmt: skip
+    prompt, rates = torch.arange(3, 11)[None], {name: list[float]() for name in folders}
+    for turn in range(rounds + 1):
+        for name, model in models.items():
+            with torch.no_grad():
+                seconds = timed(partial(model.generate, prompt, max_new_tokens=TOKENS,
+                                        min_new_tokens=TOKENS, do_sample=False))  # fmt: skip
+            if turn:  # the first warms up
+                rates[name].append(TOKENS / seconds)
+    return rates
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where there is room for 12 GB")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        source, target, check = options.one
+        print(json.dumps(run_slim(Path(source), Path(target), check == "1")))
+        return
+    before, lines, slopes = load_average(), [], {}
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        base = Path(name)
+        for layers in LAYERS:
+            source = base / f"masked{layers}"
+            write_folder(source, layers)
+            times: dict[str, list[dict[str, Any]]] = {"check": [], "no check": []}
+            copies: list[float] = []
+            for turn in range(options.rounds if layers == LAYERS[-1] else 1):
+                copies.append(timed(partial(shutil.copytree, source, base / "copy")))
+                shutil.rmtree(base / "copy")
+                for kind in times:
+                    target = base / f"slim{layers}"
+                    shutil.rmtree(target, ignore_errors=True)
+                    times[kind].append(in_process(source, target, kind == "check"))
+                    print(layers, turn, kind, times[kind][-1], flush=True)
+            size = sum(f.stat().st_size for f in source.iterdir())
+            for kind, rows in times.items():
+                lines.append([
+                    f"{layers} layers, {kind}", f"{size / 1e9:.2f}",
+                    f"{rows[0]['bytes'] / 1e9:.2f}",
+                    f"{rows[0]['removed']:.1%} of {rows[0]['removable']:.1%}", spread(copies),
+                    spread([r["seconds"] for r in rows]),
+                    spread([r["before writing"] for r in rows]),
+                    f"{max(r['anonymous'] for r in rows) / 2**30:.2f}",
+                    f"{max(r['resident'] for r in rows) / 2**30:.2f}",
+                ])  # fmt: skip
+                slopes[layers, kind] = size, statistics.median(r["seconds"] for r in rows)
+            proof = times["check"][-1]["proof"]
+        rates = tokens_a_second({"masked": base / f"masked{LAYERS[-1]}",
+                                 "slim": base / f"slim{LAYERS[-1]}"}, options.rounds)  # fmt: skip
+    projected = []
+    for kind in ("check", "no check"):
+        (a, s), (b, t) = slopes[LAYERS[0], kind], slopes[LAYERS[1], kind]
+        each = (t - s) / (b - a)
+        projected += [f"{billions} B, {kind}: {(s + each * (2e9 * billions - a)) / 60:.0f} min"
+                      for billions in (8, 70)]  # fmt: skip
+    head = ["folder", "GB", "slim GB", "parameters removed of removable", "copy, s", "slim, s",
+            "of it before writing, s", "peak anonymous, GiB", "peak resident, GiB"]  # fmt: skip
+    ratio = statistics.median(rates["slim"]) / statistics.median(rates["masked"])
+    text = "\n\n".join([
+        "# A masked language model in a folder, made smaller", __doc__.partition("\n\n")[2].strip(),
+        markdown(head, lines),
+        "Memory includes Python, torch and transformers (0.3 GiB). The comparison runs both "
+        f"folders in float32, a module at a time, and generates 32 tokens: {proof}.",
+        f"Tokens a second in transformers (bfloat16, one text, {TOKENS} tokens): masked "
+        f"{spread(rates['masked'])}, slim {spread(rates['slim'])}, {ratio:.2f} times as many.",
+        f"Projected from the slope of both sizes, not measured: {'; '.join(projected)}.",
+        provenance("slim_checkpoint", "medians and ranges of alternated calls", before=before),
+    ])  # fmt: skip
+    (RESULTS / "slim_checkpoint.md").write_text(text + "\n")
+    print(text)
