@@ -102,6 +102,14 @@ def checkpoint(
         BadInput: a folder that `checkpoint.slim` refuses, a text that is missing, another
             structure, or a score that needs gradients.
         NotExportable: the class cannot be captured.
+
+    Example:
+        >>> import demask
+        >>> try:
+        ...     print(demask.prune.checkpoint("Llama", "Llama-masked", amount=0.3))
+        ... except demask.BadInput as error:  # there is no such folder here
+        ...     print(error)
+        Llama: expected a checkpoint folder with config.json and model.safetensors
     """
     source, final = Path(folder), Path(out)
     if structure not in STRUCTURES:

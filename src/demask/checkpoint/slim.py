@@ -87,6 +87,14 @@ def slim(
         BadInput: the folder is incomplete or damaged, or `out` exists.
         NotExportable: transformers cannot build or run the class, or it cannot be captured.
         Mismatch: the result computes something else.
+
+    Example:
+        >>> import demask
+        >>> try:
+        ...     print(demask.checkpoint.slim("Llama-masked", "Llama-slim"))
+        ... except demask.BadInput as error:  # there is no such folder here
+        ...     print(error)
+        Llama-masked: expected a checkpoint folder with config.json and model.safetensors
     """
     source, final = Path(folder), Path(out)
     if multiple < 1:
