@@ -24,7 +24,8 @@ class StreamedModel:
         path: the folder.
 
     Attributes:
-        model: the model. It runs in the dtype of its files, or of `streaming`.
+        model: the model.
+        dtype: that `from_pretrained` gives its parameters.
         missing: parameters that no tensor of the folder is.
         unused: tensors of the folder that the model does not have.
     """
@@ -50,54 +51,67 @@ class StreamedModel:
         merged = {part.tensor for name in several for part in self.stored.parts(name, 1)}
         self.unused = sorted(name for name, parameter in self.stored.parameter_of.items()
                              if parameter is None and name not in merged)  # fmt: skip
-        self._load_buffers()
-
-    def _load_buffers(self) -> None:
         for name, buffer in self.model.named_buffers():
             if (stored := self.stored.name_of(name)) is not None:
                 buffer.copy_(self.stored.folder.tensor(stored))
+        # As from_pretrained: that of the config, else that of the first tensor.
+        floats = (d for f in folder.files.values() for t in f.tensors.values()
+                  if (d := t.dtype).is_floating_point)  # fmt: skip
+        self.dtype = self.model.config.dtype or next(floats, torch.float32)
+        self._convert(self.dtype, "_parameters")
+
+    def _convert(self, dtype: torch.dtype, *kinds: str) -> None:
+        """Convert floating-point tensors of the model, of which the parameters are on meta."""
+        for module in self.model.modules():
+            for kind in kinds:
+                for leaf, tensor in getattr(module, kind).items():
+                    if tensor is not None and tensor.is_floating_point():
+                        new = tensor.detach().to(dtype)
+                        if kind == "_parameters":
+                            new = nn.Parameter(new, requires_grad=False)
+                        getattr(module, kind)[leaf] = new
 
     def read(self, name: str) -> Tensor:
         """The values of a parameter, in new memory; zeros of one that is in no file."""
         source = self._source.get(name)
         if source is None:
-            shape = self.model.get_parameter(name).shape
-            return torch.zeros(shape, dtype=self.model.dtype)
+            return torch.zeros(self.model.get_parameter(name).shape)
         if (stored := self.stored.name_of(source)) is not None:
             return self.stored.folder.tensor(stored)
         return self.stored.merged(source)
 
     @contextmanager
     def streaming(self, dtype: torch.dtype | None = None) -> Iterator[Any]:
-        """The model, ready to run. dtype: to which floating-point weights are converted."""
+        """The model, ready to run. dtype: of its parameters and buffers; None: of parameters that of
+        the folder, and buffers as the class makes them."""
         handles = []
-        floats = [name for name, b in self.model.named_buffers() if b.is_floating_point()]
+        buffers = [(module._buffers, dict(module._buffers)) for module in self.model.modules()]
         if dtype is not None:
-            for name in floats:
-                path, _, leaf = name.rpartition(".")
-                module = self.model.get_submodule(path)
-                module._buffers[leaf] = module._buffers[leaf].to(dtype)
+            self._convert(dtype, "_parameters", "_buffers")
         try:
             for path, module in self.model.named_modules():
                 own = {leaf: f"{path}.{leaf}".lstrip(".") for leaf, p in module._parameters.items()
                        if p is not None}  # fmt: skip
                 if own:
-                    before, after = self._hooks(own, dtype)
+                    before, after = self._hooks(own, dtype or self.dtype)
                     handles.append(module.register_forward_pre_hook(before))
                     handles.append(module.register_forward_hook(after, always_call=True))
             yield self.model
         finally:
             for handle in handles:
                 handle.remove()
+            for tensors, before in buffers:
+                tensors.update(before)
+            self._convert(self.dtype, "_parameters")
 
-    def _hooks(self, own: dict[str, str], dtype: torch.dtype | None) -> tuple[Any, Any]:
+    def _hooks(self, own: dict[str, str], dtype: torch.dtype) -> tuple[Any, Any]:
         """Hooks that read a module's parameters before it runs, and free them after it."""
         meta: dict[str, Any] = {}
 
         def before(module: nn.Module, _: Any) -> None:
             for leaf, name in own.items():
                 value = self.read(name)
-                if dtype is not None and value.is_floating_point():
+                if value.is_floating_point():
                     value = value.to(dtype)
                 meta[leaf] = module._parameters[leaf]
                 module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
