@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from demask.checkpoint.family import Family
 from demask.checkpoint.folder import CheckpointFolder
@@ -17,7 +19,8 @@ from demask.machine.allocator import release_free_memory
 
 
 class StreamedModel:
-    """A model of which the parameters are in a folder, and on the meta device until a module runs.
+    """A model of which the parameters are in a folder, and on the meta device, where each
+    call reads those that it takes.
 
     Args:
         family: its class.
@@ -82,45 +85,53 @@ class StreamedModel:
 
     @contextmanager
     def streaming(self, dtype: torch.dtype | None = None) -> Iterator[Any]:
-        """The model, ready to run. dtype: of its parameters and buffers; None: of parameters that of
-        the folder, and buffers as the class makes them."""
-        handles = []
+        """The model, ready to run. dtype: that of its parameters and buffers; None: that of the
+        folder's for parameters, and buffers as the class makes them."""
         buffers = [(module._buffers, dict(module._buffers)) for module in self.model.modules()]
         if dtype is not None:
             self._convert(dtype, "_parameters", "_buffers")
         try:
-            for path, module in self.model.named_modules():
-                own = {leaf: f"{path}.{leaf}".lstrip(".") for leaf, p in module._parameters.items()
-                       if p is not None}  # fmt: skip
-                if own:
-                    before, after = self._hooks(own, dtype or self.dtype)
-                    handles.append(module.register_forward_pre_hook(before))
-                    handles.append(module.register_forward_hook(after, always_call=True))
-            yield self.model
+            with _Reads(self, dtype or self.dtype):
+                yield self.model
         finally:
-            for handle in handles:
-                handle.remove()
             for tensors, before in buffers:
                 tensors.update(before)
             self._convert(self.dtype, "_parameters")
 
-    def _hooks(self, own: dict[str, str], dtype: torch.dtype) -> tuple[Any, Any]:
-        """Hooks that read a module's parameters before it runs, and free them after it."""
-        meta: dict[str, Any] = {}
 
-        def before(module: nn.Module, _: Any) -> None:
-            for leaf, name in own.items():
-                value = self.read(name)
-                if value.is_floating_point():
-                    value = value.to(dtype)
-                meta[leaf] = module._parameters[leaf]
-                module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+class _Reads(TorchFunctionMode):
+    """A mode in which a function that takes a parameter of a model gets its values. Those of one
+    module are in memory until another's are read: a module may take an expert at a time."""
 
-        def after(module: nn.Module, _: Any, __: Any) -> None:
-            module._parameters.update(meta)
-            release_free_memory()
+    def __init__(self, streamed: StreamedModel, dtype: torch.dtype):
+        super().__init__()
+        self._streamed, self._dtype = streamed, dtype
+        self._names = {id(p): name for name, p in streamed.model.named_parameters()}
+        self._values: dict[str, Tensor] = {}
 
-        return before, after
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("__get__", "__set__"):  # a shape or dtype, or `.T`
+            result = func(*args, **kwargs)
+            if not isinstance(result, Tensor):
+                return result
+        args, kwargs = tree_map_only(nn.Parameter, self._read, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _read(self, parameter: nn.Parameter) -> Tensor:
+        name = self._names.get(id(parameter)) if parameter.is_meta else None
+        if name is None:
+            return parameter
+        if name not in self._values:
+            module = name.rpartition(".")[0]
+            if any(other.rpartition(".")[0] != module for other in self._values):
+                self._values.clear()
+                release_free_memory()
+            value = self._streamed.read(name)
+            self._values[name] = value.to(self._dtype) if value.is_floating_point() else value
+        return self._values[name]
 
 
 @contextmanager
