@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy as copies
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +38,7 @@ class StreamedModel:
         folder = CheckpointFolder.read(path)
         data = family.full_config(folder.config)
         with _parameters_on_meta():
-            self.model: Any = family.model(family.config.from_dict(dict(folder.config))).eval()
+            self.model: Any = family.model(family.config.from_dict(copies.deepcopy(data))).eval()
         self.model.tie_weights()
         self.stored = StoredTensors(folder, family.build(data), ())
         tied: dict[int, list[str]] = {}
@@ -114,7 +115,8 @@ class _Reads(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("__get__", "__set__"):  # a shape or dtype, or `.T`
-            result = func(*args, **kwargs)
+            hollow = tree_map_only(nn.Parameter, _hollow, args)
+            result = func(*hollow, **kwargs)
             if not isinstance(result, Tensor):
                 return result
         args, kwargs = tree_map_only(nn.Parameter, self._read, (args, kwargs))
@@ -132,6 +134,11 @@ class _Reads(TorchFunctionMode):
             value = self._streamed.read(name)
             self._values[name] = value.to(self._dtype) if value.is_floating_point() else value
         return self._values[name]
+
+
+def _hollow(parameter: nn.Parameter) -> Tensor:
+    """A tensor in memory of a parameter's shape and dtype, but of one number."""
+    return torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
 
 
 @contextmanager
