@@ -13,18 +13,21 @@ import copy as copies
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from demask.checkpoint.family import Family, find_stacks
+from demask.checkpoint.family import Family, find_stacks, numbers_of_config
 from demask.checkpoint.folder import (
     CONFIG,
     INDEX,
     SINGLE,
+    STATE,
     CheckpointFolder,
     write_index,
     write_json,
@@ -35,14 +38,17 @@ from demask.checkpoint.report import CheckpointReport, describe_plan
 from demask.checkpoint.sizes import apply_changes
 from demask.checkpoint.targets import TARGETS
 from demask.checkpoint.tensors import StoredTensors
-from demask.errors import BadInput
-from demask.failures import described, public
+from demask.errors import BadInput, NotExportable
+from demask.failures import CallFailed, described, public
+from demask.files import atomic_write as atomic
 from demask.files.weight_file import WeightFile
 from demask.machine.allocator import release_free_memory
 from demask.progress import ProgressStep
 
 MULTIPLE = 64  # of units: what quantizers and kernels of the loaders take
-STATE = "demask-partial.json"  # in an unfinished folder: what it is made from
+COUNTS = re.compile("layer|depth|expert|heads|blocks")  # in names of configs
+MANY = 10_000  # more of these than any model has
+BUFFER_BYTES = 2**32  # of tables that a class computes, more than those of any
 
 
 def _silent(title: str, done: int = 1) -> None:
@@ -101,6 +107,7 @@ def slim(
         name = kind.get("quant_method", "?") if isinstance(kind, dict) else "?"
         raise BadInput(f"{source}: its weights are quantized ({name}), which are not cut; slim the "
                        "folder that they were quantized from, and quantize the result")  # fmt: skip
+    check_counts(stored_folder)
     family = Family.of(source, stored_folder.config)
     data = family.full_config(stored_folder.config)
     try:
@@ -108,25 +115,31 @@ def slim(
     except Exception as error:
         raise BadInput(f"{source}: {family.model.__name__} cannot be built from its config: "
                        f"{described(error)}") from error  # fmt: skip
+    check_tensors(StoredTensors(stored_folder, model, ()))
     stored = StoredTensors(stored_folder, model, find_stacks(family, data, model))
-    check_shapes(stored)
-    plan = plan_checkpoint(stored, family, data, TARGETS[target], multiple, progress)
+    try:
+        plan = plan_checkpoint(stored, family, data, TARGETS[target], multiple, progress)
+    except CallFailed as error:
+        raise NotExportable(f"what its zeros make useless is not known ({error})", "unknown",
+                            "its checkpoint is not made smaller") from error  # fmt: skip
     config = copies.deepcopy(dict(stored_folder.config))
     apply_changes(config, data, plan.config)
     partial = final.with_name(final.name + ".partial")
-    with locked_folder(partial, fingerprint(stored_folder, target, multiple)):
+    with unfinished_folder(partial, fingerprint(stored_folder, target, multiple)):
         write_tensors(stored, plan, partial, progress)
         for name in stored_folder.others:
             shutil.copyfile(source / name, partial / name)
         write_json(partial / CONFIG, config)
         proof = prove(family, source, partial, bool(plan.added), progress) if check else None
-        (partial / STATE).unlink()
         os.replace(partial, final)
+        (final / STATE).unlink()
     return describe_plan(stored, plan, final, proof)
 
 
 def check_output(source: Path, target: Path) -> None:
     """Raise BadInput where the new folder cannot be written."""
+    if "\0" in str(target):
+        raise BadInput(f"expected the name of a new folder, got {str(target)!r:.80}")
     if target.exists() or target.is_symlink():
         raise BadInput(f"{target}: exists; give the name of a new folder")
     parent = target.resolve().parent
@@ -136,38 +149,65 @@ def check_output(source: Path, target: Path) -> None:
         raise BadInput(f"{target}: expected a folder outside of {source}")
 
 
-def check_shapes(stored: StoredTensors) -> None:
-    """Raise BadInput where a tensor is not as large as the config says."""
+def check_counts(folder: CheckpointFolder) -> None:
+    """Raise BadInput where a config counts more layers, experts or heads than a folder has room
+    for: some classes make lists of that length before a model is built."""
+    for keys, value in numbers_of_config(folder.config):
+        if COUNTS.search(keys[-1]) and value > max(MANY, len(folder.file_of)):
+            raise BadInput(f"{folder.path / CONFIG}: {'.'.join(keys)} is {value}, and the folder "
+                           f"has {len(folder.file_of)} tensors")  # fmt: skip
+
+
+def check_tensors(stored: StoredTensors) -> None:
+    """Raise BadInput where tensors are not those of the class and config."""
+    path, kind = stored.folder.path, type(stored.model)
     for name, parameter in stored.parameter_of.items():
         if parameter is None:
             continue
         here, there = stored.folder.stored(name).shape, stored.shapes[parameter]
         if here != there:
-            raise BadInput(f"{stored.folder.path}: {name} is {here}, and {there} by the config; "
+            raise BadInput(f"{path}: {name} is {here}, and {there} by the config; "
                            "the folder does not fit its class")  # fmt: skip
     if not any(p is not None for p in stored.parameter_of.values()):
-        raise BadInput(f"{stored.folder.path}: none of its tensors belongs to "
-                       f"{type(stored.model).__name__}")  # fmt: skip
+        raise BadInput(f"{path}: none of its tensors belongs to {kind.__name__}")
+    ignored = getattr(stored.model, "_keys_to_ignore_on_load_missing", None) or ()
+    tied: dict[int, list[str]] = {}
+    for name, parameter in stored.model.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(name)
+    for names in tied.values():
+        if not any(map(stored.is_stored, names)) and not any(
+            re.search(pattern, names[0]) for pattern in ignored
+        ):
+            raise BadInput(f"{path}: no tensor is {names[0]} of {kind.__name__}, which "
+                           "transformers fills with random numbers; copy the folder again")  # fmt: skip
+    buffers = sum(b.numel() * b.element_size() for b in stored.model.buffers())
+    if buffers > stored.folder.nbytes + BUFFER_BYTES:
+        raise BadInput(f"{path / CONFIG}: {kind.__name__} computes tables of {buffers:,} bytes; a "
+                       "size in its config is too large")  # fmt: skip
 
 
 def fingerprint(folder: CheckpointFolder, target: str, multiple: int) -> str:
     """What a folder is made from, to tell whether an unfinished one can go on."""
     files = {name: (file.size, file.modified) for name, file in folder.files.items()}
-    text = json.dumps([str(folder.path.resolve()), dict(folder.config), files, target, multiple])
+    text = json.dumps([str(folder.path.resolve()), dict(folder.config), files, target, multiple,
+                       version("demask")])  # fmt: skip
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextlib.contextmanager
-def locked_folder(path: Path, state: str) -> Iterator[None]:
-    """An unfinished folder, that of an earlier call with the same state if there is one. It stays
-    where the block raises, with the files that are complete."""
-    if path.exists() and not (path / STATE).is_file():
-        raise BadInput(f"{path}: exists, and no unfinished folder of demask; remove it")
-    if path.exists() and json.loads((path / STATE).read_text()).get("state") != state:
-        shutil.rmtree(path)
-    path.mkdir(exist_ok=True)
-    write_json(path / STATE, {"state": state})
-    yield
+def unfinished_folder(path: Path, state: str) -> Iterator[None]:
+    """An unfinished folder that this process alone writes, with the complete files of an earlier
+    call with the same state. It stays where the block raises."""
+    with atomic.locked_folder(path):
+        names = [name for name in os.listdir(path) if not name.startswith(atomic.PREFIX)]
+        if names and STATE not in names:
+            raise BadInput(f"{path}: exists, and no unfinished folder of demask; remove it")
+        if names and (path / STATE).read_text() != state:
+            for entry in os.scandir(path):
+                os.unlink(entry)
+        with atomic.write(path / STATE) as file:
+            file.write(state.encode())
+        yield
 
 
 def write_tensors(
