@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from demask.compat.transformers_names import decoded_config
 from demask.errors import BadInput, NotExportable
 from demask.failures import described
 
@@ -78,7 +79,8 @@ class Family:
     def full_config(self, data: Mapping[str, Any]) -> ConfigData:
         """A config with all keys of its class."""
         try:
-            return self.config.from_dict(copies.deepcopy(dict(data))).to_dict()
+            data = decoded_config(self.config, copies.deepcopy(dict(data)))
+            return self.config.from_dict(data).to_dict()
         except Exception as error:
             raise BadInput(
                 f"{self.config.__name__} refuses the config: {described(error)}"

@@ -24,6 +24,7 @@ from demask.files.bounded_read import MAX_JSON_BYTES, open_plain, parse_json
 from demask.files.weight_file import StoredTensor, WeightFile
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+STATE = "demask-partial.txt"  # in an unfinished folder: what it is made from
 BLOCK_BYTES = 16 * 2**20  # of a tensor that is read in blocks
 # Files of weights in other formats, which describe the network with its zeros.
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -90,7 +91,7 @@ class CheckpointFolder:
             raise BadInput(f"{folder}: its files have no tensors")
         others = sorted(
             entry.name for entry in os.scandir(folder)
-            if entry.is_file() and entry.name not in (CONFIG, INDEX)
+            if entry.is_file() and entry.name not in (CONFIG, INDEX, STATE)
             and not entry.name.endswith((*_OTHER_WEIGHTS, ".index.json"))
         )  # fmt: skip
         for name in others:
@@ -101,9 +102,9 @@ class CheckpointFolder:
         """What the headers say of a tensor."""
         return self.files[self.file_of[name]].tensors[name]
 
-    def tensor(self, name: str, memory: Tensor | None = None) -> Tensor:
-        """A tensor, in new memory or in `memory`, uint8 of at least its size."""
-        return self.files[self.file_of[name]].tensor(self.stored(name), memory)
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, in new memory."""
+        return self.files[self.file_of[name]].tensor(self.stored(name))
 
     def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """The first row and the values of each block of rows of a tensor (first axis), in memory
@@ -136,10 +137,10 @@ def _inside(folder: Path, name: str) -> Path:
     """The path of a file in a folder. Raises RefusedFile for a name with a path, and for a link
     that leaves the folder, except into the `blobs` of a hub's cache, which consists of links."""
     path, real = folder / name, folder.resolve()
-    if Path(name).name != name:
+    if Path(name).name != name or "\0" in name:
         raise RefusedFile(f"{folder / INDEX}: expected the name of a file in the folder, "
                           f"got {name!r:.80}")  # fmt: skip
-    if not path.exists():
+    if not path.is_file():
         raise BadInput(f"{path}: no such file, though {INDEX} names it; copy it again")
     target = path.resolve()
     if target.parent not in (real, real.parent.parent / "blobs"):

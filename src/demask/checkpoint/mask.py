@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from demask.checkpoint.decide import bias_of
 from demask.checkpoint.family import LayerStack, reduced_config
-from demask.checkpoint.folder import CONFIG, INDEX, CheckpointFolder
+from demask.checkpoint.folder import CONFIG, INDEX, STATE, CheckpointFolder
 from demask.checkpoint.slices import find_slices
-from demask.checkpoint.slim import STATE, fingerprint, locked_folder
+from demask.checkpoint.slim import fingerprint, unfinished_folder
 from demask.checkpoint.source import check_output, open_checkpoint
 from demask.checkpoint.streamed import StreamedModel
 from demask.checkpoint.tensors import StoredTensors
@@ -149,13 +149,13 @@ def checkpoint(
         zeros = _zeros(slices, keep)
     state = fingerprint(stored.folder, repr((chosen, structure)), int(amount * 1e6))
     partial = final.with_name(final.name + ".partial")
-    with locked_folder(partial, state):
+    with unfinished_folder(partial, state):
         _write(stored, zeros, added, partial, progress)
         for name in (*stored.folder.others, CONFIG, INDEX):
             if (source / name).exists():
                 shutil.copyfile(source / name, partial / name)
-        (partial / STATE).unlink()
         os.replace(partial, final)
+        (final / STATE).unlink()
     gone = {name: (~mask).nonzero().squeeze(1) for name, mask in keep.items()}
     return MaskedCheckpoint(final, structure, {n: len(m) for n, m in keep.items()}, gone, scores)
 

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from demask.checkpoint.folder import (
     CONFIG,
     INDEX,
     SINGLE,
+    STATE,
     CheckpointFolder,
     write_index,
     write_json,
@@ -35,14 +37,14 @@ from demask.checkpoint.sizes import apply_changes
 from demask.checkpoint.source import check_output, open_checkpoint
 from demask.checkpoint.targets import TARGETS
 from demask.checkpoint.tensors import StoredTensors
-from demask.errors import BadInput
-from demask.failures import public
+from demask.errors import BadInput, NotExportable
+from demask.failures import CallFailed, public
+from demask.files import atomic_write as atomic
 from demask.files.weight_file import WeightFile
 from demask.machine.allocator import release_free_memory
 from demask.progress import ProgressStep
 
 MULTIPLE = 64  # of units: what quantizers and kernels of the loaders take
-STATE = "demask-partial.json"  # in an unfinished folder: what it is made from
 
 
 def _silent(title: str, done: int = 1) -> None:
@@ -104,39 +106,47 @@ def slim(
     check_output(source, final)
     progress("reading the headers")
     family, data, stored = open_checkpoint(source)
-    plan = plan_checkpoint(stored, family, data, TARGETS[target], multiple, progress)
+    try:
+        plan = plan_checkpoint(stored, family, data, TARGETS[target], multiple, progress)
+    except CallFailed as error:
+        raise NotExportable(f"what its zeros make useless is not known ({error})", "unknown",
+                            "its checkpoint is not made smaller") from error  # fmt: skip
     config = copies.deepcopy(dict(stored.folder.config))
     apply_changes(config, data, plan.config)
     partial = final.with_name(final.name + ".partial")
-    with locked_folder(partial, fingerprint(stored.folder, target, multiple)):
+    with unfinished_folder(partial, fingerprint(stored.folder, target, multiple)):
         write_tensors(stored, plan, partial, progress)
         for name in stored.folder.others:
             shutil.copyfile(source / name, partial / name)
         write_json(partial / CONFIG, config)
         proof = prove(family, source, partial, bool(plan.added), progress) if check else None
-        (partial / STATE).unlink()
         os.replace(partial, final)
+        (final / STATE).unlink()
     return describe_plan(stored, plan, final, proof)
 
 
 def fingerprint(folder: CheckpointFolder, target: str, multiple: int) -> str:
     """What a folder is made from, to tell whether an unfinished one can go on."""
     files = {name: (file.size, file.modified) for name, file in folder.files.items()}
-    text = json.dumps([str(folder.path.resolve()), dict(folder.config), files, target, multiple])
+    text = json.dumps([str(folder.path.resolve()), dict(folder.config), files, target, multiple,
+                       version("demask")])  # fmt: skip
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextlib.contextmanager
-def locked_folder(path: Path, state: str) -> Iterator[None]:
-    """An unfinished folder, that of an earlier call with the same state if there is one. It stays
-    where the block raises, with the files that are complete."""
-    if path.exists() and not (path / STATE).is_file():
-        raise BadInput(f"{path}: exists, and no unfinished folder of demask; remove it")
-    if path.exists() and json.loads((path / STATE).read_text()).get("state") != state:
-        shutil.rmtree(path)
-    path.mkdir(exist_ok=True)
-    write_json(path / STATE, {"state": state})
-    yield
+def unfinished_folder(path: Path, state: str) -> Iterator[None]:
+    """An unfinished folder that this process alone writes, with the complete files of an earlier
+    call with the same state. It stays where the block raises."""
+    with atomic.locked_folder(path):
+        names = [name for name in os.listdir(path) if not name.startswith(atomic.PREFIX)]
+        if names and STATE not in names:
+            raise BadInput(f"{path}: exists, and no unfinished folder of demask; remove it")
+        if names and (path / STATE).read_text() != state:
+            for entry in os.scandir(path):
+                os.unlink(entry)
+        with atomic.write(path / STATE) as file:
+            file.write(state.encode())
+        yield
 
 
 def write_tensors(

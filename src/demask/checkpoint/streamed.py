@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy as copies
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from demask.checkpoint.family import Family
 from demask.checkpoint.folder import CheckpointFolder
 from demask.checkpoint.tensors import StoredTensors
+from demask.machine.allocator import release_free_memory
 
 
 class StreamedModel:
-    """A model of which the parameters are in a folder, and on the meta device until a module runs.
+    """A model of which the parameters are in a folder, and on the meta device, where each
+    call reads those that it takes.
 
     Args:
         family: its class.
         path: the folder.
 
     Attributes:
-        model: the model. It runs in the dtype of its files, or of `streaming`.
+        model: the model.
+        dtype: that `from_pretrained` gives its parameters.
         change: makes the values of a parameter that is read, of its name, into others.
         missing: parameters that no tensor of the folder is.
         unused: tensors of the folder that the model does not have.
@@ -36,7 +39,7 @@ class StreamedModel:
         folder = CheckpointFolder.read(path)
         data = family.full_config(folder.config)
         with _parameters_on_meta():
-            self.model: Any = family.model(family.config.from_dict(dict(folder.config))).eval()
+            self.model: Any = family.model(family.config.from_dict(copies.deepcopy(data))).eval()
         self.model.tie_weights()
         self.stored = StoredTensors(folder, family.build(data), ())
         tied: dict[int, list[str]] = {}
@@ -54,31 +57,34 @@ class StreamedModel:
         self.unused = sorted(name for name, parameter in self.stored.parameter_of.items()
                              if parameter is None and name not in merged)  # fmt: skip
         self.change: Callable[[str, Tensor], Tensor] = lambda _, values: values
-        self._load_buffers()
-
-    def _load_buffers(self) -> None:
         for name, buffer in self.model.named_buffers():
             if (stored := self.stored.name_of(name)) is not None:
                 buffer.copy_(self.stored.folder.tensor(stored))
+        # As from_pretrained: that of the config, else that of the first tensor.
+        floats = (d for f in folder.files.values() for t in f.tensors.values()
+                  if (d := t.dtype).is_floating_point)  # fmt: skip
+        self.dtype = self.model.config.dtype or next(floats, torch.float32)
+        self._convert(self.dtype, "_parameters")
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The floating-point dtype of most of its tensors."""
-        folder = self.stored.folder
-        kinds = Counter(folder.stored(name).dtype for name in folder.file_of)
-        return max((k for k in kinds if k.is_floating_point), key=lambda k: kinds[k])
+    def _convert(self, dtype: torch.dtype, *kinds: str) -> None:
+        """Convert floating-point tensors of the model, of which the parameters are on meta."""
+        for module in self.model.modules():
+            for kind in kinds:
+                for leaf, tensor in getattr(module, kind).items():
+                    if tensor is not None and tensor.is_floating_point():
+                        new = tensor.detach().to(dtype)
+                        if kind == "_parameters":
+                            new = nn.Parameter(new, requires_grad=False)
+                        getattr(module, kind)[leaf] = new
 
-    def read(self, name: str, memory: Memory | None = None) -> Tensor:
-        """The values of a parameter, in new memory or some of `memory`; zeros of one that is in no
-        file."""
+    def read(self, name: str) -> Tensor:
+        """The values of a parameter, in new memory; zeros of one that is in no file."""
         source = self._source.get(name)
         if source is None:
-            shape = self.model.get_parameter(name).shape
-            return torch.zeros(shape, dtype=self.dtype)
+            return torch.zeros(self.model.get_parameter(name).shape)
         if (stored := self.stored.name_of(source)) is None:
             return self.change(source, self.stored.merged(source))
-        block = memory and memory.take(self.stored.folder.stored(stored).nbytes)
-        return self.change(source, self.stored.folder.tensor(stored, block))
+        return self.change(source, self.stored.folder.tensor(stored))
 
     @contextmanager
     def loaded(self, names: Iterable[str]) -> Iterator[None]:
@@ -97,95 +103,59 @@ class StreamedModel:
 
     @contextmanager
     def streaming(self, dtype: torch.dtype | None = None) -> Iterator[Any]:
-        """The model, ready to run. dtype: to which floating-point weights are converted."""
-        handles, memory, old = [], Memory(), list[tuple[dict[str, Any], str, Any]]()
-        kind = dtype or self.dtype
+        """The model, ready to run. dtype: that of its parameters and buffers; None: that of the
+        folder's for parameters, and buffers as the class makes them."""
+        buffers = [(module._buffers, dict(module._buffers)) for module in self.model.modules()]
+        if dtype is not None:
+            self._convert(dtype, "_parameters", "_buffers")
         try:
-            for path, module in self.model.named_modules():
-                for leaf, buffer in module._buffers.items():
-                    if dtype is not None and buffer is not None and buffer.is_floating_point():
-                        old.append((module._buffers, leaf, buffer))
-                        module._buffers[leaf] = buffer.to(dtype)
-                for leaf, parameter in module._parameters.items():  # code reads dtypes of weights
-                    if parameter is not None and parameter.is_floating_point():
-                        old.append((module._parameters, leaf, parameter))
-                        module._parameters[leaf] = nn.Parameter(parameter.to(kind), False)
-                own = {leaf: f"{path}.{leaf}".lstrip(".") for leaf, p in module._parameters.items()
-                       if p is not None}  # fmt: skip
-                if own:
-                    before, after = self._hooks(own, dtype, memory)
-                    handles.append(module.register_forward_pre_hook(before))
-                    handles.append(module.register_forward_hook(after, always_call=True))
-            yield self.model
+            with _Reads(self, dtype or self.dtype):
+                yield self.model
         finally:
-            for handle in handles:
-                handle.remove()
-            for tensors, leaf, tensor in old:
-                tensors[leaf] = tensor
-
-    def _hooks(
-        self, own: dict[str, str], dtype: torch.dtype | None, memory: Memory
-    ) -> tuple[Any, Any]:
-        """Hooks that read a module's parameters before it runs, and free them after it."""
-        meta: dict[str, Any] = {}
-
-        def before(module: nn.Module, _: Any) -> None:
-            for leaf, name in own.items():
-                value = self.read(name, memory)
-                if dtype not in (None, value.dtype) and value.is_floating_point():
-                    block = memory.take(value.numel() * dtype.itemsize)
-                    wide = block.view(dtype)[: value.numel()].view(value.shape).copy_(value)
-                    memory.free(value)
-                    value = wide
-                meta[leaf] = module._parameters[leaf]
-                module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
-
-        def after(module: nn.Module, _: Any, output: Any) -> Any:
-            weights = [module._parameters[leaf] for leaf in own]
-            module._parameters.update(meta)
-            output = pytree.tree_map_only(Tensor, partial(_own_memory, weights), output)
-            for weight in weights:
-                assert weight is not None
-                memory.free(weight)
-            return output
-
-        return before, after
+            for tensors, before in buffers:
+                tensors.update(before)
+            self._convert(self.dtype, "_parameters")
 
 
-def _own_memory(weights: Sequence[Any], value: Tensor) -> Tensor:
-    """A module's output, copied if it is in the memory of one of its weights."""
-    start = value.untyped_storage().data_ptr()
-    is_view = any(start == weight.untyped_storage().data_ptr() for weight in weights)
-    return value.clone() if is_view else value
+class _Reads(TorchFunctionMode):
+    """A mode in which a function that takes a parameter of a model gets its values. Those of one
+    module are in memory until another's are read: a module may take an expert at a time."""
+
+    def __init__(self, streamed: StreamedModel, dtype: torch.dtype):
+        super().__init__()
+        self._streamed, self._dtype = streamed, dtype
+        self._names = {id(p): name for name, p in streamed.model.named_parameters()}
+        self._values: dict[str, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("__get__", "__set__"):  # a shape or dtype, or `.T`
+            hollow = tree_map_only(nn.Parameter, _hollow, args)
+            result = func(*hollow, **kwargs)
+            if not isinstance(result, Tensor):
+                return result
+        args, kwargs = tree_map_only(nn.Parameter, self._read, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _read(self, parameter: nn.Parameter) -> Tensor:
+        name = self._names.get(id(parameter)) if parameter.is_meta else None
+        if name is None:
+            return parameter
+        if name not in self._values:
+            module = name.rpartition(".")[0]
+            if any(other.rpartition(".")[0] != module for other in self._values):
+                self._values.clear()
+                release_free_memory()
+            value = self._streamed.read(name)
+            self._values[name] = value.to(self._dtype) if value.is_floating_point() else value
+        return self._values[name]
 
 
-class Memory:
-    """Blocks of memory that are used again: pages of new blocks would be faulted in each time."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-        self._used: dict[int, Tensor] = {}  # by address
-
-    def take(self, nbytes: int) -> Tensor:
-        """A block of at least some bytes, uint8: the smallest free one, or a new one in the place
-        of the largest."""
-        fitting = [block for block in self._free if len(block) >= nbytes]
-        if not fitting and self._free:
-            largest = max(self._free, key=len)
-            self._free = [block for block in self._free if block is not largest]
-        block = min(fitting, key=len, default=None)
-        if block is None:
-            block = torch.empty(max(nbytes, 8), dtype=torch.uint8)
-        else:
-            self._free = [other for other in self._free if other is not block]
-        self._used[block.data_ptr()] = block
-        return block
-
-    def free(self, values: Tensor) -> None:
-        """Take back the block that some values are in; others are ignored."""
-        block = self._used.pop(values.untyped_storage().data_ptr(), None)
-        if block is not None:
-            self._free.append(block)
+def _hollow(parameter: nn.Parameter) -> Tensor:
+    """A tensor in memory of a parameter's shape and dtype, but of one number."""
+    return torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
 
 
 @contextmanager

@@ -37,3 +37,8 @@ def tensors_of_files(model: Any, values: Mapping[str, Tensor]) -> dict[str, Tens
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(model, dict(values)))
+
+
+def decoded_config(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """A config as its class takes it: files write what is not finite in JSON as an object."""
+    return kind._decode_special_floats(dict(data))

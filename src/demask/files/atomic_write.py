@@ -117,6 +117,36 @@ def temporary_folder() -> Iterator[Path]:
         yield folder
 
 
+@contextmanager
+def locked_folder(path: Path) -> Iterator[None]:
+    """A folder, new or not, that no other process has locked so until the block ends. It may be
+    renamed in the block.
+
+    Raises:
+        BadInput: another process has locked it, or it is no folder.
+    """
+    with ExitStack() as stack:
+        while True:
+            if path.is_symlink() or (path.exists() and not path.is_dir()):
+                raise BadInput(f"{path}: expected no file and no link there; remove it")
+            path.mkdir(exist_ok=True)
+            if fcntl is None:
+                break
+            descriptor = os.open(path, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BadInput(f"{path}: another process is writing it; wait until it ends, or "
+                               "give another name") from None  # fmt: skip
+            except OSError:  # a file system without locks
+                break
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                    break  # else another process renamed it before the lock was taken
+        yield
+
+
 def _remove_stale(folder: Path) -> None:
     """Remove files that a killed process was writing, and its temporary folders: those that no
     process has locked."""

@@ -164,12 +164,9 @@ class WeightFile:
         finally:
             os.close(descriptor)
 
-    def tensor(self, stored: StoredTensor, memory: Tensor | None = None) -> Tensor:
-        """A whole tensor, in new memory or in `memory`, uint8 of at least its size."""
-        if memory is None:
-            values = torch.empty(stored.shape, dtype=stored.dtype)
-        else:
-            values = memory[: stored.nbytes].view(stored.dtype).view(stored.shape)
+    def tensor(self, stored: StoredTensor) -> Tensor:
+        """A whole tensor, in new memory."""
+        values = torch.empty(stored.shape, dtype=stored.dtype)
         if stored.nbytes:
             with self.open() as descriptor:
                 flat = values.view(-1).view(torch.uint8)
