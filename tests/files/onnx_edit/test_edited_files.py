@@ -466,3 +466,34 @@ def test_a_recurrent_layer_starts_from_zeros_of_the_batchs_size(tmp_path):
     tensors["b"] = tensors["b"].reshape(1, -1)
     write(path, nodes, [value("x", ["T", "B", 16])], [value("y", ["T", "B", 4])], tensors)
     assert dims(edited(path, torch.randn(3, 2, 16)).model)["v"] == [4, 4]
+
+
+@pytest.mark.parametrize("op", ["QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger"])
+def test_layers_of_integers_are_cut(tmp_path, op):
+    """As quantizers write them, with scales of the file or of each call."""
+    path, draw, is_conv = tmp_path / "in.onnx", np.random.default_rng(0), "Conv" in op
+    sizes = [(32, 3, 3, 3), (4, 32, 3, 3)] if is_conv else [(3, 32), (32, 4)]
+    weights = [draw.integers(-9, 9, n).astype(np.int8) for n in sizes]
+    weights[0][(slice(None),) * (not is_conv) + (slice(None, None, 2),)] = 0
+    tensors = {f"w{k}": array for k, array in enumerate(weights)}
+    tensors |= {"s": np.float32(0.05), "p": np.uint8(7), "t": np.int8(0)}
+    attributes = {"pads": [1, 1, 1, 1]} if is_conv else {}
+    nodes = [node("QuantizeLinear", ["x", "s", "p"], ["q0"])]
+    if op.startswith("QLinear"):
+        nodes += [node(op, [f"q{k}", "s", "p", f"w{k}", "s", "t", "s", "p"], [f"q{k + 1}"],
+                       **attributes) for k in range(2)]  # fmt: skip
+        nodes.append(node("DequantizeLinear", ["q2", "s", "p"], ["y"]))
+    else:
+        nodes = []
+        for k, (x, y) in enumerate((("x", "h"), ("h", "y"))):
+            nodes += [node("DynamicQuantizeLinear", [x], [f"q{k}", f"s{k}", f"p{k}"]),
+                      node(op, [f"q{k}", f"w{k}", f"p{k}"], [f"i{k}"], **attributes),
+                      node("Cast", [f"i{k}"], [f"f{k}"], to=TensorProto.FLOAT),
+                      node("Mul", [f"f{k}", f"s{k}"], [y])]  # fmt: skip
+        tensors = {name: tensors[name] for name in ("w0", "w1")}
+    shape = (2, 3, 8, 8) if is_conv else (2, 3)
+    ports = [value(n, ["B", *s]) for n, s in (("x", shape[1:]), ("y", [None] * len(shape[1:])))]
+    write(path, nodes, ports[:1], ports[1:], tensors)
+    after = edited(path, torch.randn(shape)).model
+    assert [n.op_type for n in after.graph.node] == [n.op_type for n in nodes]
+    assert [dims(after)[f"w{k}"][k ^ (not is_conv)] for k in range(2)] == [16, 16]
