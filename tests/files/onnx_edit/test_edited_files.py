@@ -497,3 +497,17 @@ def test_layers_of_integers_are_cut(tmp_path, op):
     after = edited(path, torch.randn(shape)).model
     assert [n.op_type for n in after.graph.node] == [n.op_type for n in nodes]
     assert [dims(after)[f"w{k}"][k ^ (not is_conv)] for k in range(2)] == [16, 16]
+
+
+@pytest.mark.parametrize("sizes", [("B", "T", "F"), ("", "", "")])
+def test_sizes_that_the_example_or_the_weights_fix_are_no_obstacle(tmp_path, sizes):
+    """The rank of the output is another one at size 1; the weights take one size alone. The file is
+    compared at other sizes of what is left."""
+    path, x = tmp_path / "in.onnx", torch.randn(1, 5, 16)
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Relu", ["a"], ["b"]),
+             node("MatMul", ["b", "v"], ["c"]), node("Squeeze", ["c"], ["y"])]  # fmt: skip
+    tensors = {"w": half(16, 64, axis=1), "v": np.ones((64, 4), np.float32)}
+    write(path, nodes, [value("x", [n or None for n in sizes])], [value("y", None)], tensors)
+    assert dims(edited(path, x).model)["w"] == [16, 32]
+    shapes = {draw.inputs[0].shape for draw in Judge.of_file(str(path), (x,)).cases}
+    assert len({shape[0] for shape in shapes}) > 1 and len({shape[1] for shape in shapes}) > 1

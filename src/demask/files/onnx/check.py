@@ -233,10 +233,13 @@ def _is_half(x: Tensor) -> bool:
     return x.dtype == torch.float16
 
 
-def longer_inputs(model: Any, feeds: Mapping[str, Any], *, double: bool = False) -> dict[str, Any]:
+def longer_inputs(
+    model: Any, feeds: Mapping[str, Any], *, double: bool = False, only: str | None = None
+) -> dict[str, Any]:
     """Arrays or tensors with more of each size that the file leaves open, each by another number.
 
-    double: twice as much of all but the first axis, as some sizes have to be even.
+    double: twice as much of all but the first axis, as some sizes have to be even. only: the size
+    to change; "input.axis" is one without a name. Default: None, for all.
     """
     added: dict[str, int] = {}
     longer = {}
@@ -244,17 +247,25 @@ def longer_inputs(model: Any, feeds: Mapping[str, Any], *, double: bool = False)
         if value.name not in feeds:
             continue
         array = feeds[value.name]
-        dims = value.type.tensor_type.shape.dim  # a file may declare another rank
-        for axis, dim in enumerate(dims[: array.ndim]):
-            if not dim.HasField("dim_value"):
-                name, size = dim.dim_param or f"{value.name}.{axis}", array.shape[axis]
-                more = added.setdefault(name, size if double and axis else len(added) + 1)
-                index = torch.arange(size + more) % max(size, 1)
-                if not isinstance(array, Tensor):
-                    index = index.numpy()
-                array = array[(slice(None),) * axis + (index,)] if size else array
+        for axis, name in open_sizes(value).items():
+            if axis >= array.ndim or only not in (None, name):  # a file may declare another rank
+                continue
+            size = array.shape[axis]
+            more = added.setdefault(name, size if double and axis else len(added) + 1)
+            index = torch.arange(size + more) % max(size, 1)
+            if not isinstance(array, Tensor):
+                index = index.numpy()
+            array = array[(slice(None),) * axis + (index,)] if size else array
         longer[value.name] = array
     return longer
+
+
+def open_sizes(value: Any) -> dict[int, str]:
+    """The names of the sizes that a file leaves open of an input, by axis; "input.axis" of one
+    without a name."""
+    dims = enumerate(value.type.tensor_type.shape.dim)
+    return {axis: d.dim_param or f"{value.name}.{axis}" for axis, d in dims if d.dim_value < 0
+            or not d.HasField("dim_value")}  # fmt: skip
 
 
 def _nudged(inputs: Inputs, seed: int) -> list[Tensor]:
@@ -448,22 +459,31 @@ class Judge:
 
     @cached_property
     def cases(self) -> list[Draw]:
-        """All inputs: the draws, and each at larger sizes where the original takes any."""
-        for double in (False, True):
-            longer = [self._longer(draw, double) for draw in self.draws]
-            sizes = [[x.shape for x in draw.inputs] for draw in (longer[0], self.draws[0])]
-            if sizes[0] == sizes[1]:
-                break
-            if self.original.outputs(longer[0].inputs, optimized=True) is not None:
-                return [*self.draws, *longer]
-        return self.draws
+        """All inputs: the draws, and each at larger sizes, of those that the original takes: all
+        larger at once or, if it fails, each alone."""
+        return [*self.draws, *(self._larger(None) or self._larger_each())]
 
-    def _longer(self, draw: Draw, double: bool) -> Draw:
+    def _larger(self, only: str | None) -> list[Draw]:
+        """The draws at larger sizes; none where the original fails."""
         stored = {tensor.name for tensor in self.proto.graph.initializer}
         names = [v.name for v in self.proto.graph.input if v.name not in stored]
-        feeds = dict(zip(names, draw.inputs, strict=True))
-        longer = longer_inputs(self.proto, feeds, double=double)
-        return Draw(f"{draw.kind}, larger sizes", tuple(longer[name] for name in names))
+        for double in (False, True):
+            larger = []
+            for draw in self.draws:
+                feeds = dict(zip(names, draw.inputs, strict=True))
+                longer = longer_inputs(self.proto, feeds, double=double, only=only)
+                inputs = tuple(longer[name] for name in names)
+                larger.append(Draw(f"{draw.kind}, larger sizes", inputs))
+            sizes = [[x.shape for x in draw.inputs] for draw in (larger[0], self.draws[0])]
+            if sizes[0] == sizes[1]:
+                break
+            if self.original.outputs(larger[0].inputs, optimized=True) is not None:
+                return larger
+        return []
+
+    def _larger_each(self) -> list[Draw]:
+        sizes = {name for value in self.proto.graph.input for name in open_sizes(value).values()}
+        return [draw for name in sorted(sizes) if len(sizes) > 1 for draw in self._larger(name)]
 
     def compare(self, data: bytes) -> Verdict:
         """The largest difference of a file. Inputs on which the original fails are left out.

@@ -86,8 +86,8 @@ def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
     editor, groups, rank = edit.editor, edit.attributes.get("group", 1), len(edit.shape(0))
     w, per_channel, weights = _integers(edit, 0)
     is_integer = edit.node.op_type in INTEGERS
-    b = {"ConvInteger": None, "QLinearConv": 8}.get(edit.node.op_type, 2)
-    bias = "" if b is None else edit.name(b)
+    b = {"ConvInteger": 0, "QLinearConv": 8}.get(edit.node.op_type, 2)
+    bias = edit.name(b) if b else ""
     require(not bias or bias in editor.constants, "its bias is computed")
     images = (None,) * (rank - 2)
     batch, rows = edit.layout[:2]
@@ -118,7 +118,7 @@ def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
             require(not is_integer, "known values next to padding")
             _add_ones(edit, selected[:, read], added[:, None], 1)
         else:
-            require(b is not None, "known values, and no bias")
+            require(b, "known values, and no bias")
             old = editor.array(bias)[all_positions(rows, len(weights))] if bias else 0
             total = added.reshape(len(added), -1).sum(1) + old
             dtype = np.dtype(np.int32) if is_integer else weights.dtype
