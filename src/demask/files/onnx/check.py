@@ -30,7 +30,7 @@ from demask.graph.rounding import Rounding
 from demask.ops import Table
 
 UNITS = 84  # in the last place of the largest value: 1e-5 in float32, for sums in another order
-SEEDS = 3  # roundings of the inputs of a file
+SEEDS = 3  # roundings of the inputs and weights of a file
 FLIPS = 2  # steps of a quantized value: a sum halfway between two rounds to either
 ATTRIBUTES = float(np.finfo(np.float32).eps)  # relative; attributes of ONNX ops are float32
 LARGE, TINY = 1e4, 1e-9
@@ -280,6 +280,21 @@ def _nudged(inputs: Inputs, seed: int) -> list[Tensor]:
     return nudged
 
 
+def _with_nudged_weights(source: str | bytes, seed: int) -> str | bytes:
+    """The bytes of a file with every weight rounded to one of its neighbors, at random. Weights are
+    floats of several axes: vectors may be sizes and factors of these. Zeros stay zeros."""
+    from onnx import numpy_helper
+
+    proto, draw = _loaded(source), np.random.default_rng(seed)
+    for tensor in proto.graph.initializer:
+        array = numpy_helper.to_array(tensor)
+        if array.dtype.kind == "f" and array.ndim > 1:
+            step = array * draw.choice([-1, 1], array.shape).astype(array.dtype)
+            array = np.where(np.isfinite(array), array + step * np.finfo(array.dtype).eps, array)
+            tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+    return proto.SerializeToString()
+
+
 # ------------------------------------------------------------------------------------ originals
 
 
@@ -342,31 +357,36 @@ class FileOriginal:
     failure = ""
 
     def __init__(self, source: str | bytes, proto: Any):
-        self.source, self.runner = source, runner(source)
-        self.by: str | None = self.runner.by
+        self.source, first = source, runner(source)
+        self.by: str | None = first.by
         graphs = [proto.graph.node, *(function.node for function in proto.functions)]
         ops = {node.op_type for nodes in graphs for node in nodes}
         self.is_quantized = bool(ops & set(QUANTIZED))
-        self._plain: Runner | None = None
+        self._runners = {(0, True): first}  # by the seed of the weights' rounding, and optimized
         self._own_error: float | None = None
 
     def outputs(self, inputs: Inputs, *, optimized: bool) -> Outputs | None:
-        if not optimized and self._plain is None:
-            self._plain = runner(self.source, optimized=False, by=self.by)
-        one = self.runner if optimized else self._plain
-        assert one is not None
+        return self._outputs(inputs, 0, optimized)
+
+    def _outputs(self, inputs: Inputs, seed: int, optimized: bool) -> Outputs | None:
+        """seed: of the rounding of the weights; 0 for none."""
         try:
+            if (one := self._runners.get((seed, optimized))) is None:
+                source = _with_nudged_weights(self.source, seed) if seed else self.source
+                one = runner(source, optimized=optimized, by=self.by)
+                self._runners[seed, optimized] = one
             return one(inputs)
         except Exception as error:  # a runtime's exceptions share no base class
             self.failure = f"{self.by}: {first_line(error)}"
             return None
 
     def roundings(self, inputs: Inputs, *, optimized: bool) -> Iterator[Outputs | None]:
-        """Without the runtime's optimizations, then with inputs rounded to their neighbors."""
+        """Without the runtime's optimizations, then with inputs and weights rounded to their
+        neighbors: a sum in another order is one of such weights."""
         if optimized:
             yield self.outputs(inputs, optimized=False)
         for seed in range(SEEDS):
-            yield self.outputs(_nudged(inputs, seed), optimized=optimized)
+            yield self._outputs(_nudged(inputs, seed), seed + 1, optimized)
 
     def slack(self, cases: Sequence[Draw], *, optimized: bool) -> float:
         """What the runtime's own kernels for quantized ops, which it chooses by sizes, move the
