@@ -511,3 +511,66 @@ def test_sizes_that_the_example_or_the_weights_fix_are_no_obstacle(tmp_path, siz
     assert dims(edited(path, x).model)["w"] == [16, 32]
     shapes = {draw.inputs[0].shape for draw in Judge.of_file(str(path), (x,)).cases}
     assert len({shape[0] for shape in shapes}) > 1 and len({shape[1] for shape in shapes}) > 1
+
+
+@pytest.mark.parametrize("op", ["If", "Loop"])
+@pytest.mark.parametrize("opset", [17, 16])
+def test_functions_with_subgraphs_are_barriers_and_what_is_around_them_is_cut(tmp_path, op, opset):
+    """A body of the file's own op set is written out, and cut up to the subgraph, which reads its
+    values and an attribute of the function."""
+    path, draw = tmp_path / "in.onnx", np.random.default_rng(0)
+    flat = node("LeakyRelu", ["a"], ["p"])
+    flat.attribute.append(onnx.AttributeProto(name="alpha", ref_attr_name="slope", type=1))
+    if op == "If":
+        graphs = {
+            f"{key}_branch": helper.make_graph(
+                [n], key, [], [onnx.ValueInfoProto(name=n.output[0])]
+            )
+            for key, n in (("then", flat), ("else", node("Neg", ["a"], ["q"])))
+        }
+        middle = [node("ReduceSum", ["x"], ["s"], keepdims=0), node("Greater", ["s", "zero"], ["c"]),
+                  node("If", ["c"], ["b"], **graphs)]  # fmt: skip
+    else:
+        flat.input[0] = "state"
+        ports = [value("k", [], TensorProto.INT64), value("go", [], TensorProto.BOOL),
+                 onnx.ValueInfoProto(name="state")]  # fmt: skip
+        ends = [value("on", [], TensorProto.BOOL), onnx.ValueInfoProto(name="p")]
+        loop = helper.make_graph([flat, node("Identity", ["go"], ["on"])], "body", ports, ends)
+        middle = [node("Loop", ["n", "true", "a"], ["b"], body=loop)]
+    constants = {"zero": np.float32(0), "n": np.int64(3), "true": np.array(True)}
+    body = [node("Constant", [], [n], value=numpy_helper.from_array(np.asarray(array)))
+            for n, array in constants.items()]  # fmt: skip
+    body += [node("MatMul", ["x", "w"], ["a"]), *middle, node("MatMul", ["b", "v"], ["y"])]
+    opsets = [helper.make_opsetid("", opset)]
+    layer = helper.make_function("mine", "Layer", ["x", "w", "v"], ["y"], body, opsets, ["slope"])
+    nodes = [*hidden_layer("x", "a", "w0", "v0"),  # a name that the body has, too
+             node("Layer", ["a", "w", "v"], ["y"], domain="mine", slope=0.5)]  # fmt: skip
+    tensors = {"w0": half(16, 64, axis=1), "w": half(16, 64, axis=1)}
+    tensors |= {n: draw.standard_normal((64, 16)).astype(np.float32) for n in ("v0", "v")}
+    model = write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 16])], tensors)
+    model.functions.append(layer)
+    model.opset_import.append(helper.make_opsetid("mine", 1))
+    onnx.save(model, path)
+    after = edited(path, torch.randn(3, 16))
+    sizes = dims(after.model)
+    assert sizes["w0"] == [16, 32] and sizes["w"] == [16, 32 if opset == 17 else 64]
+    names = [reason for _, reason in after.barriers]
+    expected = f"{op} is not" if opset == 17 else "mine.Layer is not"
+    assert op == "Loop" or any(reason.startswith(expected) for reason in names)
+    for x in (torch.ones(2, 16), -torch.ones(2, 16)):
+        save_edited(after, tmp_path / "out.onnx")
+        results = [run(p, x=x.numpy())[0] for p in (path, tmp_path / "out.onnx")]
+        np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_of_the_runtime_is_a_barrier_and_what_is_around_it_is_cut(tmp_path):
+    path, draw = tmp_path / "in.onnx", np.random.default_rng(0)
+    attention = node("Attention", ["h", "q", "b"], ["t"], domain="com.microsoft", num_heads=2)
+    nodes = [*hidden_layer("x", "h", "w", "v"), attention, *hidden_layer("t", "y", "w2", "v2")]
+    tensors = {"w": half(16, 64, axis=1), "w2": half(16, 64, axis=1), "b": np.zeros(48, np.float32),
+               "v": draw.standard_normal((64, 16)).astype(np.float32),
+               "q": half(16, 48, axis=1), "v2": np.ones((64, 4), np.float32)}  # fmt: skip
+    write(path, nodes, [value("x", ["B", "T", 16])], [value("y", ["B", "T", 4])], tensors)
+    after = edited(path, torch.randn(2, 5, 16))
+    assert after.barriers == (("t", "com.microsoft.Attention is not understood"),)
+    assert (dims(after.model)["w"], dims(after.model)["w2"]) == ([16, 32], [16, 32])

@@ -165,8 +165,8 @@ def _label(node: OnnxNode) -> str:
 
 
 def _flat(node: OnnxNode) -> OnnxNode:
-    """A node whose operands include what its subgraphs read, without attributes."""
-    return replace(node, inputs=tuple(names_read(node)), attributes={})
+    """A node whose operands include what its subgraphs read, without attributes, of no function."""
+    return replace(node, domain="demask", inputs=tuple(names_read(node)), attributes={})
 
 
 def plain_layer(node: OnnxNode) -> OnnxNode | None:
@@ -224,7 +224,9 @@ def name_values(file: OnnxFile, args: Sequence[Tensor], table: Table, outputs: A
             failed = module.log.at
             if failed is None or _label(failed) in opaque:
                 raise
-            opaque = opaque | {_label(failed)}
+            calls = [n for n in file.graph.nodes if (n.domain, n.op) in file.functions]
+            is_inner = not any(n.outputs == failed.outputs for n in file.graph.nodes)
+            opaque = opaque | (set(map(_label, calls)) if is_inner else {_label(failed)})
     static = _static_sizes(program, file)
     program = canonicalize(program, table)
     result = next(node for node in program.graph.nodes if node.op == "output")
