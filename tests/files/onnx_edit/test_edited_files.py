@@ -528,8 +528,11 @@ def test_functions_with_subgraphs_are_barriers_and_what_is_around_them_is_cut(tm
             )
             for key, n in (("then", flat), ("else", node("Neg", ["a"], ["q"])))
         }
-        middle = [node("ReduceSum", ["x"], ["s"], keepdims=0), node("Greater", ["s", "zero"], ["c"]),
-                  node("If", ["c"], ["b"], **graphs)]  # fmt: skip
+        middle = [
+            node("ReduceSum", ["x"], ["s"], keepdims=0),
+            node("Greater", ["s", "zero"], ["c"]),
+            node("If", ["c"], ["b"], **graphs),
+        ]
     else:
         flat.input[0] = "state"
         ports = [value("k", [], TensorProto.INT64), value("go", [], TensorProto.BOOL),
