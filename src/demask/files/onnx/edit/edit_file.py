@@ -202,7 +202,7 @@ def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Tabl
     ends = {value.name for value in model.graph.output} & producers
     taken = set()
     for name, double in itertools.product(sorted(named.static), (False, True)):
-        larger = longer_inputs(model, feeds, double=double, only=name)
+        larger = longer_inputs(model, feeds, double=double, names=[name])
         arrays = {n: numpy_of(x) for n, x in larger.items()}
         if name not in taken and evaluated(model, ends, producers, arrays):
             taken.add(name)
