@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,15 +13,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from demask.errors import BadInput
+from demask.errors import BadInput, NotExportable
 from demask.files.atomic_write import write
+from demask.files.onnx.check import inputs_of, longer_inputs
 from demask.files.onnx.edit.bodies import edit_bodies
 from demask.files.onnx.edit.constants import evaluated
 from demask.files.onnx.edit.convert import with_opset
 from demask.files.onnx.edit.editor import Editor, union
 from demask.files.onnx.edit.foreign import opaque_outputs
 from demask.files.onnx.edit.functions import put_back_calls, write_out_calls
-from demask.files.onnx.edit.names import name_values
+from demask.files.onnx.edit.names import NamedValues, name_values, with_sizes
 from demask.files.onnx.edit.ops import handle
 from demask.files.onnx.edit.protos import copy_of, graph_reads, shell_of
 from demask.files.onnx.edit.refusals import Unsupported
@@ -175,7 +177,7 @@ def edit_once(
     shell = shell_of(model)  # before there are more copies of the tensors
     file = parse_model(model, folder)
     feeds = _feeds(file, args)
-    named = name_values(file, args, table, functools.partial(opaque_outputs, model, feeds))
+    named = _name_values(file, model, args, table)
     names = {name for name, v in named.values.items() if (v.known & (v.fill != 0)).any()}
     names -= set(feeds)
     producers = {n for node in model.graph.node for n in node.output if n}
@@ -196,6 +198,36 @@ def edit_once(
             computed.update(editor.missing)
 
     return *_cheapest(walked, shell, insert), named.opaque
+
+
+def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Table) -> NamedValues:
+    """Facts and layouts of the tensors of a file, for all sizes that it leaves open and takes.
+
+    Where torch.export makes one of them static (size 1, or one for which ops compute other axes), a
+    larger one may be dynamic; that which the runtime takes no other number for is static.
+    """
+    outputs = functools.partial(opaque_outputs, model, _feeds(file, args))
+    named = name_values(file, args, table, outputs)
+    feeds = dict(zip((port.name for port in file.graph.inputs), args, strict=True))
+    inputs = inputs_of(model)
+    producers = {name for node in model.graph.node for name in node.output if name}
+    ends = {value.name for value in model.graph.output} & producers
+    taken = set()
+    for name, double in itertools.product(sorted(named.static), (False, True)):
+        larger = longer_inputs(inputs, feeds, double=double, names=[name])
+        arrays = {n: numpy_of(x) for n, x in larger.items()}
+        if name not in taken and evaluated(model, ends, producers, arrays):
+            taken.add(name)
+            feeds = larger
+    if not taken:
+        return named
+    file = with_sizes(file, {n: x.shape for n, x in feeds.items()}, named.static - taken)
+    named = name_values(file, tuple(feeds.values()), table, outputs)
+    if named.static:
+        raise NotExportable(
+            f"size {min(named.static)!r} is static", "the file", "the file is exported anew instead"
+        )
+    return named
 
 
 def _cheapest(

@@ -180,7 +180,8 @@ class Editor:
         if name in self.constants:
             return self.array(name) == 0
         if name not in self.values:
-            return np.zeros([1] * len(self.shape(name)), bool)
+            shape, numbers = self.shape(name), self.named.hosts[name]
+            return np.zeros(shape, bool) if numbers.dtype == object else numbers == 0
         return self.values[name].known & (self.fill(name) == 0)
 
     def dtype(self, name: str) -> np.dtype:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from demask.errors import DemaskError, NotExportable
+from demask.errors import DemaskError
 from demask.facts.known import key_of, value_of
 from demask.files.onnx.edit.opaque import OpaqueOutput, opaque_call
 from demask.files.onnx.model import Graph, OnnxFile, OnnxNode
@@ -76,11 +76,13 @@ class NamedValue:
 @dataclass(frozen=True, slots=True)
 class NamedValues:
     """The tensors of a file's main graph. hosts: numbers that are known without reading a tensor
-    (sizes), as the capture computes them: ints or symbolic. opaque: ops that were not captured."""
+    (sizes), as the capture computes them: ints or symbolic. opaque: ops that were not captured.
+    static: sizes that the file leaves open, of which all of this is of the example's alone."""
 
     values: Mapping[str, NamedValue]
     hosts: Mapping[str, np.ndarray]
     opaque: frozenset[str]
+    static: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -163,8 +165,8 @@ def _label(node: OnnxNode) -> str:
 
 
 def _flat(node: OnnxNode) -> OnnxNode:
-    """A node whose operands include what its subgraphs read, without attributes."""
-    return replace(node, inputs=tuple(names_read(node)), attributes={})
+    """A node whose operands include what its subgraphs read, without attributes, of no function."""
+    return replace(node, domain="demask", inputs=tuple(names_read(node)), attributes={})
 
 
 def plain_layer(node: OnnxNode) -> OnnxNode | None:
@@ -208,7 +210,7 @@ def name_values(file: OnnxFile, args: Sequence[Tensor], table: Table, outputs: A
         outputs: function from names to the `OpaqueOutput` of those that are tensors.
 
     Raises:
-        NotExportable: the file cannot be captured, or not with the dynamic sizes that it declares.
+        NotExportable: the file cannot be captured.
     """
     layers = [n for n in file.graph.nodes if not n.domain and n.op in KINDS]
     opaque = foreign_nodes(file) | {_label(n) for n in layers if plain_layer(n) is None}
@@ -222,8 +224,10 @@ def name_values(file: OnnxFile, args: Sequence[Tensor], table: Table, outputs: A
             failed = module.log.at
             if failed is None or _label(failed) in opaque:
                 raise
-            opaque = opaque | {_label(failed)}
-    _check_sizes(program, file)
+            calls = [n for n in file.graph.nodes if (n.domain, n.op) in file.functions]
+            is_inner = not any(n.outputs == failed.outputs for n in file.graph.nodes)
+            opaque = opaque | (set(map(_label, calls)) if is_inner else {_label(failed)})
+    static = _static_sizes(program, file)
     program = canonicalize(program, table)
     result = next(node for node in program.graph.nodes if node.op == "output")
     leaves: Any = result.args[0]
@@ -233,18 +237,32 @@ def name_values(file: OnnxFile, args: Sequence[Tensor], table: Table, outputs: A
     layouts = analysis.placer.placement().value
     values = {name: NamedValue.of(analysis, node, layouts.get(key_of(node)))
               for name, node in nodes.items() if isinstance(node, fx.Node)}  # fmt: skip
-    return NamedValues(values, module.log.hosts, frozenset(opaque))
+    return NamedValues(values, module.log.hosts, frozenset(opaque), frozenset(static))
 
 
-def _check_sizes(program: Program, file: OnnxFile) -> None:
-    """Raise NotExportable where a size that the file leaves open is static in the program."""
-    inputs = list(program.graph.find_nodes(op="placeholder"))
+def _static_sizes(program: Program, file: OnnxFile) -> set[str]:
+    """The sizes that the file leaves open and that are static in the program, as `longer_inputs`
+    names them."""
+    inputs, static = list(program.graph.find_nodes(op="placeholder")), set()
     for node, port in zip(inputs, file.graph.inputs, strict=True):
-        value = node.meta["val"]
-        for size, declared in zip(value.shape, port.sizes or (), strict=False):
-            if isinstance(declared, str) and isinstance(size, int):
-                raise NotExportable(
-                    f"size {declared!r} of {port.name!r} is static",
-                    "the file",
-                    "the file is exported anew instead",
-                )
+        pairs = zip(node.meta["val"].shape, port.sizes or (), strict=False)
+        for axis, (size, name) in enumerate(pairs):
+            if isinstance(name, str) and isinstance(size, int):
+                static.add(name or f"{port.name}.{axis}")
+    return static
+
+
+def with_sizes(
+    file: OnnxFile, shapes: Mapping[str, Sequence[int]], names: Collection[str]
+) -> OnnxFile:
+    """The file with numbers in place of some of the sizes that it leaves open, from the shapes of
+    its inputs."""
+    ports = []
+    for port in file.graph.inputs:
+        sizes = port.sizes
+        if sizes is not None:
+            pairs = enumerate(zip(sizes, shapes[port.name], strict=True))
+            sizes = tuple(size if (n or f"{port.name}.{k}") in names else n
+                          for k, (n, size) in pairs)  # fmt: skip
+        ports.append(replace(port, sizes=sizes))
+    return replace(file, graph=replace(file.graph, inputs=tuple(ports)))
