@@ -23,6 +23,7 @@ from demask.files.onnx.check import UNCHECKED, Judge, Verdict, first_line, sessi
 from demask.files.onnx.edit.convert import opset_of
 from demask.files.onnx.edit.edit_file import EditedFile, edit_file, file_with, save_edited
 from demask.files.onnx.edit.names import foreign_nodes
+from demask.files.onnx.edit.protos import stored_bytes
 from demask.files.onnx.module import OnnxModule
 from demask.files.onnx.read.reader import installed, parse_model, read
 from demask.files.onnx.values import numpy_of
@@ -267,6 +268,8 @@ def deploy(
                 slim = _as_network(edited, Path(file), (args, named), dynamic_shapes, candidates)
             save_edited(edited, path)
         else:
+            if file is not None:
+                _describe(chosen.model, file)
             save(chosen.model, path)
     candidates.notes += remove_unnamed(path, before)
     if verdict.warning and tolerance is None:
@@ -277,6 +280,21 @@ def deploy(
     checked = "it is the original file" if verdict is ORIGINAL else str(verdict)
     return Deployed(slim, verdict.error, edited if name == EDITED else None, checked,
                     tuple(candidates.notes), **candidates.measured)  # fmt: skip
+
+
+def _describe(model: Any, file: str | os.PathLike[str]) -> None:
+    """Set what a file says of itself, and of its inputs and outputs, in an export of it."""
+    proto = installed().load(os.fspath(file), load_external_data=False)
+    for name in ("producer_name", "producer_version", "domain", "model_version"):
+        setattr(model, name, getattr(proto, name) or None)
+    model.doc_string = proto.doc_string or None
+    ports = {v.name: v for v in (*proto.graph.input, *proto.graph.output)}
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.name in ports:
+            value.doc_string = ports[value.name].doc_string or None
+            value.metadata_props.update({p.key: p.value for p in ports[value.name].metadata_props})
+    model.graph.doc_string = proto.graph.doc_string or None
+    model.graph.metadata_props.update({p.key: p.value for p in proto.graph.metadata_props})
 
 
 def _as_network(
@@ -298,7 +316,7 @@ def _edited(path: str, args: Any, table: Table) -> tuple[EditedFile | None, Dema
     """A file, edited; None where that removes nothing. And why it cannot be edited."""
     try:
         edited = edit_file(path, args, table)
-        if edited is not None and edited.tensor_bytes > LARGEST:
+        if edited is not None and stored_bytes(edited.model.graph) > LARGEST:
             return None, BadInput("it has more than 2 GiB, which no runtime takes as one message")
         return edited, None
     except DemaskError as error:
@@ -333,10 +351,11 @@ def _winner(candidates: _OnnxCandidates, minimal: bool) -> str | None:
     if minimal or race.runtime is None:
         if program is not None:
             candidates.enter(*((True, 1) if minimal else (False, WIDTH)))
-        sizes = {name: len(one.data) * (1 if name == EDITED else NOISE)
-                 for name, one in candidates.valid.items()}  # fmt: skip
-        if candidates.is_file and candidates.valid:
-            sizes[GIVEN] = size_of(race.baseline)
+        # Of tensors: what an export lacks of the file's names and documentation is no gain.
+        sizes = {name: stored_bytes(installed().ModelProto.FromString(one.data).graph)
+                 * (1 if name == EDITED else NOISE) for name, one in candidates.valid.items()
+                 if name == EDITED or not candidates.is_file
+                 or NOISE * len(one.data) < size_of(race.baseline)}  # fmt: skip
         return candidates.best(sizes)
     if program is not None:
         choices = (False, True) if candidates.has_borders else (True,)
@@ -484,8 +503,6 @@ class _OnnxCandidates:
         """The candidate of least cost that computes what the original does; others are left out.
         Raises the last failure if none is left."""
         for name in sorted(costs, key=costs.__getitem__):
-            if name == GIVEN:
-                break
             if self.judge_for is None:
                 return name
             self.progress(f"checking: {name}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, Self
@@ -233,28 +233,50 @@ def _is_half(x: Tensor) -> bool:
     return x.dtype == torch.float16
 
 
-def longer_inputs(model: Any, feeds: Mapping[str, Any], *, double: bool = False) -> dict[str, Any]:
+def open_sizes(model: Any, feeds: Mapping[str, Any]) -> dict[str, list[tuple[str, int]]]:
+    """The inputs and axes that have each size that the file leaves open, by its name."""
+    places: dict[str, list[tuple[str, int]]] = {}
+    for value in model.graph.input:
+        if value.name in feeds:
+            dims = value.type.tensor_type.shape.dim  # a file may declare another rank
+            for axis, dim in enumerate(dims[: feeds[value.name].ndim]):
+                if not dim.HasField("dim_value") or dim.dim_value < 0:
+                    name = dim.dim_param or f"{value.name}.{axis}"
+                    places.setdefault(name, []).append((value.name, axis))
+    return places
+
+
+def resized(
+    feeds: Mapping[str, Any], places: Mapping[str, Sequence[tuple[str, int]]],
+    added: Mapping[str, int],
+) -> dict[str, Any]:  # fmt: skip
+    """Arrays or tensors with other open sizes: their positions repeat. added: to each size."""
+    feeds = dict(feeds)
+    for name, more in added.items():
+        for value, axis in places[name]:
+            array = feeds[value]
+            if size := array.shape[axis]:
+                index = torch.arange(size + more) % size
+                index = index if isinstance(array, Tensor) else index.numpy()
+                feeds[value] = array[(slice(None),) * axis + (index,)]
+    return feeds
+
+
+def longer_inputs(
+    model: Any, feeds: Mapping[str, Any], *, double: bool = False,
+    names: Collection[str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Arrays or tensors with more of each size that the file leaves open, each by another number.
 
-    double: twice as much of all but the first axis, as some sizes have to be even.
+    double: twice as much of all but the first axis, as some sizes have to be even. names: of the
+    sizes. Default: all.
     """
-    added: dict[str, int] = {}
-    longer = {}
-    for value in model.graph.input:
-        if value.name not in feeds:
-            continue
-        array = feeds[value.name]
-        dims = value.type.tensor_type.shape.dim  # a file may declare another rank
-        for axis, dim in enumerate(dims[: array.ndim]):
-            if not dim.HasField("dim_value"):
-                name, size = dim.dim_param or f"{value.name}.{axis}", array.shape[axis]
-                more = added.setdefault(name, size if double and axis else len(added) + 1)
-                index = torch.arange(size + more) % max(size, 1)
-                if not isinstance(array, Tensor):
-                    index = index.numpy()
-                array = array[(slice(None),) * axis + (index,)] if size else array
-        longer[value.name] = array
-    return longer
+    places = open_sizes(model, feeds)
+    added = {}
+    for name, ((value, axis), *_) in places.items():
+        if names is None or name in names:
+            added[name] = feeds[value].shape[axis] if double and axis else len(added) + 1
+    return resized(feeds, places, added)
 
 
 def _nudged(inputs: Inputs, seed: int) -> list[Tensor]:
@@ -449,21 +471,22 @@ class Judge:
     @cached_property
     def cases(self) -> list[Draw]:
         """All inputs: the draws, and each at larger sizes where the original takes any."""
-        for double in (False, True):
-            longer = [self._longer(draw, double) for draw in self.draws]
-            sizes = [[x.shape for x in draw.inputs] for draw in (longer[0], self.draws[0])]
-            if sizes[0] == sizes[1]:
-                break
-            if self.original.outputs(longer[0].inputs, optimized=True) is not None:
-                return [*self.draws, *longer]
+        sizes = list(open_sizes(self.proto, self._feeds(self.draws[0])))
+        for names in (sizes, *([name] for name in sizes if len(sizes) > 1)):
+            for double in (False, True) if names else ():
+                longer = [self._longer(draw, double, names) for draw in self.draws]
+                if self.original.outputs(longer[0].inputs, optimized=True) is not None:
+                    return [*self.draws, *longer]
         return self.draws
 
-    def _longer(self, draw: Draw, double: bool) -> Draw:
+    def _feeds(self, draw: Draw) -> dict[str, Tensor]:
         stored = {tensor.name for tensor in self.proto.graph.initializer}
         names = [v.name for v in self.proto.graph.input if v.name not in stored]
-        feeds = dict(zip(names, draw.inputs, strict=True))
-        longer = longer_inputs(self.proto, feeds, double=double)
-        return Draw(f"{draw.kind}, larger sizes", tuple(longer[name] for name in names))
+        return dict(zip(names, draw.inputs, strict=True))
+
+    def _longer(self, draw: Draw, double: bool, names: Collection[str]) -> Draw:
+        longer = longer_inputs(self.proto, self._feeds(draw), double=double, names=names)
+        return Draw(f"{draw.kind}, larger sizes", tuple(longer.values()))
 
     def compare(self, data: bytes) -> Verdict:
         """The largest difference of a file. Inputs on which the original fails are left out.

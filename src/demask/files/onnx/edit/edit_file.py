@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from demask.errors import BadInput
+from demask.errors import BadInput, NotExportable
 from demask.files.atomic_write import write
+from demask.files.onnx.check import open_sizes, resized
 from demask.files.onnx.edit.bodies import edit_bodies
-from demask.files.onnx.edit.constants import evaluated
+from demask.files.onnx.edit.constants import Arrays, evaluated
 from demask.files.onnx.edit.convert import with_opset
 from demask.files.onnx.edit.editor import Editor, union
 from demask.files.onnx.edit.foreign import opaque_outputs
 from demask.files.onnx.edit.functions import put_back_calls, write_out_calls
-from demask.files.onnx.edit.names import name_values
+from demask.files.onnx.edit.names import NamedValues, name_values
 from demask.files.onnx.edit.ops import handle
 from demask.files.onnx.edit.protos import copy_of, graph_reads
 from demask.files.onnx.edit.refusals import Unsupported
@@ -52,11 +53,6 @@ class EditedFile:
     barriers: tuple[tuple[str, str], ...]
     external: frozenset[str]
     foreign: frozenset[str]
-
-    @property
-    def tensor_bytes(self) -> int:
-        """The bytes of the stored tensors."""
-        return sum(tensor.ByteSize() for tensor in self.model.graph.initializer)
 
 
 def edit_file(
@@ -165,6 +161,7 @@ def edit_once(
     """
     feeds = _feeds(file, args)
     named = name_values(file, args, table, functools.partial(opaque_outputs, model, feeds))
+    _check_sizes(model, named, feeds)
     names = {name for name, v in named.values.items() if (v.known & (v.fill != 0)).any()}
     names -= set(feeds)
     producers = {n for node in model.graph.node for n in node.output if n}
@@ -185,6 +182,26 @@ def edit_once(
             computed.update(editor.missing)
 
     return _cheapest(walked, insert), named.opaque
+
+
+def _check_sizes(model: Any, named: NamedValues, feeds: Arrays) -> None:
+    """Raise NotExportable where the capture fixed a size that the file leaves open, unless the file
+    itself runs with that size alone."""
+    producers = {n for node in model.graph.node for n in node.output if n}
+    outputs = {value.name for value in model.graph.output} & producers
+
+    def is_run(changed: Arrays) -> bool:
+        return bool(evaluated(model, outputs, producers, changed))
+
+    places = open_sizes(model, feeds)
+    for size, ((name, axis), *_) in places.items():
+        value = named.values.get(name)
+        if value is None or not isinstance(count := value.shape[axis], int):
+            continue
+        others = [resized(feeds, places, {size: more}) for more in (1, count, 1 - count) if more]
+        if not is_run(feeds) or any(map(is_run, others)):
+            raise NotExportable(f"size {size!r} of {name!r} is static", "the file",
+                                "the file is exported anew instead")  # fmt: skip
 
 
 def _cheapest(walked: Callable[[Mapping[str, Layout]], Editor], insert: bool) -> Editor:

@@ -301,8 +301,6 @@ class Editor:
             index = np.ix_(*(all_positions(p, n) for p, n in zip(layout, array.shape, strict=True)))
             new = self.fresh(name, "cut")
             tensor = numpy_helper.from_array(np.ascontiguousarray(array[index]), new)
-            if name in self.constants.tensors:
-                tensor.doc_string = self.constants.tensors[name].doc_string
             self.tensors[new] = tensor
             return new
         operands = None if node is None else _operand_layouts(self, node, layout)
@@ -514,7 +512,7 @@ class Editor:
         del graph.node[:], graph.initializer[:]
         graph.node.extend(_with_names(node, original) for node in nodes)
         tensors = [
-            _named(t, original.get(t.name, str(t.name)))
+            self._in_place_of(original[t.name], t) if t.name in original else t
             for t in (*self.graph.initializer, *self.tensors.values())
             if t.name in live
         ]
@@ -523,6 +521,15 @@ class Editor:
         graph.initializer.extend(tensors)
         self._update_descriptions(graph, live | {original[n] for n in live & set(original)})
         return model
+
+    def _in_place_of(self, name: str, tensor: Any) -> Any:
+        """A new tensor with the name of another one, and what the file says of that."""
+        tensor = copy_of(tensor)
+        tensor.name = name
+        if (replaced := self.constants.tensors.get(name)) is not None:
+            tensor.doc_string = replaced.doc_string
+            tensor.metadata_props.extend(replaced.metadata_props)
+        return tensor
 
     def _original_names(self, live: set[str]) -> dict[str, str]:
         """The name of each constant that replaces another one everywhere: that of the latter."""
@@ -654,14 +661,6 @@ def _with_names(node: Any, names: Mapping[str, str]) -> Any:
         for k, name in enumerate(values):
             values[k] = names.get(name, name)
     return node
-
-
-def _named(tensor: Any, name: str) -> Any:
-    if tensor.name == name:
-        return tensor
-    tensor = copy_of(tensor)
-    tensor.name = name
-    return tensor
 
 
 def _set_sizes(sizes: Any, new: Sequence[int | None]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from demask.errors import DemaskError, NotExportable
+from demask.errors import DemaskError
 from demask.facts.known import key_of, value_of
 from demask.files.onnx.edit.opaque import OpaqueOutput, opaque_call
 from demask.files.onnx.model import Graph, OnnxFile, OnnxNode
@@ -25,7 +25,6 @@ from demask.files.onnx.ops import ENTRIES
 from demask.files.onnx.ops.nn.recurrent import KINDS, ZERO_AT_ZERO, direction_activations
 from demask.files.onnx.read.topological_order import names_read
 from demask.files.onnx.values import Host, Value
-from demask.graph.program import Program
 from demask.ops import Table
 from demask.shrink.layout.cells import Layout, whole
 from demask.shrink.layout.layout_analysis import LayoutAnalysis
@@ -208,7 +207,7 @@ def name_values(file: OnnxFile, args: Sequence[Tensor], table: Table, outputs: A
         outputs: function from names to the `OpaqueOutput` of those that are tensors.
 
     Raises:
-        NotExportable: the file cannot be captured, or not with the dynamic sizes that it declares.
+        NotExportable: the file cannot be captured.
     """
     layers = [n for n in file.graph.nodes if not n.domain and n.op in KINDS]
     opaque = foreign_nodes(file) | {_label(n) for n in layers if plain_layer(n) is None}
@@ -223,7 +222,6 @@ def name_values(file: OnnxFile, args: Sequence[Tensor], table: Table, outputs: A
             if failed is None or _label(failed) in opaque:
                 raise
             opaque = opaque | {_label(failed)}
-    _check_sizes(program, file)
     program = canonicalize(program, table)
     result = next(node for node in program.graph.nodes if node.op == "output")
     leaves: Any = result.args[0]
@@ -234,17 +232,3 @@ def name_values(file: OnnxFile, args: Sequence[Tensor], table: Table, outputs: A
     values = {name: NamedValue.of(analysis, node, layouts.get(key_of(node)))
               for name, node in nodes.items() if isinstance(node, fx.Node)}  # fmt: skip
     return NamedValues(values, module.log.hosts, frozenset(opaque))
-
-
-def _check_sizes(program: Program, file: OnnxFile) -> None:
-    """Raise NotExportable where a size that the file leaves open is static in the program."""
-    inputs = list(program.graph.find_nodes(op="placeholder"))
-    for node, port in zip(inputs, file.graph.inputs, strict=True):
-        value = node.meta["val"]
-        for size, declared in zip(value.shape, port.sizes or (), strict=False):
-            if isinstance(declared, str) and isinstance(size, int):
-                raise NotExportable(
-                    f"size {declared!r} of {port.name!r} is static",
-                    "the file",
-                    "the file is exported anew instead",
-                )
