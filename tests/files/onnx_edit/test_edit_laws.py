@@ -121,6 +121,9 @@ CASES = [
     Case("MatMul", (ROWS,), ((3, 6, 8),)),
     Case("MatMul", (ROWS, (3, 6, 5))),
     Case("MatMul", (ROWS, (6, 5))),
+    Case("Einsum", (ROWS, (6, 5)), attributes={"equation": "abc, cd -> abd"}, opsets=(13,)),
+    Case("Einsum", (ROWS,), ((6, 2, 5),), {"equation": "abc,cde->deab"}, (13, 22)),
+    Case("Einsum", ((4, 4, 5),), ((5,),), {"equation": "aab,b->a"}, (13,)),
     *(Case("Transpose", (ROWS,), attributes=a) for a in ({}, {"perm": [1, 2, 0]})),
     Case("Squeeze", ((3, 1, 6, 1),), attributes={"axes": [1, -1]}, opsets=(11,)),
     Case("Squeeze", ((3, 1, 6, 1),), (ints(1, -1),), opsets=(13, 21)),
@@ -208,7 +211,7 @@ CASES += [
 #: ops and forms without a handler: their operands are whole, and what they compute is unchanged
 WHOLE = [
     Case("GroupNormalization", (IMAGE,), ((6,), (6,)), {"num_groups": 2}, (21,)),
-    Case("Einsum", (ROWS, (6, 5)), attributes={"equation": "abc,cd->abd"}, opsets=(13,)),
+    Case("Einsum", (ROWS, (6, 5)), attributes={"equation": "...c,cd->...d"}, opsets=(13,)),
     Case("TopK", (ROWS,), (ints(3),), {"axis": 2}, (11, 21), outputs=2),
     Case("ScatterND", (ROWS,), (ints(0, 2).reshape(2, 1), (2, 4, 6)), opsets=(13,)),
     Case("GatherND", (ROWS,), (ints(0, 1, 2, 3).reshape(2, 2),), opsets=(13,)),
@@ -219,7 +222,8 @@ WHOLE = [
     Case("Trilu", (ROWS,), opsets=(17,)),
 ]  # fmt: skip
 #: handlers whose law is shown by files: their operands are integers that other nodes compute
-BY_FILES = {"DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger"}
+BY_FILES = {"ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger",
+            "QLinearConv", "QLinearMatMul"}  # fmt: skip
 
 
 def random_layout(rng, shape, axes=1):

@@ -570,3 +570,76 @@ def test_sizes_are_varied_one_by_one_where_not_all_vary(tmp_path):
     write(path, nodes, [value("x", ["B", "L", 4])], [value("y", ["B", "L", 4])], tensors)
     cases = Judge.of_file(str(path), (torch.randn(2, 3, 4),)).cases
     assert {tuple(case.inputs[0].shape) for case in cases} == {(2, 3, 4), (3, 3, 4)}
+
+
+def quantized_layers(path, op, *, pads=0, groups=1, first=""):
+    """Two layers of integers. Of the first, every second of 32 units is the zero point; a depthwise
+    layer between them has as many groups. first: the op, instead, of floats that are quantized."""
+    rng, is_conv = np.random.default_rng(0), op == "QLinearConv"
+    sizes = {"u": (32, 8, 3, 3), "d": (32, 1, 1, 1), "v": (4, 32, 3, 3)} if is_conv else {
+        "u": (8, 32), "v": (32, 4)}  # fmt: skip
+    tensors = {"xs": np.float32(0.02), "xz": np.uint8(3), "hs": np.float32(0.05), "hz": np.uint8(7),
+               "ys": np.float32(0.1), "yz": np.uint8(128)}  # fmt: skip
+    for name, size in sizes.items():
+        rows, w = size[0 if is_conv else 1], rng.integers(-100, 100, size).astype(np.int8)
+        tensors |= {name: w, f"{name}s": rng.uniform(0.01, 0.02, rows).astype(np.float32),
+                    f"{name}z": np.full(rows, np.int8(-2))}  # fmt: skip
+    masked = slice(None, None, 2)
+    tensors["u"][(masked,) if is_conv else (slice(None), masked)] = -2
+    tensors["bias"] = rng.integers(-500, 500, 32).astype(np.int32)
+    tensors["bias"][masked] = 0
+    names = [("x", "u", "h"), ("h", "v", "y")]
+    nodes = [node("QuantizeLinear", ["in", "xs", "xz"], ["x"])]
+    if first:
+        names, tensors["f"] = names[1:], (tensors["u"] + 2).astype(np.float32)
+        nodes = [
+            node("Conv" if is_conv else "MatMul", ["in", "f"], ["a"]),
+            node(first, ["a"], ["b"]),
+            node("QuantizeLinear", ["b", "hs", "hz"], ["h"]),
+        ]
+    elif groups > 1:
+        names = [("x", "u", "h0"), ("h0", "d", "h"), ("h", "v", "y")]
+    for a, w, b in names:
+        scales = [[f"{k[0]}s", f"{k[0]}z"] for k in (a, w, b)]
+        operands = [a, *scales[0], w, *scales[1], *scales[2]]
+        operands += ["bias"] if is_conv and w == "u" else []
+        more = {"pads": [pads] * 4} if w == "v" else {"group": 32} if w == "d" else {}
+        nodes.append(node(op, operands, [b], **(more if is_conv else {})))
+    nodes.append(node("DequantizeLinear", ["y", "ys", "yz"], ["out"]))
+    shape = ["B", 8, 9, 9] if is_conv else ["B", 5, 8]
+    write(path, nodes, [value("in", shape)], [value("out", None)], tensors)
+    return torch.randn([2, *shape[1:]])
+
+
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [("QLinearConv", {}), ("QLinearConv", {"pads": 1}), ("QLinearConv", {"groups": 32}),
+     ("QLinearConv", {"first": "Relu", "pads": 1}), ("QLinearMatMul", {}),
+     ("QLinearMatMul", {"first": "Relu"})],
+)  # fmt: skip
+def test_layers_of_integers_are_cut(tmp_path, op, options):
+    path, out, axis = tmp_path / "in.onnx", tmp_path / "out.onnx", int(op == "QLinearMatMul")
+    x = quantized_layers(path, op, **options)
+    after = edited(path, x)
+    sizes, name = dims(after.model), "f" if options.get("first") else "u"
+    assert sizes[name][axis] == 16 and (name == "f" or sizes["us"] == sizes["uz"] == [16])
+    assert sizes["v"][1 - axis] == 16
+    save_edited(after, out)
+    for a, b in zip(run(path, **{"in": x.numpy()}), run(out, **{"in": x.numpy()}), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_convolutions_with_dynamically_quantized_images_are_cut(tmp_path):
+    path, rng = tmp_path / "in.onnx", np.random.default_rng(0)
+    u, v = (rng.integers(-100, 100, n).astype(np.int8) for n in ((32, 8, 3, 3), (4, 32, 3, 3)))
+    u[::2] = 0
+    nodes = []
+    for a, w, b in (("in", "u", "h"), ("h", "v", "y")):
+        nodes += [node("DynamicQuantizeLinear", [a], [f"{a}q", f"{a}s", f"{a}z"]),
+                  node("ConvInteger", [f"{a}q", w, f"{a}z"], [f"{b}i"], pads=[1] * 4),
+                  node("Cast", [f"{b}i"], [f"{b}f"], to=TensorProto.FLOAT),
+                  node("Mul", [f"{b}f", f"{a}s"], [b])]  # fmt: skip
+    shape = ["B", 8, 9, 9]
+    write(path, nodes, [value("in", shape)], [value("y", None)], {"u": u, "v": v})
+    sizes = dims(edited(path, torch.randn(2, 8, 9, 9)).model)
+    assert sizes == {"u": [16, 8, 3, 3], "v": [4, 16, 3, 3]}

@@ -4,6 +4,7 @@ operand. Known operands that are not computed are added to the bias."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +18,13 @@ Lost = dict[int, float]
 
 
 def contracted(
-    edit: NodeEdit, k: int, axis: int, rows: np.ndarray, *, integers: bool = False
-) -> tuple[list[int], Lost]:
-    """The positions of a summed axis of operand k to read, and the known values, other than 0, at
-    the others. rows: the weights by position of that axis. integers: whether the operand's zero
-    point is subtracted: positions are known to add 0 if both come from a DynamicQuantizeLinear."""
+    edit: NodeEdit, k: int, axis: int, rows: np.ndarray, *, integers: bool = False,
+    zero: float = 0.0,
+) -> tuple[list[int], Lost]:  # fmt: skip
+    """The positions of a summed axis of operand k to read, and the known values, other than `zero`,
+    at the others, less `zero`. rows: the weights by position of that axis. integers: whether the
+    operand's zero point is subtracted: positions are known to add 0 if both come from a
+    DynamicQuantizeLinear. zero: a constant zero point."""
     editor, name = edit.editor, edit.name(k)
     rows = rows.reshape(len(rows), -1)
     used = (rows != 0).any(1)
@@ -45,7 +48,7 @@ def contracted(
     columns = columns[missing] if fill.shape[axis] != 1 else columns
     is_uniform = not missing or bool((columns == columns[:, :1]).all())
     require(is_uniform, "known values that differ along several axes")
-    values = np.broadcast_to(columns[:, 0], [len(missing)])
+    values = np.broadcast_to(columns[:, 0] - zero, [len(missing)])
     return read, {p: float(v) for p, v in zip(missing, values, strict=True) if v}
 
 
@@ -91,10 +94,8 @@ def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
         edit.adapt(3, (batch, rows, *images))
     if lost:
         added = sum_of(selected, 1, lost)
-        is_padded = any(edit.attributes.get("pads", ())) or edit.attributes.get(
-            "auto_pad", "NOTSET"
-        ) not in ("NOTSET", "VALID")
-        if is_padded:
+        auto_pad = edit.attributes.get("auto_pad", "NOTSET")
+        if any(edit.attributes.get("pads", ())) or auto_pad not in ("NOTSET", "VALID"):
             _add_ones(edit, selected[:, read], added[:, None], 1)
         else:
             old = editor.array(bias)[all_positions(rows, len(weights))] if bias else 0
@@ -205,19 +206,40 @@ def _product_of_values(edit: NodeEdit) -> Sequence[Layout | None]:
     ranks = [len(edit.shape(0)), len(edit.shape(1))]
     axes = (ranks[0] - 1 - swaps[0], ranks[1] - 2 + swaps[1])  # summed ones
     size = edit.shape(0)[axes[0]]
-    read: Positions = None
-    if isinstance(size, int):
-        zero = [_is_zero(edit, *side) for side in zip(names, axes, strict=True)]
-        both = np.flatnonzero(~(np.ones(size, bool) & (zero[0] | zero[1]))).tolist()
-        require(both, "every product is 0")
-        read = whole(both, size)
+    read = _read_along(edit, list(zip(names, axes, strict=True)), size)
     sides = ((layout[-2], read), (read, layout[-1]))
     for k, side in enumerate(sides):
         edit.adapt(k, (*edit.broadcast(k, layout)[:-2], *(side[::-1] if swaps[k] else side)))
     return [layout]
 
 
-def _is_zero(edit: NodeEdit, name: str, axis: int) -> np.ndarray:
-    """The positions of an axis at which a value is known to be 0; of size 1 if all are alike."""
-    zero = edit.editor.zeros(name)
-    return np.asarray(zero.all(tuple(k for k in range(zero.ndim) if k != axis)))
+def _read_along(edit: NodeEdit, sides: Sequence[tuple[str, int]], size: Any) -> Positions:
+    """The positions of a summed axis at which no operand is known to be 0. sides: the operands and
+    their axes."""
+    if not isinstance(size, int):
+        return None
+    is_zero = np.zeros(size, bool)
+    for name, axis in sides:
+        zero = edit.editor.zeros(name)
+        is_zero |= zero.all(tuple(k for k in range(zero.ndim) if k != axis))
+    require(not is_zero.all(), "every product is 0")
+    return whole(np.flatnonzero(~is_zero).tolist(), size)
+
+
+@HANDLERS("Einsum")
+def einsum(edit: NodeEdit) -> Sequence[Layout | None]:
+    """einsum("ab,bc->ac", x, w)[p, q] == einsum("ab,bc->ac", x[p, r], w[r, q]), where x or w is 0
+    at the positions of b that are left out."""
+    terms, arrow, output = edit.attributes["equation"].replace(" ", "").partition("->")
+    letters = terms.split(",")
+    require(arrow and "." not in terms, "axes without a letter of its equation")
+    sides = {c: [(edit.name(k), term.index(c)) for k, term in enumerate(letters) if c in term]
+             for c in terms.replace(",", "")}  # fmt: skip
+    sizes = {c: [edit.editor.shape(name)[axis] for name, axis in pairs]
+             for c, pairs in sides.items()}  # fmt: skip
+    require(all(size == row[0] for row in sizes.values() for size in row), "sizes that broadcast")
+    layouts = dict(zip(output, edit.layout, strict=True))
+    layouts |= {c: _read_along(edit, sides[c], sizes[c][0]) for c in sides if c not in layouts}
+    for k, term in enumerate(letters):
+        edit.adapt(k, tuple(layouts[c] for c in term))
+    return [edit.layout]
