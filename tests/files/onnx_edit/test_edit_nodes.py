@@ -89,7 +89,7 @@ def masked(case: Case, seed: int) -> tuple[Any, dict[str, np.ndarray]]:
             inner = f"{port.name}.masked"
             for node in graph.node:
                 node.input[:] = [inner if name == port.name else name for name in node.input]
-            before.append(_select(graph, cover, array.dtype, port.name, inner))
+            before.append(_masking(graph, cover, array, port.name, inner))
     nodes = [*before, *graph.node]
     del graph.node[:]
     for port, array in zip(graph.output, case.data[0][1], strict=True):
@@ -99,15 +99,20 @@ def masked(case: Case, seed: int) -> tuple[Any, dict[str, np.ndarray]]:
         inner = f"{port.name}.whole"
         for node in nodes:
             node.output[:] = [inner if name == port.name else name for name in node.output]
-        nodes.append(_select(graph, mask(rng, array.shape), array.dtype, inner, port.name))
+        nodes.append(_masking(graph, mask(rng, array.shape), array, inner, port.name))
     graph.node.extend(nodes)
     return model, feeds
 
 
-def _select(graph: Any, cover: np.ndarray, dtype: Any, source: str, result: str) -> Any:
-    """A node that replaces masked elements by zero. (0 times infinity is no zero.)"""
+def _masking(graph: Any, cover: np.ndarray, array: np.ndarray, source: str, result: str) -> Any:
+    """A node that replaces masked elements by zero: a product, where they are finite (0 times
+    infinity is no zero; of Where, the analysis knows nothing)."""
+    if np.isfinite(array).all():
+        graph.initializer.append(numpy_helper.from_array(cover.astype(array.dtype), f"{result}.m"))
+        return helper.make_node("Mul", [source, f"{result}.m"], [result])
+    zero = np.zeros((), array.dtype)
     graph.initializer.append(numpy_helper.from_array(cover, f"{result}.mask"))
-    graph.initializer.append(numpy_helper.from_array(np.zeros((), dtype), f"{result}.zero"))
+    graph.initializer.append(numpy_helper.from_array(zero, f"{result}.zero"))
     return helper.make_node("Where", [f"{result}.mask", source, f"{result}.zero"], [result])
 
 
