@@ -42,7 +42,10 @@ def pools(path, version):
     model = write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 8])], tensors, version,
                   doc_string="of it")  # fmt: skip
     model.graph.initializer[1].doc_string, model.graph.input[0].doc_string = "of v", "of x"
-    model.graph.metadata_props.add(key="origin", value="a camera")
+    for item in (model.graph, model.graph.node[0], model.graph.initializer[1]):
+        item.metadata_props.add(key="origin", value="a camera")
+    model.graph.node[0].doc_string = "of first"
+    model.training_info.add().algorithm.name = "descent"
     del model.opset_import[1:]
     onnx.save(model, path)
 
@@ -60,7 +63,10 @@ def test_another_op_set(tmp_path, minimal):
         made = onnx.load(out)
         assert made.doc_string == "of it" and made.graph.initializer[1].doc_string == "of v"
         assert made.graph.input[0].doc_string == "of x"
-        assert [p.value for p in made.graph.metadata_props] == ["a camera"]
+        for item in (made.graph, made.graph.node[0], made.graph.initializer[1]):
+            assert [p.value for p in item.metadata_props] == ["a camera"]
+        assert made.graph.node[0].doc_string == "of first"
+        assert made.training_info[0].algorithm.name == "descent"
         assert {n.name for n in made.graph.node} >= {"first", "r", "u", "mean", "last"}
 
 
