@@ -122,7 +122,7 @@ def optimize_onnx(
 
     An ONNX file is edited: nodes, names, op set and metadata that need not change are copied byte
     for byte, also ops that demask has no function for. Only where that removes nothing, differs or
-    is slower is the network exported anew. Files of weights that the file at `path` named, and that
+    is slower is the network exported. Files of weights that the file at `path` named, and that
     no file in its folder names any more, are removed; notes say so.
 
     Args:
@@ -231,9 +231,9 @@ def deploy(
             source = original.model.SerializeToString()
     else:
         assert program is not None
-        whole = as_demasked(program)
-        source = serialized(_exported(whole, opset))
-        judge_for = partial(judge_of, whole, source, (args, named), tolerance, table)
+        network = as_demasked(program)
+        source = serialized(_exported(network, opset))
+        judge_for = partial(judge_of, network, source, (args, named), tolerance, table)
     race = _SessionRace(source, inputs, threads)
     candidates = _OnnxCandidates(program, race, judge_for if check else None, table, progress,
                              opset, file is not None)  # fmt: skip
@@ -262,7 +262,7 @@ def deploy(
         slim, verdict = chosen.slim, chosen.verdict
         if name == EDITED:
             assert edited is not None and file is not None
-            barriers = [f"{name} stays whole: {reason}" for name, reason in edited.barriers]
+            barriers = [f"{name} is not cut: {reason}" for name, reason in edited.barriers]
             candidates.notes += [f"the file was edited: {edited.unchanged} of {edited.nodes} nodes "
                                  "are the original's, byte for byte", *barriers]  # fmt: skip
             if program is not None:
@@ -322,7 +322,7 @@ def _edited(path: str, args: Any, table: Table) -> tuple[EditedFile | None, Dema
         return edited, None
     except DemaskError as error:
         return None, error
-    except Exception as error:  # a fault of a handler: the file is exported anew
+    except Exception as error:  # a fault of a handler: the file is exported
         if is_strict():
             raise
         return None, BadInput(f"editing failed inside: {described(error)}")

@@ -208,7 +208,7 @@ CASES += [
     layer("LSTM", activations=["Sigmoid", "ScaledTanh", "Tanh"], activation_alpha=[0.5],
           activation_beta=[0.7], clip=0.8),
 ]  # fmt: skip
-#: ops and forms without a handler: their operands are whole, and what they compute is unchanged
+#: ops and forms without a handler: their operands are complete, and what they compute is unchanged
 WHOLE = [
     Case("GroupNormalization", (IMAGE,), ((6,), (6,)), {"num_groups": 2}, (21,)),
     Case("Einsum", (ROWS, (6, 5)), attributes={"equation": "...c,cd->...d"}, opsets=(13,)),
@@ -274,9 +274,9 @@ def example(case, opset, rng):
                 lacking = [p for p in range(shape[axis]) if p not in positions]
                 index = tuple(lacking if a == axis else slice(None) for a in range(len(shape)))
                 known[index], data[index] = True, fill
-        whole = NamedValue(shape, torch.float32, np.zeros([1] * len(shape), bool),
+        complete = NamedValue(shape, torch.float32, np.zeros([1] * len(shape), bool),
                            np.zeros([1] * len(shape)), (None,) * len(shape))  # fmt: skip
-        values[f"in{k}"] = whole
+        values[f"in{k}"] = complete
         values[f"x{k}"] = NamedValue(shape, torch.float32, known, known * fill, layout)
         feeds[f"in{k}"] = data
         inputs.append(helper.make_tensor_value_info(f"in{k}", TensorProto.FLOAT, shape))

@@ -40,7 +40,7 @@ SEEDS = (0, 1, 2)  # 0: constants but for the first input; others: a random choi
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a case: cut, whole (nothing is cut), refused, lacking (nothing here runs it),
+    """What became of a case: cut, unchanged, refused, lacking (nothing here runs it),
     wrong or crashed."""
 
     case: str
@@ -96,7 +96,7 @@ def masked(case: Case, seed: int) -> tuple[Any, dict[str, np.ndarray]]:
         array = numpy_helper.to_array(array) if isinstance(array, onnx.TensorProto) else array
         if not isinstance(array, np.ndarray) or array.dtype not in MASKED or opset < WHERE:
             continue
-        inner = f"{port.name}.whole"
+        inner = f"{port.name}.uncut"
         for node in nodes:
             node.output[:] = [inner if name == port.name else name for name in node.output]
         nodes.append(_masking(graph, mask(rng, array.shape), array, inner, port.name))
@@ -147,7 +147,7 @@ def outcome(case: Case, seed: int, folder: Path) -> Outcome:
         return ends("wrong", error)
     except Exception as error:
         return ends("lacking", f"{type(error).__name__}: {error}")
-    return ends("cut" if is_cut else "whole", "; ".join(" ".join(b) for b in editor.barriers))
+    return ends("cut" if is_cut else "unchanged", "; ".join(" ".join(b) for b in editor.barriers))
 
 
 def outcomes(chosen: Iterable[Case], folder: Path) -> Iterator[Outcome]:
@@ -190,7 +190,7 @@ def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for result in outcomes(chosen, Path(folder)):
             kinds[result.kind] += 1
-            if result.kind not in ("cut", "whole") or names:
+            if result.kind not in ("cut", "unchanged") or names:
                 print(result, flush=True)
     print(dict(kinds))
 

@@ -1,4 +1,4 @@
-"""Edited files as a whole: what is copied byte for byte, foreign ops, clashing names."""
+"""Edited files: what is copied byte for byte, foreign ops, clashing names."""
 
 import numpy as np
 import onnx
@@ -126,7 +126,7 @@ def test_a_difference_is_a_mismatch(tmp_path, change):
 
 @pytest.mark.parametrize("k", range(2))
 def test_exports_of_tensors_with_the_exporters_names(tmp_path, k):
-    """The edit is larger than the file, so that it is exported anew."""
+    """The edit is larger than the file, so that it is exported."""
     path, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
     nodes = [node("MatMul", ["x", f"val_{k}"], ["a"]), node("MatMul", ["x", "v"], ["b"]),
              node("Relu", ["a"], ["ra"]), node("Max", ["ra", "b"], ["m"]),

@@ -358,13 +358,13 @@ class FileOriginal:
         graphs = [proto.graph.node, *(function.node for function in proto.functions)]
         ops = {node.op_type for nodes in graphs for node in nodes}
         self.is_quantized = bool(ops & set(QUANTIZED))
-        self._plain: Runner | None = None
+        self._unoptimized: Runner | None = None
         self._own_error: float | None = None
 
     def outputs(self, inputs: Inputs, *, optimized: bool) -> Outputs | None:
-        if not optimized and self._plain is None:
-            self._plain = runner(self.source, optimized=False, by=self.by)
-        one = self.runner if optimized else self._plain
+        if not optimized and self._unoptimized is None:
+            self._unoptimized = runner(self.source, optimized=False, by=self.by)
+        one = self.runner if optimized else self._unoptimized
         assert one is not None
         try:
             return one(inputs)
@@ -499,7 +499,7 @@ class Judge:
         quantized, by = self.original.is_quantized, self.original.by
         try:
             file = runner(data, by=by)
-            plain = runner(data, optimized=False, by=file.by) if quantized else None
+            unoptimized = runner(data, optimized=False, by=file.by) if quantized else None
         except BadInput as error:
             if by is None:
                 raise
@@ -510,7 +510,7 @@ class Judge:
             if compared and file.by == REFERENCE and time.monotonic() - begin > REFERENCE_SECONDS:
                 break
             compared += 1
-            for one in (plain, file):
+            for one in (unoptimized, file):
                 if one is not None:
                     errors = self._errors(k, one, optimized=one is file)
                     steady |= {index for index, error in enumerate(errors) if error is not None}

@@ -124,9 +124,9 @@ def _edit_model(
     def edit_body(model: Any, inputs: Sequence[Tensor]) -> Any:
         return _edit_model(model, inputs, folder, table, insert)[0]
 
-    whole, calls = write_out_calls(original)
+    inlined, calls = write_out_calls(original)
     barriers, foreign = (), frozenset()
-    for start, written in ((whole, calls), (original, [])) if calls else ((original, []),):
+    for start, written in ((inlined, calls), (original, [])) if calls else ((original, []),):
         feeds = _feeds(parse_model(start, folder), args)
         model = edit_bodies(start, feeds, edit_body)
         for k in range(PASSES):
@@ -201,7 +201,7 @@ def _check_sizes(model: Any, named: NamedValues, feeds: Arrays) -> None:
         others = [resized(feeds, places, {size: more}) for more in (1, count, 1 - count) if more]
         if not is_run(feeds) or any(map(is_run, others)):
             raise NotExportable(f"size {size!r} of {name!r} is static", "the file",
-                                "the file is exported anew instead")  # fmt: skip
+                                "the file is exported instead")  # fmt: skip
 
 
 def _cheapest(walked: Callable[[Mapping[str, Layout]], Editor], insert: bool) -> Editor:
