@@ -146,7 +146,7 @@ def outcome(case: Case, seed: int, folder: Path) -> Outcome:
     except DemaskError as error:
         return ends("wrong", error)
     except Exception as error:
-        return ends("lacking", f"{type(error).__name__}: {error}")
+        return ends("crashed", f"{type(error).__name__}: {error}")
     return ends("cut" if is_cut else "unchanged", "; ".join(" ".join(b) for b in editor.barriers))
 
 
