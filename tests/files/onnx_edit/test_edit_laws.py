@@ -168,6 +168,11 @@ CASES = [
 ]  # fmt: skip
 
 
+def zero_units(case):
+    """1 and 4 of the layers below, but where an activation is not 0 at 0."""
+    return [] if case.attributes.get("activations") == ["Sigmoid"] else [1, 4]
+
+
 def layer(op, *, direction="forward", operands="wrb", outputs=3, opsets=(7, 14, 22), **attributes):
     """A recurrent layer of 6 units: 1 and 4 are 0 at every step, 2 is read by no other. operands:
     letters of w, r, b, l (lengths), h, c (initial states), p."""
@@ -311,8 +316,12 @@ def example(case, opset, rng):
                            for p, n in zip(wanted, y.shape, strict=True))  # fmt: skip
         known = np.ones(y.shape, bool)  # where it is not wanted
         known[grid(wanted, y.shape)] = False
+        fill = np.zeros(y.shape)
+        if case.units:  # some are 0 at every step, others any number where they are not wanted
+            fill[...] = ~np.isin(np.arange(6), zero_units(case))
+            known |= fill == 0
         dtype = torch.from_numpy(np.zeros(1, y.dtype)).dtype
-        values[name] = NamedValue(y.shape, dtype, known, np.zeros(y.shape), wanted)
+        values[name] = NamedValue(y.shape, dtype, known, fill, wanted)
     return model, feeds, expected, NamedValues(values, {}, frozenset())
 
 
