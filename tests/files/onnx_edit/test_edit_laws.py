@@ -225,6 +225,11 @@ for scale, point in ((SCALE, np.int8(2)), (floats(8), integers(8))):
     CASES.append(Case("QLinearMatMul", (ROWS,), operands, opsets=(10, 17), **UINT8))
 
 
+def zero_units(case):
+    """1 and 4 of the layers below, but where an activation is not 0 at 0."""
+    return [] if case.attributes.get("activations") == ["Sigmoid"] else [1, 4]
+
+
 def layer(op, *, direction="forward", operands="wrb", outputs=3, opsets=(7, 14, 22), **attributes):
     """A recurrent layer of 6 units: 1 and 4 are 0 at every step, 2 is read by no other. operands:
     letters of w, r, b, l (lengths), h, c (initial states), p."""
@@ -265,7 +270,7 @@ CASES += [
     layer("LSTM", activations=["Sigmoid", "ScaledTanh", "Tanh"], activation_alpha=[0.5],
           activation_beta=[0.7], clip=0.8),
 ]  # fmt: skip
-#: ops and forms without a handler: their operands are whole, and what they compute is unchanged
+#: ops and forms without a handler: their operands are complete, and what they compute is unchanged
 WHOLE = [
     Case("GroupNormalization", (IMAGE,), ((6,), (6,)), {"num_groups": 2}, (21,)),
     Case("Einsum", (ROWS, (6, 5)), attributes={"equation": "...c,cd->...d"}, opsets=(13,)),
@@ -334,9 +339,9 @@ def example(case, opset, rng):
                 index = tuple(lacking if a == axis else slice(None) for a in range(len(shape)))
                 known[index], data[index] = True, fill
         number, dtype = helper.np_dtype_to_tensor_dtype(data.dtype), torch.from_numpy(data).dtype
-        whole = NamedValue(shape, dtype, np.zeros([1] * len(shape), bool),
-                           np.zeros([1] * len(shape)), (None,) * len(shape))  # fmt: skip
-        values[f"in{k}"] = whole
+        complete = NamedValue(shape, dtype, np.zeros([1] * len(shape), bool),
+                              np.zeros([1] * len(shape)), (None,) * len(shape))  # fmt: skip
+        values[f"in{k}"] = complete
         name = f"f{k}" if case.dynamic else f"x{k}"
         values[name] = NamedValue(shape, dtype, known, known * fill, layout)
         feeds[f"in{k}"] = data
@@ -344,7 +349,7 @@ def example(case, opset, rng):
         nodes.append(helper.make_node("Identity", [f"in{k}"], [name]))
         if case.dynamic:
             nodes.append(helper.make_node("DynamicQuantizeLinear", [name], ["x0", "s0", "z0"]))
-            values["x0"] = replace(whole, dtype=torch.uint8)
+            values["x0"] = replace(complete, dtype=torch.uint8)
             one = NamedValue((), torch.uint8, np.array(False), np.array(0), ())
             values |= {"z0": one, "s0": replace(one, dtype=torch.float32)}
         names.append(f"x{k}")
@@ -378,8 +383,12 @@ def example(case, opset, rng):
                            for p, n in zip(wanted, y.shape, strict=True))  # fmt: skip
         known = np.ones(y.shape, bool)  # where it is not wanted
         known[grid(wanted, y.shape)] = False
+        fill = np.zeros(y.shape)
+        if case.units:  # some are 0 at every step, others any number where they are not wanted
+            fill[...] = ~np.isin(np.arange(6), zero_units(case))
+            known |= fill == 0
         dtype = torch.from_numpy(np.zeros(1, y.dtype)).dtype
-        values[name] = NamedValue(y.shape, dtype, known, np.zeros(y.shape), wanted)
+        values[name] = NamedValue(y.shape, dtype, known, fill, wanted)
     return model, feeds, expected, NamedValues(values, {}, frozenset())
 
 

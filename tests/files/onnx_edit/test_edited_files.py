@@ -1,4 +1,4 @@
-"""Edited files as a whole: what is copied byte for byte, foreign ops, clashing names."""
+"""Edited files: what is copied byte for byte, foreign ops, clashing names."""
 
 import importlib
 
@@ -10,7 +10,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from demask.errors import BadInput, Mismatch
+from demask.errors import BadInput, Mismatch, NotExportable
 from demask.files.onnx import from_onnx
 from demask.files.onnx.check import Judge
 from demask.files.onnx.edit.edit_file import edit_file, save_edited
@@ -128,7 +128,7 @@ def test_a_difference_is_a_mismatch(tmp_path, change):
 
 @pytest.mark.parametrize("k", range(2))
 def test_exports_of_tensors_with_the_exporters_names(tmp_path, k):
-    """The edit is larger than the file, so that it is exported anew."""
+    """The edit is larger than the file, so that it is exported."""
     path, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
     nodes = [node("MatMul", ["x", f"val_{k}"], ["a"]), node("MatMul", ["x", "v"], ["b"]),
              node("Relu", ["a"], ["ra"]), node("Max", ["ra", "b"], ["m"]),
@@ -492,6 +492,110 @@ def test_a_recurrent_layer_starts_from_zeros_of_the_batchs_size(tmp_path, batch)
     ]  # fmt: skip
     write(path, nodes, [value("x", ["T", batch, 16])], [value("y", ["T", batch, 4])], tensors)
     assert dims(edited(path, torch.randn(3, 2, 16)).model)["v"] == [4, 4]
+
+
+def test_what_the_file_says_of_a_tensor_is_said_of_its_cut(tmp_path):
+    """Also of a bias to which known values of the layer before are added."""
+    path = tmp_path / "in.onnx"
+    nodes = [node("Gemm", ["x", "w", "b"], ["a"]), node("Sigmoid", ["a"], ["s"]),
+             node("Gemm", ["s", "v", "c"], ["y"])]  # fmt: skip
+    tensors = {"w": half(16, 32, axis=1), "v": np.ones((32, 8), np.float32),
+               "b": half(32, axis=0), "c": np.ones(8, np.float32)}  # fmt: skip
+    model = write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 8])], tensors)
+    for tensor in model.graph.initializer:
+        tensor.doc_string = f"doc of {tensor.name}"
+        tensor.metadata_props.add(key="layer", value=tensor.name)
+    onnx.save(model, path)
+    after = edited(path, torch.randn(3, 16)).model.graph.initializer
+    assert [(t.name, t.doc_string, t.metadata_props[0].value) for t in after] == [
+        (name, f"doc of {name}", name) for name in tensors
+    ]
+    assert numpy_helper.to_array(after[3]).tolist() == [9.0] * 8  # 16 times sigmoid(0)
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_sparse_tensors_are_constants(tmp_path, is_flat):
+    path, rng = tmp_path / "in.onnx", np.random.default_rng(0)
+    model = layers(path)
+    at = np.sort(rng.permutation(32 * 8)[:60])
+    values = numpy_helper.from_array(rng.standard_normal(60).astype(np.float32), "v")
+    rows = at if is_flat else np.stack(np.unravel_index(at, (32, 8)), 1)
+    del model.graph.initializer[1]
+    model.graph.sparse_initializer.append(
+        helper.make_sparse_tensor(values, numpy_helper.from_array(rows.astype(np.int64)), [32, 8])
+    )
+    onnx.save(model, path)
+    read_by = {p // 8 for p in at if (p // 8) % 2}  # units that are not 0
+    assert dims(edited(path, torch.randn(3, 16)).model)["w"] == [16, len(read_by)]
+
+
+def test_names_and_documentation_are_no_reason_to_export(tmp_path):
+    """An export lacks them, so that its file is smaller, of the same tensors."""
+    path, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    model = layers(path)
+    for inner in model.graph.node:
+        inner.doc_string = 1000 * "text "
+    onnx.save(model, path)
+    assert optimize_onnx(path, out, (torch.randn(3, 16),), minimal=True).edited is not None
+    assert [n.name for n in onnx.load(out).graph.node] == ["first", "relu", "last"]
+
+
+def test_exports_say_of_themselves_what_the_file_does(tmp_path):
+    """The steps of a loop are unrolled, which no edit does."""
+    path, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    body = helper.make_graph(
+        [node("MatMul", ["s", "w"], ["t"]), node("Relu", ["t"], ["u"]),
+         node("Identity", ["go"], ["on"])],
+        "body", [value("k", [], TensorProto.INT64), value("go", [], TensorProto.BOOL),
+                 value("s", ["B", 64])],
+        [value("on", [], TensorProto.BOOL), value("u", ["B", 64])],
+    )  # fmt: skip
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]),
+        node("Loop", ["n", "true", "h"], ["l"], body=body),
+        node("MatMul", ["l", "v"], ["y"]),
+    ]
+    tensors = {"w": half(64, 64, axis=1), "v": np.ones((64, 8), np.float32)}
+    tensors |= {"n": np.array(2), "true": np.array(True)}
+    said = {"producer_name": "trainer", "producer_version": "1.2", "domain": "org.example",
+            "model_version": 7, "doc_string": "of it"}  # fmt: skip
+    model = write(path, nodes, [value("x", ["B", 64])], [value("y", ["B", 8])], tensors, **said)
+    model.graph.input[0].doc_string = "pixels"
+    helper.set_model_props(model, {"names": "cat"})
+    onnx.save(model, path)
+    result = optimize_onnx(path, out, (torch.randn(3, 64),), minimal=True)
+    after = onnx.load(out)
+    assert result.edited is None and out.stat().st_size < 0.8 * path.stat().st_size
+    assert {name: getattr(after, name) for name in said} == said
+    assert after.graph.input[0].doc_string == "pixels"
+    assert after.metadata_props == model.metadata_props
+
+
+@pytest.mark.parametrize("taken", [(3,), (1, 3)])
+def test_sizes_that_are_open_in_name_alone(tmp_path, taken):
+    """A file with constants of the length 3: it runs with no other, or with 1 as well."""
+    path = tmp_path / "in.onnx"
+    add, reshape = node("Add", ["b", "rows"], ["c"]), node("Reshape", ["b", "sizes"], ["c"])
+    model = layers(path, [reshape if taken == (3,) else add])
+    rows = np.random.default_rng(0).standard_normal((3, 1)).astype(np.float32)
+    tensors = {"rows": rows, "sizes": np.array([3, 32])}
+    model.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in tensors.items())
+    onnx.save(model, path)
+    x = torch.randn(3, 16)
+    if taken == (3,):
+        assert dims(edited(path, x).model)["w"] == [16, 16]
+    else:
+        with pytest.raises(NotExportable, match="size 'B' of 'x' is static"):
+            edit_file(path, (x,), TABLE)
+
+
+def test_sizes_are_varied_one_by_one_where_not_all_vary(tmp_path):
+    path = tmp_path / "in.onnx"
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Add", ["a", "rows"], ["y"])]
+    tensors = {"w": np.ones((4, 4), np.float32), "rows": np.ones((3, 4), np.float32)}
+    write(path, nodes, [value("x", ["B", "L", 4])], [value("y", ["B", "L", 4])], tensors)
+    cases = Judge.of_file(str(path), (torch.randn(2, 3, 4),)).cases
+    assert {tuple(case.inputs[0].shape) for case in cases} == {(2, 3, 4), (3, 3, 4)}
 
 
 def quantized_layers(path, op, *, pads=0, groups=1, first=""):

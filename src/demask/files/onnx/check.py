@@ -2,9 +2,9 @@
 
 The original is another file or a network of torch. Inputs are the example, zeros, ones, and tiny,
 large, negative and random numbers, at the example's sizes and, where the file leaves sizes open, at
-larger ones. An output may differ by UNITS in the last place of its largest value, or by what
-rounding alone moves the original's: where all scores of a detector are near 1e-5, a sigmoid that is
-accurate to the last digit of 1 is 1 % off.
+larger ones. An output may differ by UNITS in the last place of its largest value (1 % at most, or
+one unit), or by what rounding alone moves the original's: where all scores of a detector are near
+1e-5, a sigmoid that is accurate to the last digit of 1 is 1 % off.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ AROUND = "ONNX Runtime, around the ops that nothing here runs"
 VISIBLE = 1e-2  # of the example's outputs: a difference that a warning names, though rounding
 # explains it; two steps of 8 bits are less
 REFERENCE_SECONDS = 60.0  # of comparison in onnx's reference implementation, which is slow
+NOT_IN_NUMPY = ("bfloat16", "float8", "float4", "int4", "int2")  # element types
 QUANTIZED = ("ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger",
              "QLinearConv", "QLinearMatMul", "QuantizeLinear")  # fmt: skip
 Outputs = list[Any]  # arrays; lists and dicts for sequences and maps
@@ -152,7 +153,7 @@ def session(model: str | bytes, threads: int = 1, *, optimized: bool = True) -> 
         optimized: whether the runtime may fuse and fold.
 
     Raises:
-        BadInput: the runtime does not accept the file.
+        BadInput: the runtime does not accept the file, or does not give numpy its outputs.
     """
     if (runtime := onnxruntime()) is None:
         return None
@@ -163,11 +164,15 @@ def session(model: str | bytes, threads: int = 1, *, optimized: bool = True) -> 
     if not optimized:
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        result = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its exception classes share no base
         raise BadInput(f"ONNX Runtime does not take the network: {first_line(error)}") from error
     finally:
         release_free_memory()  # twice the file's size, of weights in other layouts
+    for port in (*result.get_inputs(), *result.get_outputs()):
+        if any(name in port.type for name in NOT_IN_NUMPY):
+            raise BadInput(f"ONNX Runtime has no arrays for {port.name!r}, a {port.type}")
+    return result
 
 
 def onnxruntime() -> Any:
@@ -536,7 +541,7 @@ class Judge:
         quantized, by = self.original.is_quantized, self.original.by
         try:
             file = runner(data, by=by)
-            plain = runner(data, optimized=False, by=file.by) if quantized else None
+            unoptimized = runner(data, optimized=False, by=file.by) if quantized else None
         except BadInput as error:
             if by is None:
                 raise
@@ -547,7 +552,7 @@ class Judge:
             if compared and file.by == REFERENCE and time.monotonic() - begin > REFERENCE_SECONDS:
                 break
             compared += 1
-            for one in (plain, file):
+            for one in (unoptimized, file):
                 if one is not None:
                     errors = self._errors(k, one, optimized=one is file)
                     steady |= {index for index, error in enumerate(errors) if error is not None}
@@ -619,7 +624,7 @@ class _Pair:
         self.moves = np.zeros(np.shape(a) if isinstance(a, np.ndarray) else (), bool)
         self.error = _error(a, b, slack)
         is_float = isinstance(a, np.ndarray) and _is_float(a)
-        self.allowed = max(slack, units * _epsilon(a.dtype)) if is_float else slack
+        self.allowed = max(slack, _rounding(a.dtype, units)) if is_float else slack
         self.is_equal = self.error <= self.allowed
 
     def move(self, other: Any) -> None:
@@ -643,7 +648,7 @@ class _Pair:
             self.is_equal = self.error <= self.allowed
 
     def _steady(self, array: np.ndarray) -> np.ndarray:
-        return np.where(self.moves, array.dtype.type(), array)
+        return np.where(self.moves, np.zeros((), array.dtype), array)
 
     def describe(self) -> str:
         """How they differ, and where."""
@@ -700,9 +705,14 @@ def _largest(a: Any) -> float:
     return float(values[np.isfinite(values)].max(initial=0.0))
 
 
+def _rounding(dtype: np.dtype, units: int) -> float:
+    """The difference that `units` in the last place are: at most VISIBLE, but one at least."""
+    return max(min(units, 1) * _epsilon(dtype), min(units * _epsilon(dtype), VISIBLE))
+
+
 def _epsilon(dtype: np.dtype) -> float:
     """The distance from 1 to the next number."""
-    if dtype.kind == "f":
+    if dtype.isbuiltin == 1:  # one of 8 bits is of kind "f", too, and not known to numpy
         return float(np.finfo(dtype).eps)
     import ml_dtypes
 

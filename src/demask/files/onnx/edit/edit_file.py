@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from demask.errors import BadInput, NotExportable
 from demask.files.atomic_write import write
-from demask.files.onnx.check import inputs_of, longer_inputs
+from demask.files.onnx.check import inputs_of, open_sizes, resized
 from demask.files.onnx.edit.bodies import edit_bodies
 from demask.files.onnx.edit.constants import evaluated
 from demask.files.onnx.edit.convert import with_opset
@@ -54,11 +53,6 @@ class EditedFile:
     barriers: tuple[tuple[str, str], ...]
     external: frozenset[str]
     foreign: frozenset[str]
-
-    @property
-    def tensor_bytes(self) -> int:
-        """The bytes of the stored tensors."""
-        return sum(tensor.ByteSize() for tensor in self.model.graph.initializer)
 
 
 def edit_file(
@@ -141,9 +135,9 @@ def _edit_model(
     def edit_body(model: Any, inputs: Sequence[Tensor]) -> Any:
         return _edit_model(model, inputs, folder, table, insert)[0]
 
-    whole, calls = write_out_calls(original)
+    inlined, calls = write_out_calls(original)
     barriers, foreign = (), frozenset()
-    for start, written in ((whole, calls), (original, [])) if calls else ((original, []),):
+    for start, written in ((inlined, calls), (original, [])) if calls else ((original, []),):
         feeds = _feeds(parse_model(start, folder), args)
         model = edit_bodies(start, feeds, edit_body)
         for k in range(PASSES):
@@ -205,28 +199,38 @@ def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Tabl
 
     Where torch.export makes one of them static (size 1, or one for which ops compute other axes), a
     larger one may be dynamic; that which the runtime takes no other number for is static.
+
+    Raises:
+        NotExportable: another size is static, or the runtime does not take the file.
     """
     outputs = functools.partial(opaque_outputs, model, _feeds(file, args))
     named = name_values(file, args, table, outputs)
     feeds = dict(zip((port.name for port in file.graph.inputs), args, strict=True))
-    inputs = inputs_of(model)
+    places = open_sizes(inputs_of(model), feeds)
     producers = {name for node in model.graph.node for name in node.output if name}
     ends = {value.name for value in model.graph.output} & producers
-    taken = set()
-    for name, double in itertools.product(sorted(named.static), (False, True)):
-        larger = longer_inputs(inputs, feeds, double=double, names=[name])
-        arrays = {n: numpy_of(x) for n, x in larger.items()}
-        if name not in taken and evaluated(model, ends, producers, arrays):
-            taken.add(name)
-            feeds = larger
-    if not taken:
-        return named
-    file = with_sizes(file, {n: x.shape for n, x in feeds.items()}, named.static - taken)
-    named = name_values(file, tuple(feeds.values()), table, outputs)
+
+    def is_run(feeds: Mapping[str, Tensor]) -> bool:
+        arrays = {name: numpy_of(x) for name, x in feeds.items()}
+        return bool(evaluated(model, ends, producers, arrays))
+
+    if named.static and is_run(feeds):
+        taken = set()
+        for name in sorted(named.static):
+            value, axis = places[name][0]
+            count = feeds[value].shape[axis]
+            others = (resized(feeds, places, {name: n}) for n in (1, count, 1 - count) if n)
+            if (other := next(filter(is_run, others), None)) is not None:
+                taken.add(name)
+                feeds = other
+        if not taken:
+            return named
+        file = with_sizes(file, {n: x.shape for n, x in feeds.items()}, named.static - taken)
+        named = name_values(file, tuple(feeds.values()), table, outputs)
     if named.static:
-        raise NotExportable(
-            f"size {min(named.static)!r} is static", "the file", "the file is exported anew instead"
-        )
+        name = min(named.static)
+        raise NotExportable(f"size {name!r} of {places[name][0][0]!r} is static", "the file",
+                            "the file is exported instead")  # fmt: skip
     return named
 
 

@@ -32,7 +32,7 @@ from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.pipeline import canonicalize, programs_of
 
 Size = Any  # an int, or an expression of sympy for a dynamic size
-PLAIN = ("direction", "hidden_size", "layout")
+SUPPORTED = ("direction", "hidden_size", "layout")
 OpaqueOutputs = Mapping[str, OpaqueOutput]  # by name; without those that are not tensors
 
 
@@ -63,12 +63,12 @@ class NamedValue:
                 for p, n in zip(layout, shape, strict=True)
             )
         fill = fact.fill.detach()
-        is_plain = not fill.is_floating_point() or fill.dtype == torch.float64
+        is_exact = not fill.is_floating_point() or fill.dtype == torch.float64
         return cls(
             shape,
             value.dtype,
             fact.known.numpy(),
-            (fill if is_plain else fill.double()).numpy(),
+            (fill if is_exact else fill.double()).numpy(),
             layout,
         )
 
@@ -107,7 +107,7 @@ class NamedModule(OnnxModule):
     def __init__(self, file: OnnxFile, opaque: Collection[str], outputs: OpaqueOutputs):
         nodes = tuple(
             _flat(n) if _label(n) in opaque else n if n.domain or n.op not in KINDS
-            else plain_layer(n) or n for n in file.graph.nodes
+            else supported_layer(n) or n for n in file.graph.nodes
         )  # fmt: skip
         file = replace(file, graph=replace(file.graph, nodes=nodes))
         self_opaque = {node.outputs for node in nodes if _label(node) in opaque}
@@ -169,7 +169,7 @@ def _flat(node: OnnxNode) -> OnnxNode:
     return replace(node, domain="demask", inputs=tuple(names_read(node)), attributes={})
 
 
-def plain_layer(node: OnnxNode) -> OnnxNode | None:
+def supported_layer(node: OnnxNode) -> OnnxNode | None:
     """A recurrent layer as one that torch has an op for, which reads as much and of which no more
     is known; None if there is none. It has no lengths of sequences and no peepholes. With other
     activations, units stay 0, too, if these are 0 at 0."""
@@ -178,7 +178,7 @@ def plain_layer(node: OnnxNode) -> OnnxNode | None:
     values = {n for d in range(count) for n in direction_activations(node.op, names, d)[1]}
     if not values <= ZERO_AT_ZERO:
         return None
-    attributes = {k: v for k, v in node.attributes.items() if k in PLAIN}
+    attributes = {k: v for k, v in node.attributes.items() if k in SUPPORTED}
     if node.op == "GRU":
         attributes["linear_before_reset"] = 1
     elif values == {"relu"} and node.op == "RNN":
@@ -213,7 +213,7 @@ def name_values(file: OnnxFile, args: Sequence[Tensor], table: Table, outputs: A
         NotExportable: the file cannot be captured.
     """
     layers = [n for n in file.graph.nodes if not n.domain and n.op in KINDS]
-    opaque = foreign_nodes(file) | {_label(n) for n in layers if plain_layer(n) is None}
+    opaque = foreign_nodes(file) | {_label(n) for n in layers if supported_layer(n) is None}
     while True:
         names = [o for n in file.graph.nodes if _label(n) in opaque for o in n.outputs if o]
         module = NamedModule(file, opaque, outputs(names) if names else {})

@@ -112,10 +112,8 @@ def convolution(edit: NodeEdit) -> Sequence[Layout | None]:
     edit.adapt(w, (rows, columns, *images))
     if lost:
         added = sum_of(selected, 1, lost)
-        is_padded = any(edit.attributes.get("pads", ())) or edit.attributes.get(
-            "auto_pad", "NOTSET"
-        ) not in ("NOTSET", "VALID")
-        if is_padded:
+        auto_pad = edit.attributes.get("auto_pad", "NOTSET")
+        if any(edit.attributes.get("pads", ())) or auto_pad not in ("NOTSET", "VALID"):
             require(not is_integer, "known values next to padding")
             _add_ones(edit, selected[:, read], added[:, None], 1)
         else:

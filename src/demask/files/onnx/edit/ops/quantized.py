@@ -1,4 +1,5 @@
-"""Quantization of computed values: scales and zero points are cut with their axis."""
+"""Quantization of computed values, and layers of integers: scales and zero points are cut with
+their axis."""
 
 from __future__ import annotations
 
