@@ -24,8 +24,8 @@ from demask.ops import Table, op_name
 
 SEEDS = 4
 # Runtimes approximate these with an error relative to 1, not to the value: exp(x) - 1, for example.
-# The numbers are how many rounding errors that is in float32, the dtype that the approximations are
-# made for; ONNX Runtime 1.31 has 1.4 in sigmoid, 2.7 in tanh, at most 1.3 in the others.
+# The numbers are how many rounding errors that is in float32, for which the approximations are
+# chosen; ONNX Runtime 1.31 has 1.4 in sigmoid, 2.7 in tanh, at most 1.3 in the others.
 _NEAR_ONE = {"sigmoid": 2, "tanh": 3, "erf": 2, "hardsigmoid": 2, "elu": 2, "celu": 2, "selu": 2}
 # ONNX Runtime adds float32 term by term: n errors add up to about sqrt(n).
 _SUMS = frozenset(("sum", "mean"))
