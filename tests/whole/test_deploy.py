@@ -341,3 +341,25 @@ def test_the_table_has_the_numbers_that_the_ratio_is_from(given, tmp_path, fast,
     assert decision.seconds["given"] == 1.0 and decision.seconds["the file, edited"] == 1.01
     assert speed.ratio < 1 and decision.chosen == "the file, edited"
     assert made.edited is not None  # smaller, and no slower than noise
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "is_edited"), [(0.5, 0.5, False), (0.9, 0.9, True), (0.5, 0.95, True)]
+)
+def test_an_export_has_to_be_much_faster_than_the_edit(
+    given, tmp_path, fast, monkeypatch, first, last, is_edited
+):
+    """first, last: seconds of exports in the race of all candidates, and in the last rounds; those
+    of the edit are 1."""
+    fast(lambda name: 1.0)
+    monkeypatch.setattr(deploying, "MULTIPLES", ())
+
+    def measured(calls, pairs, **_):
+        export = last if pairs == deploying.PAIRS else first
+        seconds = {"given": 2.0, deploying.EDITED: 1.0}
+        return {name: [seconds.get(name, export)] * pairs for name in calls}
+
+    monkeypatch.setattr(deploying, "sample_seconds", measured)
+    net = demask.from_onnx(given)
+    made = deploy(lambda: net, (torch.randn(1, 3, 16, 16),), tmp_path / "slim.onnx", file=given)
+    assert (made.edited is not None) == is_edited

@@ -42,7 +42,10 @@ def pools(path, version):
     model = write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 8])], tensors, version,
                   doc_string="of it")  # fmt: skip
     model.graph.initializer[1].doc_string, model.graph.input[0].doc_string = "of v", "of x"
-    model.graph.metadata_props.add(key="origin", value="a camera")
+    for item in (model.graph, model.graph.node[0], model.graph.initializer[1]):
+        item.metadata_props.add(key="origin", value="a camera")
+    model.graph.node[0].doc_string = "of first"
+    model.training_info.add().algorithm.name = "descent"
     del model.opset_import[1:]
     onnx.save(model, path)
 
@@ -60,7 +63,10 @@ def test_another_op_set(tmp_path, minimal):
         made = onnx.load(out)
         assert made.doc_string == "of it" and made.graph.initializer[1].doc_string == "of v"
         assert made.graph.input[0].doc_string == "of x"
-        assert [p.value for p in made.graph.metadata_props] == ["a camera"]
+        for item in (made.graph, made.graph.node[0], made.graph.initializer[1]):
+            assert [p.value for p in item.metadata_props] == ["a camera"]
+        assert made.graph.node[0].doc_string == "of first"
+        assert made.training_info[0].algorithm.name == "descent"
         assert {n.name for n in made.graph.node} >= {"first", "r", "u", "mean", "last"}
 
 
@@ -234,7 +240,7 @@ def test_inspect_says_which_nodes_change_and_which_stay(run, tmp_path):  # noqa:
     )
     assert "triangle" in dict(data["barriers"]) and data["bytes"][1] < data["bytes"][0]
     shown = run("inspect", "in.onnx", "--size", "B=3").out
-    assert "stays whole: triangle" in shown and "w2 [8, 32] -> [8, 16]" in shown
+    assert "not cut: triangle" in shown and "w2 [8, 32] -> [8, 16]" in shown
     assert sorted(p.name for p in tmp_path.iterdir()) == before
     demask.optimize_onnx(tmp_path / "in.onnx", tmp_path / "out.onnx", (X,), minimal=True)
     assert widths(tmp_path / "out.onnx")["w2"] == (8, 16)
@@ -249,4 +255,4 @@ def test_inspect_names_barriers_where_nothing_is_removed(run, tmp_path):  # noqa
     )
     onnx.save(model, tmp_path / "in.onnx")
     shown = run("inspect", "in.onnx", "--size", "B=3").out
-    assert "removes nothing" in shown and "stays whole: triangle" in shown
+    assert "removes nothing" in shown and "not cut: triangle" in shown

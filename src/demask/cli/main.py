@@ -185,7 +185,7 @@ def slim(
     The result is checked against MODEL before anything is written: a difference above --tolerance
     writes nothing, and exits with 1. A .pt2 result is plain torch and runs where demask is not
     installed; a .demask result records what was cut. A .onnx file is edited: what need not change
-    stays as it is, byte for byte. Only where that saves less is it exported anew, with widths
+    stays as it is, byte for byte. Only where that saves less is it exported, with widths
     rounded up to those that ONNX Runtime is fastest at, measured where it is installed (else to
     multiples of 8); if nothing is faster, MODEL is written unchanged.
 
@@ -336,7 +336,7 @@ def inspect(
 
     For every op whose missing rule keeps something from being removed, it prints what a rule would
     free at most; each takes as long as demasking once more. Of a .onnx file it also prints which
-    nodes `demask slim` would change, and which stay whole and why.
+    nodes `demask slim` would change, and which it does not cut and why.
 
     \b
     Example:

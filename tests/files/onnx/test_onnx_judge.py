@@ -12,6 +12,8 @@ from demask.errors import BadInput, Mismatch
 from demask.files.onnx import check as checking
 from demask.files.onnx.check import AROUND, REFERENCE, Judge
 from demask.files.onnx.write import writer as writing
+from demask.graph.rounding import Rounding
+from demask.ops import TABLE
 
 pytest.importorskip("onnxruntime")
 node = helper.make_node
@@ -228,3 +230,93 @@ def test_a_large_difference_that_rounding_explains_is_named(tmp_path, monkeypatc
 def test_roundings_are_computed_only_where_outputs_differ(monkeypatch):
     monkeypatch.setattr(checking.FileOriginal, "roundings", None)
     assert Judge.of_file(RELU, X).compare(RELU).error == 0
+
+
+class Indices(nn.Module):
+    """Floats that are whole numbers, of which some count from the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(6, 4)
+
+    def forward(self, x):
+        ids = x.to(torch.int32)
+        return self.rows(torch.where(ids.to(torch.float32) < 0, ids + 6, ids))
+
+
+def test_whole_numbers_have_no_rounding_errors():
+    """A zero that is moved below zero would be the index after the last."""
+    network = demask.demask(Indices().eval(), (torch.zeros(1, 5),), result="graph")
+    x = torch.tensor([[0.0, -1, 3, -6, 5]])
+    with torch.no_grad():
+        runs = [run[0] for run in Rounding(network, TABLE).runs((x,), {})]
+        assert len(runs) == 5 and all(torch.equal(run.float(), network(x)) for run in runs)
+
+
+FUNCTIONS = {"Sigmoid": torch.sigmoid, "Tanh": torch.tanh, "Erf": torch.erf,
+             "Elu": nn.functional.elu, "Selu": nn.functional.selu}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", [*FUNCTIONS, "ReduceSum"])
+def test_errors_of_the_runtimes_kernels_are_within_what_rounding_is_taken_to_move(op):
+    draw = torch.Generator().manual_seed(0)
+    if op == "ReduceSum":
+        x, function = torch.rand(2048, 4, generator=draw), lambda x: x.sum(0)
+        nodes = [
+            node("Transpose", ["x"], ["t"], perm=[1, 0]),
+            node("ReduceSum", ["x", "axes"], ["y"], keepdims=0),
+        ]
+        data = model(nodes, [value("y", [4])], {"axes": np.array([0])})
+    else:
+        x, function = torch.linspace(-30, 30, 1_000_000).reshape(-1, 4), FUNCTIONS[op]
+        data = one(node(op, ["x"], ["y"]))
+
+    class Net(nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    with torch.no_grad():
+        network = demask.demask(Net(), (x,), result="graph")
+        exact, moved, *_ = [run[0] for run in Rounding(network, TABLE).runs((x,), {})]
+    result = checking.runner(data)([x])[0]
+    gaps = np.abs(result - exact.numpy())
+    assert gaps.max() <= float((moved - exact).abs().max())
+
+
+def test_sums_in_another_order_of_a_network_of_indices_are_no_difference():
+    """No input can be rounded; scores near 1e-6 are steps of a sigmoid's error."""
+    draw = np.random.default_rng(0)
+    rows, w = draw.standard_normal((64, 256)), draw.standard_normal((256, 4)) * 0.05
+    order = draw.permutation(256)
+    files = []
+    for table, weights in ((rows, w), (rows[:, order], w[order])):
+        nodes = [node("Gather", ["t", "ids"], ["e"]), node("MatMul", ["e", "w"], ["a"]),
+                 node("Add", ["a", "b"], ["c"]), node("Sigmoid", ["c"], ["y"])]  # fmt: skip
+        tensors = {"t": table, "w": weights, "b": np.full(4, -13.0)}
+        tensors = {name: array.astype(np.float32) for name, array in tensors.items()}
+        ids = [value("ids", ["n"], TensorProto.INT64)]
+        files.append(model(nodes, [value("y", ["n", 4])], tensors, ids))
+    judge = Judge.of_file(files[0], (torch.arange(64),))
+    assert judge.compare(files[1]).error > 1e-3
+    nodes[2] = node("Add", ["a", "b2"], ["c"])
+    tensors["b2"] = np.full(4, -12.9, np.float32)
+    with pytest.raises(Mismatch):
+        judge.compare(model(nodes, [value("y", ["n", 4])], tensors, ids))
+
+
+@pytest.mark.parametrize("kind", ["BFLOAT16", "FLOAT16", "FLOAT8E4M3FN", "FLOAT8E5M2"])
+def test_outputs_of_few_bits_are_compared(kind):
+    """In onnx's reference, as the runtime gives numpy no such arrays."""
+    number = getattr(TensorProto, kind)
+    files = []
+    for k in (1.0, 1.5):
+        nodes = [node("Mul", ["x", "k"], ["a"]), node("Cast", ["a"], ["y"], to=number)]
+        proto = onnx.ModelProto.FromString(
+            model(nodes, [value("y", ["n", 4], number)], {"k": np.float32(k)})
+        )
+        proto.opset_import[0].version, proto.ir_version = 19, 9
+        files.append(proto.SerializeToString())
+    judge = Judge.of_file(files[0], X)
+    assert judge.compare(files[0]).error == 0
+    with pytest.raises(Mismatch, match="differs"):
+        judge.compare(files[1])

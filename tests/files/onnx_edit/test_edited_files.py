@@ -1,4 +1,4 @@
-"""Edited files as a whole: what is copied byte for byte, foreign ops, clashing names."""
+"""Edited files: what is copied byte for byte, foreign ops, clashing names."""
 
 import importlib
 
@@ -10,7 +10,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from demask.errors import BadInput, Mismatch
+from demask.errors import BadInput, Mismatch, NotExportable
 from demask.files.onnx import from_onnx
 from demask.files.onnx.check import Judge
 from demask.files.onnx.edit.edit_file import edit_file, save_edited
@@ -128,7 +128,7 @@ def test_a_difference_is_a_mismatch(tmp_path, change):
 
 @pytest.mark.parametrize("k", range(2))
 def test_exports_of_tensors_with_the_exporters_names(tmp_path, k):
-    """The edit is larger than the file, so that it is exported anew."""
+    """The edit is larger than the file, so that it is exported."""
     path, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
     nodes = [node("MatMul", ["x", f"val_{k}"], ["a"]), node("MatMul", ["x", "v"], ["b"]),
              node("Relu", ["a"], ["ra"]), node("Max", ["ra", "b"], ["m"]),
@@ -473,22 +473,279 @@ def test_examples_of_another_rank_are_refused(tmp_path):
         edit_file(path, (torch.randn(3, 4, 16),), TABLE)
 
 
-def test_a_recurrent_layer_starts_from_zeros_of_the_batchs_size(tmp_path):
+@pytest.mark.parametrize("batch", ["B", 2])
+def test_a_recurrent_layer_starts_from_zeros_of_the_batchs_size(tmp_path, batch):
+    """They are a tensor for a size that the file leaves open, else numbers that the reader has."""
     path, draw = tmp_path / "in.onnx", np.random.default_rng(0)
     sizes = {"w": (1, 4, 8, 16), "r": (1, 4, 8, 8), "b": (1, 8, 8)}
     arrays = {k: draw.uniform(-1, 1, n).astype(np.float32) for k, n in sizes.items()}
     arrays["w"][:, :, :4] = arrays["r"][:, :, :4] = arrays["b"][:, :, :4] = 0
     tensors = {k: a.reshape(1, -1, *a.shape[3:]) for k, a in arrays.items()}
-    tensors |= {"same": np.array([0, -1, 16]), "index": np.array(1), "zero": np.array([0])}
     tensors |= {"one": np.array([1]), "eight": np.array([8]), "v": np.ones((8, 4), np.float32)}
+    tensors["b"] = tensors["b"].reshape(1, -1)
     nodes = [
-        node("Reshape", ["x", "same"], ["x2"]), node("Shape", ["x2"], ["s"]),
-        node("Gather", ["s", "index"], ["b1"]), node("Unsqueeze", ["b1", "zero"], ["b2"]),
-        node("Concat", ["one", "b2", "eight"], ["n"], axis=0),
+        node("Shape", ["x"], ["s"], start=1, end=2),
+        node("Concat", ["one", "s", "eight"], ["n"], axis=0),
         node("ConstantOfShape", ["n"], ["h0"]),
-        node("LSTM", ["x2", "w", "r", "b", "", "h0", "h0"], ["h"], hidden_size=8),
+        node("LSTM", ["x", "w", "r", "b", "", "h0", "h0"], ["h"], hidden_size=8),
         node("Squeeze", ["h", "one"], ["flat"]), node("MatMul", ["flat", "v"], ["y"]),
     ]  # fmt: skip
-    tensors["b"] = tensors["b"].reshape(1, -1)
-    write(path, nodes, [value("x", ["T", "B", 16])], [value("y", ["T", "B", 4])], tensors)
+    write(path, nodes, [value("x", ["T", batch, 16])], [value("y", ["T", batch, 4])], tensors)
     assert dims(edited(path, torch.randn(3, 2, 16)).model)["v"] == [4, 4]
+
+
+def test_what_the_file_says_of_a_tensor_is_said_of_its_cut(tmp_path):
+    """Also of a bias to which known values of the layer before are added."""
+    path = tmp_path / "in.onnx"
+    nodes = [node("Gemm", ["x", "w", "b"], ["a"]), node("Sigmoid", ["a"], ["s"]),
+             node("Gemm", ["s", "v", "c"], ["y"])]  # fmt: skip
+    tensors = {"w": half(16, 32, axis=1), "v": np.ones((32, 8), np.float32),
+               "b": half(32, axis=0), "c": np.ones(8, np.float32)}  # fmt: skip
+    model = write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 8])], tensors)
+    for tensor in model.graph.initializer:
+        tensor.doc_string = f"doc of {tensor.name}"
+        tensor.metadata_props.add(key="layer", value=tensor.name)
+    onnx.save(model, path)
+    after = edited(path, torch.randn(3, 16)).model.graph.initializer
+    assert [(t.name, t.doc_string, t.metadata_props[0].value) for t in after] == [
+        (name, f"doc of {name}", name) for name in tensors
+    ]
+    assert numpy_helper.to_array(after[3]).tolist() == [9.0] * 8  # 16 times sigmoid(0)
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_sparse_tensors_are_constants(tmp_path, is_flat):
+    path, rng = tmp_path / "in.onnx", np.random.default_rng(0)
+    model = layers(path)
+    at = np.sort(rng.permutation(32 * 8)[:60])
+    values = numpy_helper.from_array(rng.standard_normal(60).astype(np.float32), "v")
+    rows = at if is_flat else np.stack(np.unravel_index(at, (32, 8)), 1)
+    del model.graph.initializer[1]
+    model.graph.sparse_initializer.append(
+        helper.make_sparse_tensor(values, numpy_helper.from_array(rows.astype(np.int64)), [32, 8])
+    )
+    onnx.save(model, path)
+    read_by = {p // 8 for p in at if (p // 8) % 2}  # units that are not 0
+    assert dims(edited(path, torch.randn(3, 16)).model)["w"] == [16, len(read_by)]
+
+
+def test_names_and_documentation_are_no_reason_to_export(tmp_path):
+    """An export lacks them, so that its file is smaller, of the same tensors."""
+    path, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    model = layers(path)
+    for inner in model.graph.node:
+        inner.doc_string = 1000 * "text "
+    onnx.save(model, path)
+    assert optimize_onnx(path, out, (torch.randn(3, 16),), minimal=True).edited is not None
+    assert [n.name for n in onnx.load(out).graph.node] == ["first", "relu", "last"]
+
+
+def test_exports_say_of_themselves_what_the_file_does(tmp_path):
+    """The steps of a loop are unrolled, which no edit does."""
+    path, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    body = helper.make_graph(
+        [node("MatMul", ["s", "w"], ["t"]), node("Relu", ["t"], ["u"]),
+         node("Identity", ["go"], ["on"])],
+        "body", [value("k", [], TensorProto.INT64), value("go", [], TensorProto.BOOL),
+                 value("s", ["B", 64])],
+        [value("on", [], TensorProto.BOOL), value("u", ["B", 64])],
+    )  # fmt: skip
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]),
+        node("Loop", ["n", "true", "h"], ["l"], body=body),
+        node("MatMul", ["l", "v"], ["y"]),
+    ]
+    tensors = {"w": half(64, 64, axis=1), "v": np.ones((64, 8), np.float32)}
+    tensors |= {"n": np.array(2), "true": np.array(True)}
+    said = {"producer_name": "trainer", "producer_version": "1.2", "domain": "org.example",
+            "model_version": 7, "doc_string": "of it"}  # fmt: skip
+    model = write(path, nodes, [value("x", ["B", 64])], [value("y", ["B", 8])], tensors, **said)
+    model.graph.input[0].doc_string = "pixels"
+    helper.set_model_props(model, {"names": "cat"})
+    onnx.save(model, path)
+    result = optimize_onnx(path, out, (torch.randn(3, 64),), minimal=True)
+    after = onnx.load(out)
+    assert result.edited is None and out.stat().st_size < 0.8 * path.stat().st_size
+    assert {name: getattr(after, name) for name in said} == said
+    assert after.graph.input[0].doc_string == "pixels"
+    assert after.metadata_props == model.metadata_props
+
+
+@pytest.mark.parametrize("taken", [(3,), (1, 3)])
+def test_sizes_that_are_open_in_name_alone(tmp_path, taken):
+    """A file with constants of the length 3: it runs with no other, or with 1 as well."""
+    path = tmp_path / "in.onnx"
+    add, reshape = node("Add", ["b", "rows"], ["c"]), node("Reshape", ["b", "sizes"], ["c"])
+    model = layers(path, [reshape if taken == (3,) else add])
+    rows = np.random.default_rng(0).standard_normal((3, 1)).astype(np.float32)
+    tensors = {"rows": rows, "sizes": np.array([3, 32])}
+    model.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in tensors.items())
+    onnx.save(model, path)
+    x = torch.randn(3, 16)
+    if taken == (3,):
+        assert dims(edited(path, x).model)["w"] == [16, 16]
+    else:
+        with pytest.raises(NotExportable, match="size 'B' of 'x' is static"):
+            edit_file(path, (x,), TABLE)
+
+
+def test_sizes_are_varied_one_by_one_where_not_all_vary(tmp_path):
+    path = tmp_path / "in.onnx"
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Add", ["a", "rows"], ["y"])]
+    tensors = {"w": np.ones((4, 4), np.float32), "rows": np.ones((3, 4), np.float32)}
+    write(path, nodes, [value("x", ["B", "L", 4])], [value("y", ["B", "L", 4])], tensors)
+    cases = Judge.of_file(str(path), (torch.randn(2, 3, 4),)).cases
+    assert {tuple(case.inputs[0].shape) for case in cases} == {(2, 3, 4), (3, 3, 4)}
+
+
+def quantized_layers(path, op, *, pads=0, groups=1, first=""):
+    """Two layers of integers. Of the first, every second of 32 units is the zero point; a depthwise
+    layer between them has as many groups. first: the op, instead, of floats that are quantized."""
+    rng, is_conv = np.random.default_rng(0), op == "QLinearConv"
+    sizes = {"u": (32, 8, 3, 3), "d": (32, 1, 1, 1), "v": (4, 32, 3, 3)} if is_conv else {
+        "u": (8, 32), "v": (32, 4)}  # fmt: skip
+    tensors = {"xs": np.float32(0.02), "xz": np.uint8(3), "hs": np.float32(0.05), "hz": np.uint8(7),
+               "ys": np.float32(0.1), "yz": np.uint8(128)}  # fmt: skip
+    for name, size in sizes.items():
+        rows, w = size[0 if is_conv else 1], rng.integers(-100, 100, size).astype(np.int8)
+        tensors |= {name: w, f"{name}s": rng.uniform(0.01, 0.02, rows).astype(np.float32),
+                    f"{name}z": np.full(rows, np.int8(-2))}  # fmt: skip
+    masked = slice(None, None, 2)
+    tensors["u"][(masked,) if is_conv else (slice(None), masked)] = -2
+    tensors["bias"] = rng.integers(-500, 500, 32).astype(np.int32)
+    tensors["bias"][masked] = 0
+    names = [("x", "u", "h"), ("h", "v", "y")]
+    nodes = [node("QuantizeLinear", ["in", "xs", "xz"], ["x"])]
+    if first:
+        names, tensors["f"] = names[1:], (tensors["u"] + 2).astype(np.float32)
+        nodes = [
+            node("Conv" if is_conv else "MatMul", ["in", "f"], ["a"]),
+            node(first, ["a"], ["b"]),
+            node("QuantizeLinear", ["b", "hs", "hz"], ["h"]),
+        ]
+    elif groups > 1:
+        names = [("x", "u", "h0"), ("h0", "d", "h"), ("h", "v", "y")]
+    for a, w, b in names:
+        scales = [[f"{k[0]}s", f"{k[0]}z"] for k in (a, w, b)]
+        operands = [a, *scales[0], w, *scales[1], *scales[2]]
+        operands += ["bias"] if is_conv and w == "u" else []
+        more = {"pads": [pads] * 4} if w == "v" else {"group": 32} if w == "d" else {}
+        nodes.append(node(op, operands, [b], **(more if is_conv else {})))
+    nodes.append(node("DequantizeLinear", ["y", "ys", "yz"], ["out"]))
+    shape = ["B", 8, 9, 9] if is_conv else ["B", 5, 8]
+    write(path, nodes, [value("in", shape)], [value("out", None)], tensors)
+    return torch.randn([2, *shape[1:]])
+
+
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [("QLinearConv", {}), ("QLinearConv", {"pads": 1}), ("QLinearConv", {"groups": 32}),
+     ("QLinearConv", {"first": "Relu", "pads": 1}), ("QLinearMatMul", {}),
+     ("QLinearMatMul", {"first": "Relu"})],
+)  # fmt: skip
+def test_layers_of_integers_are_cut(tmp_path, op, options):
+    path, out, axis = tmp_path / "in.onnx", tmp_path / "out.onnx", int(op == "QLinearMatMul")
+    x = quantized_layers(path, op, **options)
+    after = edited(path, x)
+    sizes, name = dims(after.model), "f" if options.get("first") else "u"
+    assert sizes[name][axis] == 16 and (name == "f" or sizes["us"] == sizes["uz"] == [16])
+    assert sizes["v"][1 - axis] == 16
+    save_edited(after, out)
+    for a, b in zip(run(path, **{"in": x.numpy()}), run(out, **{"in": x.numpy()}), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_convolutions_with_dynamically_quantized_images_are_cut(tmp_path):
+    path, rng = tmp_path / "in.onnx", np.random.default_rng(0)
+    u, v = (rng.integers(-100, 100, n).astype(np.int8) for n in ((32, 8, 3, 3), (4, 32, 3, 3)))
+    u[::2] = 0
+    nodes = []
+    for a, w, b in (("in", "u", "h"), ("h", "v", "y")):
+        nodes += [node("DynamicQuantizeLinear", [a], [f"{a}q", f"{a}s", f"{a}z"]),
+                  node("ConvInteger", [f"{a}q", w, f"{a}z"], [f"{b}i"], pads=[1] * 4),
+                  node("Cast", [f"{b}i"], [f"{b}f"], to=TensorProto.FLOAT),
+                  node("Mul", [f"{b}f", f"{a}s"], [b])]  # fmt: skip
+    shape = ["B", 8, 9, 9]
+    write(path, nodes, [value("in", shape)], [value("y", None)], {"u": u, "v": v})
+    sizes = dims(edited(path, torch.randn(2, 8, 9, 9)).model)
+    assert sizes == {"u": [16, 8, 3, 3], "v": [4, 16, 3, 3]}
+
+
+@pytest.mark.parametrize("sizes", [("B", "T", "F"), ("", "", "")])
+def test_sizes_that_the_example_or_the_weights_fix_are_no_obstacle(tmp_path, sizes):
+    """The rank of the output is another one at size 1; the weights take one size alone. The file is
+    compared at other sizes of what is left."""
+    path, x = tmp_path / "in.onnx", torch.randn(1, 5, 16)
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Relu", ["a"], ["b"]),
+             node("MatMul", ["b", "v"], ["c"]), node("Squeeze", ["c"], ["y"])]  # fmt: skip
+    tensors = {"w": half(16, 64, axis=1), "v": np.ones((64, 4), np.float32)}
+    write(path, nodes, [value("x", [n or None for n in sizes])], [value("y", None)], tensors)
+    assert dims(edited(path, x).model)["w"] == [16, 32]
+    shapes = {draw.inputs[0].shape for draw in Judge.of_file(str(path), (x,)).cases}
+    assert len({shape[0] for shape in shapes}) > 1 and len({shape[1] for shape in shapes}) > 1
+
+
+@pytest.mark.parametrize("op", ["If", "Loop"])
+@pytest.mark.parametrize("opset", [17, 16])
+def test_functions_with_subgraphs_are_barriers_and_what_is_around_them_is_cut(tmp_path, op, opset):
+    """A body of the file's own op set is written out, and cut up to the subgraph, which reads its
+    values and an attribute of the function."""
+    path, draw = tmp_path / "in.onnx", np.random.default_rng(0)
+    flat = node("LeakyRelu", ["a"], ["p"])
+    flat.attribute.append(onnx.AttributeProto(name="alpha", ref_attr_name="slope", type=1))
+    if op == "If":
+        graphs = {
+            f"{key}_branch": helper.make_graph(
+                [n], key, [], [onnx.ValueInfoProto(name=n.output[0])]
+            )
+            for key, n in (("then", flat), ("else", node("Neg", ["a"], ["q"])))
+        }
+        middle = [
+            node("ReduceSum", ["x"], ["s"], keepdims=0),
+            node("Greater", ["s", "zero"], ["c"]),
+            node("If", ["c"], ["b"], **graphs),
+        ]
+    else:
+        flat.input[0] = "state"
+        ports = [value("k", [], TensorProto.INT64), value("go", [], TensorProto.BOOL),
+                 onnx.ValueInfoProto(name="state")]  # fmt: skip
+        ends = [value("on", [], TensorProto.BOOL), onnx.ValueInfoProto(name="p")]
+        loop = helper.make_graph([flat, node("Identity", ["go"], ["on"])], "body", ports, ends)
+        middle = [node("Loop", ["n", "true", "a"], ["b"], body=loop)]
+    constants = {"zero": np.float32(0), "n": np.int64(3), "true": np.array(True)}
+    body = [node("Constant", [], [n], value=numpy_helper.from_array(np.asarray(array)))
+            for n, array in constants.items()]  # fmt: skip
+    body += [node("MatMul", ["x", "w"], ["a"]), *middle, node("MatMul", ["b", "v"], ["y"])]
+    opsets = [helper.make_opsetid("", opset)]
+    layer = helper.make_function("mine", "Layer", ["x", "w", "v"], ["y"], body, opsets, ["slope"])
+    nodes = [*hidden_layer("x", "a", "w0", "v0"),  # a name that the body has, too
+             node("Layer", ["a", "w", "v"], ["y"], domain="mine", slope=0.5)]  # fmt: skip
+    tensors = {"w0": half(16, 64, axis=1), "w": half(16, 64, axis=1)}
+    tensors |= {n: draw.standard_normal((64, 16)).astype(np.float32) for n in ("v0", "v")}
+    model = write(path, nodes, [value("x", ["B", 16])], [value("y", ["B", 16])], tensors)
+    model.functions.append(layer)
+    model.opset_import.append(helper.make_opsetid("mine", 1))
+    onnx.save(model, path)
+    after = edited(path, torch.randn(3, 16))
+    sizes = dims(after.model)
+    assert sizes["w0"] == [16, 32] and sizes["w"] == [16, 32 if opset == 17 else 64]
+    names = [reason for _, reason in after.barriers]
+    expected = f"{op} is not" if opset == 17 else "mine.Layer is not"
+    assert op == "Loop" or any(reason.startswith(expected) for reason in names)
+    for x in (torch.ones(2, 16), -torch.ones(2, 16)):
+        save_edited(after, tmp_path / "out.onnx")
+        results = [run(p, x=x.numpy())[0] for p in (path, tmp_path / "out.onnx")]
+        np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_of_the_runtime_is_a_barrier_and_what_is_around_it_is_cut(tmp_path):
+    path, draw = tmp_path / "in.onnx", np.random.default_rng(0)
+    attention = node("Attention", ["h", "q", "b"], ["t"], domain="com.microsoft", num_heads=2)
+    nodes = [*hidden_layer("x", "h", "w", "v"), attention, *hidden_layer("t", "y", "w2", "v2")]
+    tensors = {"w": half(16, 64, axis=1), "w2": half(16, 64, axis=1), "b": np.zeros(48, np.float32),
+               "v": draw.standard_normal((64, 16)).astype(np.float32),
+               "q": half(16, 48, axis=1), "v2": np.ones((64, 4), np.float32)}  # fmt: skip
+    write(path, nodes, [value("x", ["B", "T", 16])], [value("y", ["B", "T", 4])], tensors)
+    after = edited(path, torch.randn(2, 5, 16))
+    assert after.barriers == (("t", "com.microsoft.Attention is not understood"),)
+    assert (dims(after.model)["w"], dims(after.model)["w2"]) == ([16, 32], [16, 32])

@@ -97,7 +97,7 @@ class EditInspection:
 
     bytes: of the file and of the edited one. nodes, unchanged: how many nodes that has, and how
     many of these are the file's own. changes: of the others, and of tensors that nodes read.
-    barriers: nodes that stay whole, and why. note: why there is no edit.
+    barriers: nodes that are not cut, and why. note: why there is no edit.
     """
 
     bytes: tuple[int, int]
@@ -147,7 +147,7 @@ def _edit_parts(edit: EditInspection) -> Iterable[RenderableType]:
         reasons.setdefault(reason, []).append(node)
     for reason, nodes in list(reasons.items())[:ROWS]:
         more = f" and {len(nodes) - PLACES} more" if len(nodes) > PLACES else ""
-        yield Text(f"stays whole: {', '.join(nodes[:PLACES])}{more}: {reason}")
+        yield Text(f"not cut: {', '.join(nodes[:PLACES])}{more}: {reason}")
 
 
 def _ops(graph: fx.Graph) -> Counter[str]:

@@ -2,9 +2,9 @@
 
 The original is another file or a network of torch. Inputs are the example, zeros, ones, and tiny,
 large, negative and random numbers, at the example's sizes and, where the file leaves sizes open, at
-larger ones. An output may differ by UNITS in the last place of its largest value, or by what
-rounding alone moves the original's: where all scores of a detector are near 1e-5, a sigmoid that is
-accurate to the last digit of 1 is 1 % off.
+larger ones. An output may differ by UNITS in the last place of its largest value (1 % at most, or
+one unit), or by what rounding alone moves the original's: where all scores of a detector are near
+1e-5, a sigmoid that is accurate to the last digit of 1 is 1 % off.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, Self
@@ -31,7 +31,7 @@ from demask.machine.allocator import release_free_memory
 from demask.ops import Table
 
 UNITS = 84  # in the last place of the largest value: 1e-5 in float32, for sums in another order
-SEEDS = 3  # roundings of the inputs of a file
+SEEDS = 3  # roundings of the inputs and weights of a file
 FLIPS = 2  # steps of a quantized value: a sum halfway between two rounds to either
 ATTRIBUTES = float(np.finfo(np.float32).eps)  # relative; attributes of ONNX ops are float32
 LARGE, TINY = 1e4, 1e-9
@@ -40,6 +40,7 @@ AROUND = "ONNX Runtime, around the ops that nothing here runs"
 VISIBLE = 1e-2  # of the example's outputs: a difference that a warning names, though rounding
 # explains it; two steps of 8 bits are less
 REFERENCE_SECONDS = 60.0  # of comparison in onnx's reference implementation, which is slow
+NOT_IN_NUMPY = ("bfloat16", "float8", "float4", "int4", "int2")  # element types
 QUANTIZED = ("ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger",
              "QLinearConv", "QLinearMatMul", "QuantizeLinear")  # fmt: skip
 Outputs = list[Any]  # arrays; lists and dicts for sequences and maps
@@ -152,7 +153,7 @@ def session(model: str | bytes, threads: int = 1, *, optimized: bool = True) -> 
         optimized: whether the runtime may fuse and fold.
 
     Raises:
-        BadInput: the runtime does not accept the file.
+        BadInput: the runtime does not accept the file, or does not give numpy its outputs.
     """
     if (runtime := onnxruntime()) is None:
         return None
@@ -163,11 +164,15 @@ def session(model: str | bytes, threads: int = 1, *, optimized: bool = True) -> 
     if not optimized:
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        result = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its exception classes share no base
         raise BadInput(f"ONNX Runtime does not take the network: {first_line(error)}") from error
     finally:
         release_free_memory()  # twice the file's size, of weights in other layouts
+    for port in (*result.get_inputs(), *result.get_outputs()):
+        if any(name in port.type for name in NOT_IN_NUMPY):
+            raise BadInput(f"ONNX Runtime has no arrays for {port.name!r}, a {port.type}")
+    return result
 
 
 def onnxruntime() -> Any:
@@ -244,29 +249,53 @@ def inputs_of(model: Any) -> list[Any]:
     return [type(value).FromString(value.SerializeToString()) for value in inputs]
 
 
+def open_sizes(values: Sequence[Any], feeds: Mapping[str, Any]) -> dict[str, list[tuple[str, int]]]:
+    """The inputs and axes that have each size that the file leaves open, by its name.
+
+    values: ValueInfoProtos of the inputs. feeds: by name.
+    """
+    places: dict[str, list[tuple[str, int]]] = {}
+    for value in values:
+        dims = value.type.tensor_type.shape.dim  # a file may declare another rank
+        for axis, dim in enumerate(dims[: feeds[value.name].ndim]):
+            if not dim.HasField("dim_value") or dim.dim_value < 0:
+                name = dim.dim_param or f"{value.name}.{axis}"
+                places.setdefault(name, []).append((value.name, axis))
+    return places
+
+
+def resized(
+    feeds: Mapping[str, Any], places: Mapping[str, Sequence[tuple[str, int]]],
+    added: Mapping[str, int],
+) -> dict[str, Any]:  # fmt: skip
+    """Arrays or tensors with other open sizes: their positions repeat. added: to each size."""
+    feeds = dict(feeds)
+    for name, more in added.items():
+        for value, axis in places[name]:
+            array = feeds[value]
+            if size := array.shape[axis]:
+                index = torch.arange(size + more) % size
+                index = index if isinstance(array, Tensor) else index.numpy()
+                feeds[value] = array[(slice(None),) * axis + (index,)]
+    return feeds
+
+
 def longer_inputs(
-    values: Sequence[Any], feeds: Mapping[str, Any], *, double: bool = False
-) -> dict[str, Any]:
+    values: Sequence[Any], feeds: Mapping[str, Any], *, double: bool = False,
+    names: Collection[str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Arrays or tensors with more of each size that the file leaves open, each by another number.
 
     values: ValueInfoProtos of the inputs. feeds: by name.
-    double: twice as much of all but the first axis, as some sizes have to be even.
+    double: twice as much of all but the first axis, as some sizes have to be even. names: of the
+    sizes. Default: all.
     """
-    added: dict[str, int] = {}
-    longer = {}
-    for value in values:
-        array = feeds[value.name]
-        dims = value.type.tensor_type.shape.dim  # a file may declare another rank
-        for axis, dim in enumerate(dims[: array.ndim]):
-            if not dim.HasField("dim_value"):
-                name, size = dim.dim_param or f"{value.name}.{axis}", array.shape[axis]
-                more = added.setdefault(name, size if double and axis else len(added) + 1)
-                index = torch.arange(size + more) % max(size, 1)
-                if not isinstance(array, Tensor):
-                    index = index.numpy()
-                array = array[(slice(None),) * axis + (index,)] if size else array
-        longer[value.name] = array
-    return longer
+    places = open_sizes(values, feeds)
+    added = {}
+    for name, ((value, axis), *_) in places.items():
+        if names is None or name in names:
+            added[name] = feeds[value].shape[axis] if double and axis else len(added) + 1
+    return resized(feeds, places, added)
 
 
 def _nudged(inputs: Inputs, seed: int) -> list[Tensor]:
@@ -279,6 +308,21 @@ def _nudged(inputs: Inputs, seed: int) -> list[Tensor]:
                 x = torch.nextafter(x.detach(), ends.to(x))
         nudged.append(x)
     return nudged
+
+
+def _with_nudged_weights(source: str | bytes, seed: int) -> str | bytes:
+    """The bytes of a file with every weight rounded to one of its neighbors, at random. Weights are
+    floats of several axes: vectors may be sizes and factors of these. Zeros stay zeros."""
+    from onnx import numpy_helper
+
+    proto, draw = _loaded(source), np.random.default_rng(seed)
+    for tensor in proto.graph.initializer:
+        array = numpy_helper.to_array(tensor)
+        if array.dtype.kind == "f" and array.ndim > 1:
+            step = array * draw.choice([-1, 1], array.shape).astype(array.dtype)
+            array = np.where(np.isfinite(array), array + step * np.finfo(array.dtype).eps, array)
+            tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+    return proto.SerializeToString()
 
 
 # ------------------------------------------------------------------------------------ originals
@@ -343,28 +387,33 @@ class FileOriginal:
     failure = ""
 
     def __init__(self, source: str | bytes, *, is_quantized: bool):
-        self.source, self.is_quantized, self.runner = source, is_quantized, runner(source)
-        self.by: str | None = self.runner.by
-        self._plain: Runner | None = None
+        self.source, self.is_quantized, first = source, is_quantized, runner(source)
+        self.by: str | None = first.by
+        self._runners = {(0, True): first}  # by the seed of the weights' rounding, and optimized
         self._own_error: float | None = None
 
     def outputs(self, inputs: Inputs, *, optimized: bool) -> Outputs | None:
-        if not optimized and self._plain is None:
-            self._plain = runner(self.source, optimized=False, by=self.by)
-        one = self.runner if optimized else self._plain
-        assert one is not None
+        return self._outputs(inputs, 0, optimized)
+
+    def _outputs(self, inputs: Inputs, seed: int, optimized: bool) -> Outputs | None:
+        """seed: of the rounding of the weights; 0 for none."""
         try:
+            if (one := self._runners.get((seed, optimized))) is None:
+                source = _with_nudged_weights(self.source, seed) if seed else self.source
+                one = runner(source, optimized=optimized, by=self.by)
+                self._runners[seed, optimized] = one
             return one(inputs)
         except Exception as error:  # a runtime's exceptions share no base class
             self.failure = f"{self.by}: {first_line(error)}"
             return None
 
     def roundings(self, inputs: Inputs, *, optimized: bool) -> Iterator[Outputs | None]:
-        """Without the runtime's optimizations, then with inputs rounded to their neighbors."""
+        """Without the runtime's optimizations, then with inputs and weights rounded to their
+        neighbors: a sum in another order is one of such weights."""
         if optimized:
             yield self.outputs(inputs, optimized=False)
         for seed in range(SEEDS):
-            yield self.outputs(_nudged(inputs, seed), optimized=optimized)
+            yield self._outputs(_nudged(inputs, seed), seed + 1, optimized)
 
     def slack(self, cases: Sequence[Draw], *, optimized: bool) -> float:
         """What the runtime's own kernels for quantized ops, which it chooses by sizes, move the
@@ -461,21 +510,25 @@ class Judge:
 
     @cached_property
     def cases(self) -> list[Draw]:
-        """All inputs: the draws, and each at larger sizes where the original takes any."""
-        for double in (False, True):
-            longer = [self._longer(draw, double) for draw in self.draws]
-            sizes = [[x.shape for x in draw.inputs] for draw in (longer[0], self.draws[0])]
-            if sizes[0] == sizes[1]:
+        """All inputs: the draws, and each at larger sizes, of those that the original takes: all
+        larger at once or, if it fails, each alone."""
+        sizes, cases = list(open_sizes(self.inputs, self._feeds(self.draws[0]))), [*self.draws]
+        for names in (sizes, *([name] for name in sizes if len(sizes) > 1)):
+            for double in (False, True) if names else ():
+                longer = [self._longer(draw, double, names) for draw in self.draws]
+                if self.original.outputs(longer[0].inputs, optimized=True) is not None:
+                    cases += longer
+                    break
+            if len(names) > 1 and len(cases) > len(self.draws):
                 break
-            if self.original.outputs(longer[0].inputs, optimized=True) is not None:
-                return [*self.draws, *longer]
-        return self.draws
+        return cases
 
-    def _longer(self, draw: Draw, double: bool) -> Draw:
-        names = [value.name for value in self.inputs]
-        feeds = dict(zip(names, draw.inputs, strict=True))
-        longer = longer_inputs(self.inputs, feeds, double=double)
-        return Draw(f"{draw.kind}, larger sizes", tuple(longer[name] for name in names))
+    def _feeds(self, draw: Draw) -> dict[str, Tensor]:
+        return dict(zip((value.name for value in self.inputs), draw.inputs, strict=True))
+
+    def _longer(self, draw: Draw, double: bool, names: Collection[str]) -> Draw:
+        longer = longer_inputs(self.inputs, self._feeds(draw), double=double, names=names)
+        return Draw(f"{draw.kind}, larger sizes", tuple(longer.values()))
 
     def compare(self, data: bytes) -> Verdict:
         """The largest difference of a file. Inputs on which the original fails are left out.
@@ -488,7 +541,7 @@ class Judge:
         quantized, by = self.original.is_quantized, self.original.by
         try:
             file = runner(data, by=by)
-            plain = runner(data, optimized=False, by=file.by) if quantized else None
+            unoptimized = runner(data, optimized=False, by=file.by) if quantized else None
         except BadInput as error:
             if by is None:
                 raise
@@ -499,7 +552,7 @@ class Judge:
             if compared and file.by == REFERENCE and time.monotonic() - begin > REFERENCE_SECONDS:
                 break
             compared += 1
-            for one in (plain, file):
+            for one in (unoptimized, file):
                 if one is not None:
                     errors = self._errors(k, one, optimized=one is file)
                     steady |= {index for index, error in enumerate(errors) if error is not None}
@@ -571,7 +624,7 @@ class _Pair:
         self.moves = np.zeros(np.shape(a) if isinstance(a, np.ndarray) else (), bool)
         self.error = _error(a, b, slack)
         is_float = isinstance(a, np.ndarray) and _is_float(a)
-        self.allowed = max(slack, units * _epsilon(a.dtype)) if is_float else slack
+        self.allowed = max(slack, _rounding(a.dtype, units)) if is_float else slack
         self.is_equal = self.error <= self.allowed
 
     def move(self, other: Any) -> None:
@@ -595,7 +648,7 @@ class _Pair:
             self.is_equal = self.error <= self.allowed
 
     def _steady(self, array: np.ndarray) -> np.ndarray:
-        return np.where(self.moves, array.dtype.type(), array)
+        return np.where(self.moves, np.zeros((), array.dtype), array)
 
     def describe(self) -> str:
         """How they differ, and where."""
@@ -652,9 +705,14 @@ def _largest(a: Any) -> float:
     return float(values[np.isfinite(values)].max(initial=0.0))
 
 
+def _rounding(dtype: np.dtype, units: int) -> float:
+    """The difference that `units` in the last place are: at most VISIBLE, but one at least."""
+    return max(min(units, 1) * _epsilon(dtype), min(units * _epsilon(dtype), VISIBLE))
+
+
 def _epsilon(dtype: np.dtype) -> float:
     """The distance from 1 to the next number."""
-    if dtype.kind == "f":
+    if dtype.isbuiltin == 1:  # one of 8 bits is of kind "f", too, and not known to numpy
         return float(np.finfo(dtype).eps)
     import ml_dtypes
 

@@ -1,6 +1,6 @@
 """Branches of `If` and bodies of loops, each edited as a file of its own.
 
-What a body reads from the graph around it, and what it returns, stays whole.
+What a body reads from the graph around it, and what it returns, is not cut.
 """
 
 from __future__ import annotations

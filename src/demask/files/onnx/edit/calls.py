@@ -109,9 +109,11 @@ class NodeEdit:
         set_attribute(self.new, name, value)
 
 
+UNCHANGED = "\0"  # before the names of operands that no handler has adapted yet
 Handler = Callable[[NodeEdit], Sequence[Layout | None]]
 """Changes `new`, a copy of the node, and returns the layout of each output: at the positions of the
-layouts, the new node computes what the original one does. Raises Unsupported."""
+layouts, the new node computes what the original one does. Operands that it does not adapt are read
+at all positions. Raises Unsupported."""
 
 
 class Handlers(dict[str, Handler]):
@@ -138,6 +140,14 @@ def handle(
     handler = HANDLERS.get(op_of(node))
     if handler is None or graph_reads(node):
         raise Unsupported("no handler")
-    edit = NodeEdit(editor, node, copy_of(node), wanted)
+    edit, start = NodeEdit(editor, node, copy_of(node), wanted), len(editor.nodes)
+    edit.new.input[:] = [name and UNCHANGED + name for name in node.input]
     layouts = handler(edit)
+    added = editor.nodes[start:]
+    for new in (*added, edit.new):
+        is_last = len(editor.nodes) == start + len(added)
+        for k, name in enumerate(new.input):
+            if name.startswith(UNCHANGED):
+                require(is_last, "computed operands of a node before its last")
+                new.input[k] = editor.complete(name.removeprefix(UNCHANGED))
     return edit.new, layouts

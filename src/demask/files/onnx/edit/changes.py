@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from demask.files.onnx.edit.protos import op_of
+from demask.files.onnx.edit.protos import op_of, subgraphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,9 @@ def changes_of(original: Any, edited: Any) -> Iterator[NodeChange]:
                  if a in before and b in after]  # fmt: skip
         words = [word for word in words if word]
         if not words and node.SerializeToString() != new.SerializeToString():
-            words = ["reads other values, or has other attributes"]
+            is_cut = subgraphs(node) != subgraphs(new)
+            words = ["its bodies are cut" if is_cut else
+                     "reads other values, or has other attributes"]  # fmt: skip
         if words:
             yield NodeChange(_label(node), op_of(node), "; ".join(words))
     for node in nodes.values():

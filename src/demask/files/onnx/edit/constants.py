@@ -22,7 +22,8 @@ class FileConstants:
     def __init__(self, model: Any):
         self.model = model
         self.tensors = {tensor.name: tensor for tensor in model.graph.initializer}
-        self.names = set(self.tensors) | {t.values.name for t in model.graph.sparse_initializer}
+        self.sparse = {t.values.name: t for t in model.graph.sparse_initializer}
+        self.names = {*self.tensors, *self.sparse}
         self.producers: dict[str, Any] = {}
         self.read: list[str] = []  # computed constants that nodes with inputs read
         for node in model.graph.node:
@@ -41,9 +42,8 @@ class FileConstants:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Sizes of a constant."""
-        if name in self.tensors:
-            return tuple(self.tensors[name].dims)
-        return self[name].shape
+        stored = self.tensors.get(name) or self.sparse.get(name)
+        return self[name].shape if stored is None else tuple(stored.dims)
 
     def __getitem__(self, name: str) -> np.ndarray:
         """The array of a constant; KeyError where the runtime cannot compute it."""
@@ -51,10 +51,22 @@ class FileConstants:
 
         if name in self.tensors:  # without a cache, which would copy each weight
             return numpy_helper.to_array(self.tensors[name])
+        if name in self.sparse:
+            return _dense(self.sparse[name])
         if name not in self._arrays:
             wanted = [n for n in self.read if n not in self.tensors and n not in self._arrays]
             self._arrays |= evaluated(self.model, {*wanted, name}, self.names)
         return self._arrays[name]
+
+
+def _dense(tensor: Any) -> np.ndarray:
+    """The array of a sparse tensor, whose indices are flat or one row per value."""
+    from onnx import numpy_helper
+
+    values, indices = map(numpy_helper.to_array, (tensor.values, tensor.indices))
+    dense = np.zeros(list(tensor.dims), values.dtype)
+    dense[tuple(indices.T) if indices.ndim > 1 else np.unravel_index(indices, dense.shape)] = values
+    return dense
 
 
 def evaluated(

@@ -34,12 +34,19 @@ def with_opset(model: Any, opset: int) -> Any:
     least = helper.find_min_ir_version_for(converted.opset_import, ignore_unknown=True)
     converted.ir_version = max(model.ir_version, least)
     # What describes values is no matter of versions, but the converter drops some of it.
-    documents = {tensor.name: tensor.doc_string for tensor in model.graph.initializer}
-    for tensor in converted.graph.initializer:
-        if documents.get(tensor.name):
-            tensor.doc_string = documents[tensor.name]
+    described = {tensor.name: tensor for tensor in model.graph.initializer}
+    described |= {tuple(node.output): node for node in model.graph.node}
+    new = [(tensor.name, tensor) for tensor in converted.graph.initializer]
+    new += [(tuple(node.output), node) for node in converted.graph.node]
+    for key, item in new:
+        if key in described:
+            item.doc_string = described[key].doc_string
+            item.ClearField("metadata_props")
+            item.metadata_props.extend(described[key].metadata_props)
     for ports in ("input", "output", "quantization_annotation", "metadata_props"):
         converted.graph.ClearField(ports)
         getattr(converted.graph, ports).extend(getattr(model.graph, ports))
+    converted.ClearField("training_info")
+    converted.training_info.extend(model.training_info)
     converted.functions.extend(model.functions[len(converted.functions) :])
     return converted

@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from demask.errors import BadInput
+from demask.errors import BadInput, NotExportable
 from demask.files.atomic_write import write
+from demask.files.onnx.check import inputs_of, open_sizes, resized
 from demask.files.onnx.edit.bodies import edit_bodies
 from demask.files.onnx.edit.constants import evaluated
 from demask.files.onnx.edit.convert import with_opset
 from demask.files.onnx.edit.editor import Editor, union
 from demask.files.onnx.edit.foreign import opaque_outputs
 from demask.files.onnx.edit.functions import put_back_calls, write_out_calls
-from demask.files.onnx.edit.names import name_values
+from demask.files.onnx.edit.names import NamedValues, name_values, with_sizes
 from demask.files.onnx.edit.ops import handle
 from demask.files.onnx.edit.protos import copy_of, graph_reads, shell_of
 from demask.files.onnx.edit.refusals import Unsupported
@@ -52,11 +53,6 @@ class EditedFile:
     barriers: tuple[tuple[str, str], ...]
     external: frozenset[str]
     foreign: frozenset[str]
-
-    @property
-    def tensor_bytes(self) -> int:
-        """The bytes of the stored tensors."""
-        return sum(tensor.ByteSize() for tensor in self.model.graph.initializer)
 
 
 def edit_file(
@@ -139,9 +135,9 @@ def _edit_model(
     def edit_body(model: Any, inputs: Sequence[Tensor]) -> Any:
         return _edit_model(model, inputs, folder, table, insert)[0]
 
-    whole, calls = write_out_calls(original)
+    inlined, calls = write_out_calls(original)
     barriers, foreign = (), frozenset()
-    for start, written in ((whole, calls), (original, [])) if calls else ((original, []),):
+    for start, written in ((inlined, calls), (original, [])) if calls else ((original, []),):
         feeds = _feeds(parse_model(start, folder), args)
         model = edit_bodies(start, feeds, edit_body)
         for k in range(PASSES):
@@ -175,7 +171,7 @@ def edit_once(
     shell = shell_of(model)  # before there are more copies of the tensors
     file = parse_model(model, folder)
     feeds = _feeds(file, args)
-    named = name_values(file, args, table, functools.partial(opaque_outputs, model, feeds))
+    named = _name_values(file, model, args, table)
     names = {name for name, v in named.values.items() if (v.known & (v.fill != 0)).any()}
     names -= set(feeds)
     producers = {n for node in model.graph.node for n in node.output if n}
@@ -196,6 +192,46 @@ def edit_once(
             computed.update(editor.missing)
 
     return *_cheapest(walked, shell, insert), named.opaque
+
+
+def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Table) -> NamedValues:
+    """Facts and layouts of the tensors of a file, for all sizes that it leaves open and takes.
+
+    Where torch.export makes one of them static (size 1, or one for which ops compute other axes), a
+    larger one may be dynamic; that which the runtime takes no other number for is static.
+
+    Raises:
+        NotExportable: another size is static, or the runtime does not take the file.
+    """
+    outputs = functools.partial(opaque_outputs, model, _feeds(file, args))
+    named = name_values(file, args, table, outputs)
+    feeds = dict(zip((port.name for port in file.graph.inputs), args, strict=True))
+    places = open_sizes(inputs_of(model), feeds)
+    producers = {name for node in model.graph.node for name in node.output if name}
+    ends = {value.name for value in model.graph.output} & producers
+
+    def is_run(feeds: Mapping[str, Tensor]) -> bool:
+        arrays = {name: numpy_of(x) for name, x in feeds.items()}
+        return bool(evaluated(model, ends, producers, arrays))
+
+    if named.static and is_run(feeds):
+        taken = set()
+        for name in sorted(named.static):
+            value, axis = places[name][0]
+            count = feeds[value].shape[axis]
+            others = (resized(feeds, places, {name: n}) for n in (1, count, 1 - count) if n)
+            if (other := next(filter(is_run, others), None)) is not None:
+                taken.add(name)
+                feeds = other
+        if not taken:
+            return named
+        file = with_sizes(file, {n: x.shape for n, x in feeds.items()}, named.static - taken)
+        named = name_values(file, tuple(feeds.values()), table, outputs)
+    if named.static:
+        name = min(named.static)
+        raise NotExportable(f"size {name!r} of {places[name][0][0]!r} is static", "the file",
+                            "the file is exported instead")  # fmt: skip
+    return named
 
 
 def _cheapest(

@@ -64,7 +64,7 @@ class Editor:
         self.outputs = {value.name for value in self.graph.output}
         self.inner_reads = {n for node in self.graph.node for n in graph_reads(node)}
         self.layouts: dict[str, Layout] = {}  # of values that the new file has
-        self.renamed: dict[str, str] = {}  # names of values whose own name is that of the whole
+        self.renamed: dict[str, str] = {}  # cut values; the name is the complete one's
         self.nodes: list[Any] = []
         self.tensors: dict[str, Any] = {}  # new ones
         self.shared: dict[tuple[Any, ...], str] = {}  # new tensors by contents
@@ -73,7 +73,7 @@ class Editor:
         self.overridden: dict[str, Layout] = {}
         self.done: set[str] = set()  # outputs of nodes that were edited with one before them
         self.grown, self.expansions = grown, dict[str, Layout]()
-        self.barriers: list[tuple[str, str]] = []  # nodes that stay whole, and why
+        self.barriers: list[tuple[str, str]] = []  # nodes that are not cut, and why
         self.taken = set(self.constants.names) | graph_names(self.graph)
         self.node_names = {node.name for node in self.graph.node}
         self._types: dict[str, int] | None = None
@@ -180,7 +180,8 @@ class Editor:
         if name in self.constants:
             return self.array(name) == 0
         if name not in self.values:
-            return np.zeros([1] * len(self.shape(name)), bool)
+            shape, numbers = self.shape(name), self.named.hosts[name]
+            return np.zeros(shape, bool) if numbers.dtype == object else numbers == 0
         return self.values[name].known & (self.fill(name) == 0)
 
     def dtype(self, name: str) -> np.dtype:
@@ -301,8 +302,6 @@ class Editor:
             index = np.ix_(*(all_positions(p, n) for p, n in zip(layout, array.shape, strict=True)))
             new = self.fresh(name, "cut")
             tensor = numpy_helper.from_array(np.ascontiguousarray(array[index]), new)
-            if name in self.constants.tensors:
-                tensor.doc_string = self.constants.tensors[name].doc_string
             self.tensors[new] = tensor
             return new
         operands = None if node is None else _operand_layouts(self, node, layout)
@@ -398,7 +397,7 @@ class Editor:
         constant[where] = lacking
         return self.emit("Add", [source, self.tensor(constant, name, "fill")], name)
 
-    def whole(self, name: str) -> str:
+    def complete(self, name: str) -> str:
         """The name of a value at all positions."""
         if name in self.constants or name not in self.values:
             return name
@@ -442,7 +441,7 @@ class Editor:
             if is_opaque or any(p is not None for layout in wanted for p in layout or ()):
                 words = f"{op_of(node)} is not understood" if is_opaque else str(reason)
                 self.barriers.append((node.name or outputs[0], words))
-            self._leave_whole(node)
+            self._leave_uncut(node)
 
     def _record(self, new: Any, layouts: Sequence[Layout | None]) -> None:
         """Add a node, and the layouts of its outputs."""
@@ -455,23 +454,23 @@ class Editor:
                 new.output[k] = self.renamed[name] = self.fresh(name, "cut")
         self.nodes.append(new)
 
-    def _leave_whole(self, node: Any) -> None:
+    def _leave_uncut(self, node: Any) -> None:
         copy = copy_of(node)
         for k, name in enumerate(node.input):
-            copy.input[k] = self.whole(name) if name else ""
+            copy.input[k] = self.complete(name) if name else ""
         for name in graph_reads(node):
             self._restore(name)
-        wholes = [(None,) * len(self.shape(name)) if name in self.values else None
+        layouts = [(None,) * len(self.shape(name)) if name in self.values else None
                   for name in node.output]  # fmt: skip
-        self._record(copy, wholes)
+        self._record(copy, layouts)
 
     def _restore(self, name: str) -> None:
-        """Give a whole value its own name, where a value of fewer positions was computed."""
+        """Give a complete value its own name, where a value of fewer positions was computed."""
         if name not in self.values or name in self.constants:
             return
         if name in self.layouts and name not in self.renamed:
             return
-        source = self.whole(name)
+        source = self.complete(name)
         producer = next((node for node in self.nodes[::-1] if source in node.output), None)
         if producer is not None and self.adapted.get((name, self._all(name))) == source:
             producer.output[list(producer.output).index(source)] = name
@@ -514,7 +513,7 @@ class Editor:
         graph = model.graph
         graph.node.extend(_with_names(node, original) for node in nodes)
         tensors = [
-            _named(t, original.get(t.name, str(t.name)))
+            self._in_place_of(original[t.name], t) if t.name in original else t
             for t in (*self.graph.initializer, *self.tensors.values())
             if t.name in live
         ]
@@ -523,6 +522,15 @@ class Editor:
         graph.initializer.extend(tensors)
         self._update_descriptions(graph, live | {original[n] for n in live & set(original)})
         return model
+
+    def _in_place_of(self, name: str, tensor: Any) -> Any:
+        """A new tensor with the name of another one, and what the file says of that."""
+        tensor = copy_of(tensor)
+        tensor.name = name
+        if (replaced := self.constants.tensors.get(name)) is not None:
+            tensor.doc_string = replaced.doc_string
+            tensor.metadata_props.extend(replaced.metadata_props)
+        return tensor
 
     def _original_names(self, live: set[str]) -> dict[str, str]:
         """The name of each constant that replaces another one everywhere: that of the latter."""
@@ -654,14 +662,6 @@ def _with_names(node: Any, names: Mapping[str, str]) -> Any:
         for k, name in enumerate(values):
             values[k] = names.get(name, name)
     return node
-
-
-def _named(tensor: Any, name: str) -> Any:
-    if tensor.name == name:
-        return tensor
-    tensor = copy_of(tensor)
-    tensor.name = name
-    return tensor
 
 
 def _set_sizes(sizes: Any, new: Sequence[int | None]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from demask.files.onnx.edit.protos import copy_of, graph_names, is_standard, subgraphs
+from demask.files.onnx.edit.protos import copy_of, graph_names, is_standard, rename, subgraphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class WrittenCall:
 
 
 def write_out_calls(model: Any) -> tuple[Any, list[WrittenCall]]:
-    """The file with the bodies of functions in place of their calls. Calls stay that have subgraphs
-    in their body, or a body of another op set."""
+    """The file with the bodies of functions in place of their calls. Calls stay of a body of
+    another op set."""
     functions = {_key(function, function.name): function for function in model.functions}
     if not functions:
         return model, []
@@ -99,14 +99,26 @@ def _written_out(
             if name and name not in names:
                 names[name] = fresh(name)
             copy.output[k] = names[name] if name else ""
-        del copy.attribute[:]
-        for attribute in inner.attribute:
-            if not attribute.ref_attr_name:
-                copy.attribute.append(attribute)
-            elif attribute.ref_attr_name in values:
-                copy.attribute.append(values[attribute.ref_attr_name])
-                copy.attribute[-1].name = attribute.name
+        _bind(copy, values)
+        for graph in subgraphs(copy):
+            inner_names = sorted(graph_names(graph) - {"", *names})
+            rename(graph, names | {name: fresh(name) for name in inner_names})
         yield from _written_out(copy, functions, model, taken)
+
+
+def _bind(node: Any, values: Mapping[str, Any]) -> None:
+    """Give attributes that are those of the function the values of the call, in place."""
+    attributes = [copy_of(attribute) for attribute in node.attribute]
+    del node.attribute[:]
+    for attribute in attributes:
+        if not attribute.ref_attr_name:
+            node.attribute.append(attribute)
+        elif attribute.ref_attr_name in values:
+            node.attribute.append(values[attribute.ref_attr_name])
+            node.attribute[-1].name = attribute.name
+    for graph in subgraphs(node):
+        for inner in graph.node:
+            _bind(inner, values)
 
 
 def _fits(function: Any, model: Any) -> bool:
@@ -115,7 +127,7 @@ def _fits(function: Any, model: Any) -> bool:
     if any(versions.get(e.domain, e.version) != e.version for e in function.opset_import):
         return False
     computed = {name for node in function.node for name in node.output}
-    if any(map(subgraphs, function.node)) or not computed.issuperset(function.output):
+    if not computed.issuperset(function.output):
         return False
     model.opset_import.extend(e for e in function.opset_import if e.domain not in versions)
     return True

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from demask.errors import DemaskError, NotExportable
+from demask.errors import DemaskError
 from demask.facts.known import key_of, value_of
 from demask.files.onnx.edit.opaque import OpaqueOutput, opaque_call
 from demask.files.onnx.model import Graph, OnnxFile, OnnxNode
@@ -32,7 +32,7 @@ from demask.shrink.layout.layout_analysis import LayoutAnalysis
 from demask.shrink.pipeline import canonicalize, programs_of
 
 Size = Any  # an int, or an expression of sympy for a dynamic size
-PLAIN = ("direction", "hidden_size", "layout")
+SUPPORTED = ("direction", "hidden_size", "layout")
 OpaqueOutputs = Mapping[str, OpaqueOutput]  # by name; without those that are not tensors
 
 
@@ -63,12 +63,12 @@ class NamedValue:
                 for p, n in zip(layout, shape, strict=True)
             )
         fill = fact.fill.detach()
-        is_plain = not fill.is_floating_point() or fill.dtype == torch.float64
+        is_exact = not fill.is_floating_point() or fill.dtype == torch.float64
         return cls(
             shape,
             value.dtype,
             fact.known.numpy(),
-            (fill if is_plain else fill.double()).numpy(),
+            (fill if is_exact else fill.double()).numpy(),
             layout,
         )
 
@@ -76,11 +76,13 @@ class NamedValue:
 @dataclass(frozen=True, slots=True)
 class NamedValues:
     """The tensors of a file's main graph. hosts: numbers that are known without reading a tensor
-    (sizes), as the capture computes them: ints or symbolic. opaque: ops that were not captured."""
+    (sizes), as the capture computes them: ints or symbolic. opaque: ops that were not captured.
+    static: sizes that the file leaves open, of which all of this is of the example's alone."""
 
     values: Mapping[str, NamedValue]
     hosts: Mapping[str, np.ndarray]
     opaque: frozenset[str]
+    static: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -105,7 +107,7 @@ class NamedModule(OnnxModule):
     def __init__(self, file: OnnxFile, opaque: Collection[str], outputs: OpaqueOutputs):
         nodes = tuple(
             _flat(n) if _label(n) in opaque else n if n.domain or n.op not in KINDS
-            else plain_layer(n) or n for n in file.graph.nodes
+            else supported_layer(n) or n for n in file.graph.nodes
         )  # fmt: skip
         file = replace(file, graph=replace(file.graph, nodes=nodes))
         self_opaque = {node.outputs for node in nodes if _label(node) in opaque}
@@ -163,11 +165,11 @@ def _label(node: OnnxNode) -> str:
 
 
 def _flat(node: OnnxNode) -> OnnxNode:
-    """A node whose operands include what its subgraphs read, without attributes."""
-    return replace(node, inputs=tuple(names_read(node)), attributes={})
+    """A node whose operands include what its subgraphs read, without attributes, of no function."""
+    return replace(node, domain="demask", inputs=tuple(names_read(node)), attributes={})
 
 
-def plain_layer(node: OnnxNode) -> OnnxNode | None:
+def supported_layer(node: OnnxNode) -> OnnxNode | None:
     """A recurrent layer as one that torch has an op for, which reads as much and of which no more
     is known; None if there is none. It has no lengths of sequences and no peepholes. With other
     activations, units stay 0, too, if these are 0 at 0."""
@@ -176,7 +178,7 @@ def plain_layer(node: OnnxNode) -> OnnxNode | None:
     values = {n for d in range(count) for n in direction_activations(node.op, names, d)[1]}
     if not values <= ZERO_AT_ZERO:
         return None
-    attributes = {k: v for k, v in node.attributes.items() if k in PLAIN}
+    attributes = {k: v for k, v in node.attributes.items() if k in SUPPORTED}
     if node.op == "GRU":
         attributes["linear_before_reset"] = 1
     elif values == {"relu"} and node.op == "RNN":
@@ -208,10 +210,10 @@ def name_values(file: OnnxFile, args: Sequence[Tensor], table: Table, outputs: A
         outputs: function from names to the `OpaqueOutput` of those that are tensors.
 
     Raises:
-        NotExportable: the file cannot be captured, or not with the dynamic sizes that it declares.
+        NotExportable: the file cannot be captured.
     """
     layers = [n for n in file.graph.nodes if not n.domain and n.op in KINDS]
-    opaque = foreign_nodes(file) | {_label(n) for n in layers if plain_layer(n) is None}
+    opaque = foreign_nodes(file) | {_label(n) for n in layers if supported_layer(n) is None}
     while True:
         names = [o for n in file.graph.nodes if _label(n) in opaque for o in n.outputs if o]
         module = NamedModule(file, opaque, outputs(names) if names else {})
@@ -222,8 +224,10 @@ def name_values(file: OnnxFile, args: Sequence[Tensor], table: Table, outputs: A
             failed = module.log.at
             if failed is None or _label(failed) in opaque:
                 raise
-            opaque = opaque | {_label(failed)}
-    _check_sizes(program, file)
+            calls = [n for n in file.graph.nodes if (n.domain, n.op) in file.functions]
+            is_inner = not any(n.outputs == failed.outputs for n in file.graph.nodes)
+            opaque = opaque | (set(map(_label, calls)) if is_inner else {_label(failed)})
+    static = _static_sizes(program, file)
     program = canonicalize(program, table)
     result = next(node for node in program.graph.nodes if node.op == "output")
     leaves: Any = result.args[0]
@@ -233,18 +237,32 @@ def name_values(file: OnnxFile, args: Sequence[Tensor], table: Table, outputs: A
     layouts = analysis.placer.placement().value
     values = {name: NamedValue.of(analysis, node, layouts.get(key_of(node)))
               for name, node in nodes.items() if isinstance(node, fx.Node)}  # fmt: skip
-    return NamedValues(values, module.log.hosts, frozenset(opaque))
+    return NamedValues(values, module.log.hosts, frozenset(opaque), frozenset(static))
 
 
-def _check_sizes(program: Program, file: OnnxFile) -> None:
-    """Raise NotExportable where a size that the file leaves open is static in the program."""
-    inputs = list(program.graph.find_nodes(op="placeholder"))
+def _static_sizes(program: Program, file: OnnxFile) -> set[str]:
+    """The sizes that the file leaves open and that are static in the program, as `longer_inputs`
+    names them."""
+    inputs, static = list(program.graph.find_nodes(op="placeholder")), set()
     for node, port in zip(inputs, file.graph.inputs, strict=True):
-        value = node.meta["val"]
-        for size, declared in zip(value.shape, port.sizes or (), strict=False):
-            if isinstance(declared, str) and isinstance(size, int):
-                raise NotExportable(
-                    f"size {declared!r} of {port.name!r} is static",
-                    "the file",
-                    "the file is exported anew instead",
-                )
+        pairs = zip(node.meta["val"].shape, port.sizes or (), strict=False)
+        for axis, (size, name) in enumerate(pairs):
+            if isinstance(name, str) and isinstance(size, int):
+                static.add(name or f"{port.name}.{axis}")
+    return static
+
+
+def with_sizes(
+    file: OnnxFile, shapes: Mapping[str, Sequence[int]], names: Collection[str]
+) -> OnnxFile:
+    """The file with numbers in place of some of the sizes that it leaves open, from the shapes of
+    its inputs."""
+    ports = []
+    for port in file.graph.inputs:
+        sizes = port.sizes
+        if sizes is not None:
+            pairs = enumerate(zip(sizes, shapes[port.name], strict=True))
+            sizes = tuple(size if (n or f"{port.name}.{k}") in names else n
+                          for k, (n, size) in pairs)  # fmt: skip
+        ports.append(replace(port, sizes=sizes))
+    return replace(file, graph=replace(file.graph, inputs=tuple(ports)))

@@ -97,6 +97,11 @@ def tensors_of(graph: Any) -> Iterator[Any]:
         yield from tensors_in(node)
 
 
+def stored_bytes(graph: Any) -> int:
+    """The bytes of the tensors that a graph and its subgraphs store, without names."""
+    return sum(len(tensor.raw_data) or tensor.ByteSize() for tensor in tensors_of(graph))
+
+
 def tensors_in(node: Any) -> Iterator[Any]:
     """The tensors among a node's attributes, and in its subgraphs."""
     for attribute in node.attribute:

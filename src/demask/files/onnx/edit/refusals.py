@@ -6,7 +6,7 @@ from demask.shrink.layout.cells import Positions
 
 
 class Unsupported(Exception):
-    """A node that no handler can cut: its operands and outputs stay whole."""
+    """A node that no handler can cut: its operands and outputs are complete."""
 
 
 def require(condition: object, reason: str) -> None:
@@ -16,7 +16,7 @@ def require(condition: object, reason: str) -> None:
 
 
 def all_positions(positions: Positions, size: int) -> list[int]:
-    """Positions as a list, the whole axis included.
+    """Positions as a list, those of a complete axis included.
 
     >>> all_positions(None, 3), all_positions((2, 0), 3)
     ([0, 1, 2], [2, 0])

@@ -279,12 +279,6 @@ def save(model: Any, path: str | os.PathLike[str], largest: int = LARGEST) -> No
     _save_with_external_data(model, Path(path))
 
 
-def tensor_bytes(model: Any) -> int:
-    """The bytes of the stored tensors of an `onnx_ir.Model`."""
-    constants = [value.const_value for value in model.graph.initializers.values()]
-    return sum(constant.nbytes for constant in constants if constant is not None)
-
-
 def serialized(model: Any) -> bytes:
     """The bytes of an `onnx_ir.Model`, checked, with weights, so at most 2 GiB."""
     proto = _proto(model)

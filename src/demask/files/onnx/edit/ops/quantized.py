@@ -1,11 +1,12 @@
-"""Quantization of computed values: scales and zero points are cut with their axis."""
+"""Quantization of computed values, and layers of integers: scales and zero points are cut with
+their axis."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from demask.files.onnx.edit.calls import HANDLERS, NodeEdit
-from demask.files.onnx.edit.editor import scale_layout
+from demask.files.onnx.edit.editor import scale_layout, union
 from demask.files.onnx.edit.refusals import require
 from demask.shrink.layout.cells import Layout
 
@@ -33,7 +34,8 @@ def quantize_dynamically(edit: NodeEdit) -> Sequence[Layout | None]:
     """
     editor, name = edit.editor, edit.name(0)
     require(name in editor.layouts and not editor.fill(name).any(), "known values other than 0")
-    layout = editor.overridden.get(edit.node.output[0], editor.layouts[name])
+    more = editor.overridden.get(edit.node.output[0], editor.layouts[name])
+    layout = union(more, editor.layouts[name], editor.shape(name))
     for axis, (positions, size) in enumerate(zip(layout, editor.shape(name), strict=True)):
         if positions is not None:
             others = tuple(set(range(size)) - set(positions))

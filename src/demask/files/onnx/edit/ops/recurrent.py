@@ -14,11 +14,9 @@ from demask.files.onnx.edit.ops.contraction import contracted, sum_of
 from demask.files.onnx.edit.ops.move import groups_of, set_target
 from demask.files.onnx.edit.protos import attributes_of, copy_of, is_standard
 from demask.files.onnx.edit.refusals import all_positions, require
-from demask.files.onnx.ops.nn.recurrent import ZERO_AT_ZERO, direction_activations
 from demask.shrink.layout.cells import Layout, Positions, whole
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
-MAIN = {"LSTM": 3, "GRU": 2, "RNN": 0}  # the gate that a unit takes its value from
 B, P = 3, 7  # operands: W, R, B, sequence_lens, initial_h, initial_c, P follow x
 STATES = (5, 6)
 
@@ -35,7 +33,7 @@ def recurrent(edit: NodeEdit) -> Sequence[Layout | None]:
     directions = sorted({d for pair in wanted for d in all_positions(pair[0], len(w))})
     if "activation_alpha" in edit.attributes or "activation_beta" in edit.attributes:
         directions = list(range(len(w)))  # which of them are whose is not stated
-    reads = [(r[d].reshape(gates, size, size) != 0).any(0) & ~_silent_units(edit, d)
+    reads = [(r[d].reshape(gates, size, size) != 0).any(0) & ~_silent_units(edit, d, size)
              for d in directions]  # fmt: skip
     joined = _joined_directions(edit, size) if len(directions) == 2 else None
     if joined is not None:
@@ -179,40 +177,10 @@ def _readers(editor: Editor, name: str) -> list[Any]:
     return [*nodes, *[None] * (name in editor.outputs or name in editor.inner_reads)]
 
 
-def _silent_units(edit: NodeEdit, direction: int) -> np.ndarray:
-    """The units of a direction that start at 0 and compute 0 from zeros and each other: bool."""
-    op, editor = edit.node.op_type, edit.editor
-    w, r = edit.constant(1)[direction], edit.constant(2)[direction]
-    gates, size = GATES[op], r.shape[1]
-    rows = slice(MAIN[op] * size, (MAIN[op] + 1) * size)
-    names = [name.decode() for name in edit.attributes.get("activations", ())]
-    _, values = direction_activations(op, names, direction)
-    bias = np.zeros((2, size))
-    if edit.name(B):
-        bias = edit.constant(B)[direction].reshape(2, gates * size)[:, rows].astype(np.float64)
-    total = bias.sum(0)
-    if op == "RNN" and values == ["relu"]:
-        silent = total <= 0
-    elif op == "GRU":  # which multiplies one of the biases by a gate
-        silent = (bias == 0).all(0)
-    else:
-        silent = total == 0
-    silent &= ZERO_AT_ZERO.issuperset(values)
-    read = np.ones(w.shape[1], bool) & ~editor.zeros(edit.name(0)).all((0, 1))
-    silent &= ~((w[rows] != 0) & read).any(1)
-    for k in STATES:
-        if edit.name(k):
-            silent &= _zero_at_start(edit, k, direction)
-    while True:
-        fewer = silent & ~((r[rows] != 0) & ~silent).any(1)
-        if (fewer == silent).all():
-            return silent
-        silent = fewer
-
-
-def _zero_at_start(edit: NodeEdit, k: int, direction: int) -> np.ndarray:
-    """The units whose initial state (operand k) is known to be 0."""
-    zero = edit.editor.zeros(edit.name(k))
-    axes = (1, 0) if edit.attributes.get("layout", 0) else (0, 1)  # of directions and the batch
-    zero = np.asarray(np.moveaxis(zero, axes, (0, 1)).all(1))
-    return zero[direction if len(zero) > 1 else 0]
+def _silent_units(edit: NodeEdit, direction: int, size: int) -> np.ndarray:
+    """The units of a direction that are 0 at every step, and so in every output: bool."""
+    name = next(filter(None, edit.node.output))
+    zero = edit.editor.zeros(name)
+    zero = np.moveaxis(zero, zero.ndim - (2 if edit.attributes.get("layout") else 3), 0)
+    zero = np.asarray(zero.all(tuple(range(1, zero.ndim - 1))))
+    return np.broadcast_to(zero[direction if len(zero) > 1 else 0], [size])

@@ -15,7 +15,7 @@ REDUCTIONS = (
 ONE_AXIS = 13  # op set since which softmax is along one axis, not all axes from one on
 
 
-def _whole_along(layout: Layout, axes: set[int]) -> Layout:
+def _complete_along(layout: Layout, axes: set[int]) -> Layout:
     return tuple(None if k in axes else p for k, p in enumerate(layout))
 
 
@@ -24,7 +24,7 @@ def softmax(edit: NodeEdit) -> Sequence[Layout | None]:
     """softmax(x)[p] == softmax(x[p]), for p on the other axes."""
     rank, is_new = len(edit.layout), edit.opset >= ONE_AXIS
     axis = edit.attributes.get("axis", -1 if is_new else 1) % rank
-    layout = _whole_along(edit.layout, {axis} if is_new else set(range(axis, rank)))
+    layout = _complete_along(edit.layout, {axis} if is_new else set(range(axis, rank)))
     edit.adapt(0, layout)
     return [layout]
 
@@ -35,7 +35,7 @@ def along_axis(edit: NodeEdit) -> Sequence[Layout | None]:
     axis = edit.attributes.get("axis", -1)
     if edit.node.op_type == "CumSum":
         axis = int(edit.constant(1).item())
-    layout = _whole_along(edit.layout, {axis % len(edit.layout)})
+    layout = _complete_along(edit.layout, {axis % len(edit.layout)})
     edit.adapt(0, layout)
     return [layout]
 
@@ -45,7 +45,7 @@ def layer_norm(edit: NodeEdit) -> Sequence[Layout | None]:
     """norm(x)[p] == norm(x[p]), for p on the axes before the normalized ones."""
     require(not any(edit.wanted[1:]), "its mean or deviation is read")
     axis = edit.attributes.get("axis", -1) % len(edit.layout)
-    layout = _whole_along(edit.layout, set(range(axis, len(edit.layout))))
+    layout = _complete_along(edit.layout, set(range(axis, len(edit.layout))))
     edit.adapt(0, layout)
     return [layout, *([None] * (len(edit.node.output) - 1))]
 
@@ -73,7 +73,7 @@ def reduction(edit: NodeEdit) -> Sequence[Layout | None]:
         axes = [] if edit.attributes.get("noop_with_empty_axes") else list(range(rank))
     reduced, keeps = set(axes), edit.attributes.get("keepdims", 1)
     if keeps:
-        layout = operand = _whole_along(edit.layout, reduced)
+        layout = operand = _complete_along(edit.layout, reduced)
     else:
         layout, rest = edit.layout, iter(edit.layout)
         operand = tuple(None if k in reduced else next(rest) for k in range(rank))

@@ -1,4 +1,4 @@
-"""Ops on images: batch and channels are cut, the other axes stay whole. Norms of channels."""
+"""Ops on images: batch and channels are cut, the other axes are complete. Norms of channels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def batch_norm(edit: NodeEdit) -> Sequence[Layout | None]:
 
 @HANDLERS("InstanceNormalization")
 def instance_norm(edit: NodeEdit) -> Sequence[Layout | None]:
-    """norm(x, s)[:, p] == norm(x[:, p], s[p]), along whole images."""
+    """norm(x, s)[:, p] == norm(x[:, p], s[p]), along complete images."""
     return _norm(edit, _images(edit.layout))
 
 
@@ -65,7 +65,7 @@ def resize(edit: NodeEdit) -> Sequence[Layout | None]:
 
 @HANDLERS("DepthToSpace", "SpaceToDepth")
 def blocks(edit: NodeEdit) -> Sequence[Layout | None]:
-    """Channels stay whole."""
+    """Channels are not cut."""
     layout = (edit.layout[0], *([None] * (len(edit.layout) - 1)))
     edit.adapt(0, layout)
     return [layout]

@@ -133,6 +133,12 @@ def _centered(x: Tensor, zero_point: Tensor | None, axis: int | None = None) -> 
     return x - _along(zero_point, x, axis).to(torch.float64)
 
 
+def _centered_weights(w: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
+    """w - zero_point in float64, by a product that shows zeros of integers that are not folded."""
+    centered = _centered(w, zero_point, axis)
+    return centered if zero_point is None else centered * (w != _along(zero_point, w, axis))
+
+
 def _along(scale: Tensor, x: Tensor, axis: int | None) -> Tensor:
     if scale.ndim != 1 or scale.shape[0] == 1 or axis is None:
         return scale.reshape(()) if scale.ndim == 1 and scale.shape[0] == 1 else scale
@@ -151,7 +157,7 @@ def matmul_integer(
     """(a - a_zero_point) @ (b - b_zero_point) in int32; zero points are one number, or one per row
     of a and per column of b."""
     a_axis = -2 if a.ndim > 1 else None
-    return _int32(_centered(a, a_zero_point, a_axis) @ _centered(b, b_zero_point, -1))
+    return _int32(_centered(a, a_zero_point, a_axis) @ _centered_weights(b, b_zero_point, -1))
 
 
 @OPS("QLinearMatMul", stored=(1, 2, 3, 4, 5, 6, 7))
@@ -161,7 +167,7 @@ def qlinear_matmul(
 ) -> Tensor:  # fmt: skip
     """The product of two quantized matrices, quantized."""
     a_axis = -2 if a.ndim > 1 else None
-    product = _centered(a, a_zero_point, a_axis) @ _centered(b, b_zero_point, -1)
+    product = _centered(a, a_zero_point, a_axis) @ _centered_weights(b, b_zero_point, -1)
     scales = [s.to(torch.float32) for s in (a_scale, b_scale, y_scale)]
     scale = _along(scales[0], product, a_axis) * _along(scales[1], product, -1) / scales[2]
     return _requantized(product, scale, y_zero_point)
@@ -182,7 +188,7 @@ def conv_integer(
 ) -> Tensor:  # fmt: skip
     """A convolution of integers, in int32; padding is x's zero point."""
     return _int32(convolution(
-        _centered(x, x_zero_point), _centered(w, w_zero_point, 0), auto_pad=auto_pad,
+        _centered(x, x_zero_point), _centered_weights(w, w_zero_point, 0), auto_pad=auto_pad,
         dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads, strides=strides,
     ))  # fmt: skip
 
@@ -197,7 +203,7 @@ def qlinear_conv(
 ) -> Tensor:  # fmt: skip
     """A convolution of quantized tensors, quantized. bias: int32, in units of x_scale * w_scale."""
     product = convolution(
-        _centered(x, x_zero_point), _centered(w, w_zero_point, 0),
+        _centered(x, x_zero_point), _centered_weights(w, w_zero_point, 0),
         None if bias is None else bias.to(torch.float64), auto_pad=auto_pad, dilations=dilations,
         group=group, kernel_shape=kernel_shape, pads=pads, strides=strides,
     )  # fmt: skip
