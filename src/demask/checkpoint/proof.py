@@ -8,13 +8,11 @@ cache, and the original must choose the same ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from demask.checkpoint.family import Family
 from demask.checkpoint.slices import example_of
 from demask.checkpoint.streamed import StreamedModel
 from demask.errors import Mismatch, NotExportable
@@ -51,9 +49,9 @@ class CheckpointProof:
 
 
 def prove(
-    family: Family, source: Path, target: Path, rounds: bool, step: ProgressStep
+    original: StreamedModel, slim: StreamedModel, rounds: bool, step: ProgressStep
 ) -> CheckpointProof:
-    """Compare the folder at `target` with that at `source`.
+    """Compare a slim model with the original.
 
     Args:
         rounds: whether constants were added to biases, and rounded to their dtype.
@@ -62,7 +60,6 @@ def prove(
         Mismatch: an output or a token differs, or the new folder lacks a tensor.
         NotExportable: the original cannot be run.
     """
-    original, slim = StreamedModel(family, source), StreamedModel(family, target)
     for attribute in ("missing", "unused"):
         more = sorted(set(getattr(slim, attribute)) - set(getattr(original, attribute)))
         if more:
@@ -115,7 +112,10 @@ def _count_flips(
     logits = next(v for k, v in outputs.items() if "logits" in k)
     generated = example["input_ids"][:, -TOKENS:]
     scores = logits[:, -TOKENS - 1 : -1]
-    gaps = scores.amax(-1) - scores.gather(-1, generated[..., None])[..., 0]
+    ends = original.model.generation_config.eos_token_id  # which are not generated
+    ends = [ends] if isinstance(ends, int) else ends or []
+    largest = scores.index_fill(-1, torch.tensor(ends, dtype=torch.int64), -torch.inf).amax(-1)
+    gaps = largest - scores.gather(-1, generated[..., None])[..., 0]
     if not gaps.any():
         return 0
     rounded = _run(original, example, None)

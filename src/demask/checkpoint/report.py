@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from demask.checkpoint.folder import CheckpointFolder
 from demask.checkpoint.plan import CheckpointPlan, LayerSlices
 from demask.checkpoint.proof import CheckpointProof
 from demask.checkpoint.tensors import StoredTensors
@@ -20,14 +19,14 @@ from demask.text_table import number_table, render_text
 @dataclass(frozen=True, slots=True)
 class SliceCount:
     """The slices of a group. name: of its first parameter, without the layer's number; layers: that
-    have them; live: the fewest and the most of a layer (and expert); written: in every layer."""
+    have them; live, written: the fewest and the most of a layer (and expert)."""
 
     name: str
     kind: str
     layers: int
     before: int
     live: tuple[int, int]
-    written: int
+    written: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +63,8 @@ class CheckpointReport:
     def __str__(self) -> str:
         table = number_table("slices", "layers", "before", "live", "written", pad_edge=False)
         for row in self.slices:
-            live = (
-                str(row.live[0])
-                if row.live[0] == row.live[1]
-                else f"{row.live[0]} to {row.live[1]}"
-            )
-            table.add_row(f"{row.name} ({row.kind}s)", str(row.layers), str(row.before), live,
-                          str(row.written))  # fmt: skip
+            spans = (" to ".join(map(str, sorted(set(n)))) for n in (row.live, row.written))
+            table.add_row(f"{row.name} ({row.kind}s)", str(row.layers), str(row.before), *spans)
         sizes = " -> ".join(format_bytes(n) for n in self.bytes)
         numbers = " -> ".join(f"{n:,}" for n in self.parameters)
         lines = [f"{self.out}: {numbers} parameters, {sizes}"]
@@ -82,20 +76,26 @@ class CheckpointReport:
 
 
 def describe_plan(
-    stored: StoredTensors, plan: CheckpointPlan, out: Path, proof: CheckpointProof | None
+    stored: StoredTensors,
+    plan: CheckpointPlan,
+    out: Path,
+    written: tuple[int, int],
+    proof: CheckpointProof | None,
+    notes: Sequence[str] = (),
 ) -> CheckpointReport:
-    """The report of a plan that was written."""
-    written = CheckpointFolder.read(out)
+    """The report of a plan that was written. written: bytes and elements."""
     groups: dict[str, list[LayerSlices]] = defaultdict(list)
-    for mine in plan.slices:
+    counts: dict[str, list[int]] = defaultdict(list)
+    for mine, count in zip(plan.slices, plan.counts, strict=True):
         groups[mine.group.name].append(mine)
+        counts[mine.group.name].append(count)
     rows, useless, costs = list[SliceCount](), 0, list[tuple[int, str]]()
     for name, every in groups.items():
         group, width = every[0].group, every[0].width(stored.shapes)
         live = [sum(not f.dead for f in fates) for mine in every for fates in mine.fates]
         rows.append(SliceCount(_without_number(every[0]), group.kind,
                                sum(len(mine.layers) for mine in every), group.size,
-                               (min(live), max(live)), plan.counts[name]))  # fmt: skip
+                               (min(live), max(live)), (min(counts[name]), max(counts[name]))))  # fmt: skip
         useless += sum((group.size - n) * width for n in live)
         second = sorted(live)[-2] if len(live) > 1 else max(live)
         widest = max(every, key=lambda mine: mine.live)
@@ -104,7 +104,7 @@ def describe_plan(
             kind, layer = widest.layers[0]
             costs.append((saved, f"{kind.stack}.{layer} has {max(live)} live {group.kind}s, the "
                                  f"others at most {second}"))  # fmt: skip
-    before, after = stored.folder.parameters, written.parameters
+    before, after = stored.folder.parameters, written[1]
     dropped = sum(
         math.prod(stored.folder.stored(n).shape) for n in stored.folder.file_of
         if (at := stored.layer_of(n)) is not None and at[1] not in plan.layers[at[0].path]
@@ -115,9 +115,9 @@ def describe_plan(
         saved, text = max(costs)
         advice = f"{text}: masked alike, {saved / before:.1%} more would go"
     return CheckpointReport(
-        out, (stored.folder.nbytes, written.nbytes), (before, after),
+        out, (stored.folder.nbytes, written[0]), (before, after),
         {s.path: (len(s.kinds), len(plan.layers[s.path])) for s in stored.stacks},
-        tuple(rows), removable, (before - after) / before, advice, plan.notes, proof,
+        tuple(rows), removable, (before - after) / before, advice, (*plan.notes, *notes), proof,
     )  # fmt: skip
 
 
