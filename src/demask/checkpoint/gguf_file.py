@@ -56,7 +56,7 @@ def check_gguf(model: Any) -> GgufArchitecture:
         problem = f"its {architecture.name} attends to all tokens, not to a sliding window"
     elif config.rope_parameters["rope_type"] not in _ROTATIONS:
         problem = f"rotations of type {config.rope_parameters['rope_type']} are not written"
-    elif len(factors := _frequency_factors(model)) * 2 != model.config.head_dim:
+    elif len(factors := _frequency_factors(model)) * 2 != _head_size(config):
         problem = f"its {architecture.name} rotates all of a head"
     elif not architecture.frequencies and not bool((factors == 1).all()):
         problem = f"its {architecture.name} takes no scaled rotation"
@@ -74,6 +74,10 @@ def _slides(config: Any) -> bool:
     if kinds is not None:
         return any(kind != "full_attention" for kind in kinds)
     return getattr(config, "sliding_window", None) is not None
+
+
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _frequency_factors(model: Any) -> Tensor:
@@ -111,7 +115,7 @@ def find_parts(
         prefix, _, own = base.rpartition(".")
         shape, heads = cut_shape(stored, plan, tensor), 0
         if own in ("attn_q", "attn_k") and architecture.pairs:
-            heads = shape[0] // config.head_dim
+            heads = shape[0] // _head_size(config)
         whole, order = fused.get(own, (own, 0))
         name = f"{prefix}.{whole}.{leaf}".removeprefix(".")
         found.setdefault(name, {})[order] = GgufPart(tensor, shape, heads)
@@ -192,11 +196,11 @@ def _add_sizes(
     writer: Any, model: Any, layers: int, parts: Mapping[str, Sequence[GgufPart]]
 ) -> None:
     """Add what the config says, and the sizes of each layer."""
-    config = model.config
+    config, size = model.config, _head_size(model.config)
 
     def heads(layer: int, name: str) -> int:
         every = parts.get(f"blk.{layer}.attn_output.weight")
-        queries = 0 if every is None else every[0].shape[1] // config.head_dim
+        queries = 0 if every is None else every[0].shape[1] // size
         shared = config.num_attention_heads // config.num_key_value_heads
         return queries if name == "q" else queries // shared
 
@@ -209,9 +213,9 @@ def _add_sizes(
     )
     writer.add_head_count([heads(k, "q") for k in range(layers)])
     writer.add_head_count_kv([heads(k, "kv") for k in range(layers)])
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
 

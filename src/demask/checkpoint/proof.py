@@ -129,13 +129,16 @@ def _count_flips(
 def _run(
     model: StreamedModel, example: dict[str, Any], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """The floating-point outputs of a model, by their names."""
+    """The floating-point outputs of a model, by their names; without those of padding, at which
+    attention to nothing may be anything."""
     kind = dtype or model.model.dtype
     inputs = {name: v.to(kind) if isinstance(v, Tensor) and v.is_floating_point() else v
               for name, v in example.items()}  # fmt: skip
     with torch.no_grad(), model.streaming(dtype) as network:
         outputs = network(**inputs)
-    return {name: value for name, value in named_leaves(outputs)
+    mask = inputs.get("attention_mask", torch.ones(0))
+    return {name: value[mask.bool()] if value.shape[:2] == mask.shape else value
+            for name, value in named_leaves(outputs)
             if isinstance(value, Tensor) and value.is_floating_point()}  # fmt: skip
 
 
