@@ -216,6 +216,8 @@ def decide_slices(
             continue
         count = max(len(z) for z in zeros if z is not None)
         names = {member.name for member in group.members}
+        # Nor of biases that take constants: what is known altogether, nothing would read.
+        names |= {bias_of(member.name) for member in group.members if not member.produces}
         prefixes = [f"{kind.stack}.{layer}." for kind, layer in mine]
         ties = other_zeros(stored, prefixes, names)
         fates = [
