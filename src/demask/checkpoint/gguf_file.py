@@ -147,7 +147,7 @@ def write_gguf(
         raise BadInput("GGUF files need gguf: pip install demask[gguf]") from error
 
     parts = find_parts(stored, plan, architecture)
-    writer = gguf.GGUFWriter(None, architecture.name)
+    writer: Any = gguf.GGUFWriter(None, architecture.name)
     _add_sizes(writer, stored.model, len(plan.layers[stored.stacks[0].path]), parts)
     notes = add_vocabulary(writer, stored.folder.path, stored.model.config.vocab_size)
     factors = _frequency_factors(stored.model)
@@ -259,17 +259,19 @@ class GgufModel(StreamedModel):
                 self.places[part.tensor] = name, start, part
                 start += part.shape[0]
 
-    def tensor(self, name: str) -> Tensor:
-        stored = self.stored.folder.stored(name)
-        if name not in self.places:  # of a layer, or of a layer's attention, that is gone
+    def read(self, name: str) -> Tensor:
+        tensor = self.stored.name_of(self._source.get(name, name))
+        if tensor is None:
+            return super().read(name)
+        stored = self.stored.folder.stored(tensor)
+        if tensor not in self.places:  # of a layer, or of a layer's attention, that is gone
             return torch.zeros(stored.shape, dtype=stored.dtype)
-        full, start, part = self.places[name]
-        data = np.array(self.values[full][start : start + part.shape[0]])
-        value = torch.from_numpy(data)
+        full, start, part = self.places[tensor]
+        value = torch.from_numpy(np.array(self.values[full][start : start + part.shape[0]]))
         if value.dtype == torch.uint8:  # as gguf gives bfloat16
             value = value.view(torch.bfloat16)
         value = _in_order(value.to(stored.dtype), part.heads, paired=False)
-        for axis, positions in self.plan.cuts.get(name, {}).items():
+        for axis, positions in self.plan.cuts.get(tensor, {}).items():
             shape = list(value.shape)
             shape[axis] = stored.shape[axis]
             value = torch.zeros(shape, dtype=value.dtype).index_copy_(axis, positions, value)

@@ -6,6 +6,7 @@ Folders say it in tokenizer.json; those that are listed here are written, others
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,16 @@ def add_vocabulary(writer: Any, folder: Path, size: int) -> list[str]:
     """Add a folder's tokenizer to a file, and return notes. size: of the model's embedding."""
     import gguf
 
-    try:
-        data = read_json(folder, TOKENIZER) if (folder / TOKENIZER).exists() else {}
-        split = _find_split(data)
-        tokens = _tokens(data, size)
-    except (DemaskError, AttributeError, LookupError, TypeError, ValueError):
-        split, tokens = None, []
+    data, split, tokens = dict[str, Any](), None, list[tuple[str, int]]()
+    if (folder / TOKENIZER).exists():
+        with suppress(DemaskError, AttributeError, LookupError, TypeError, ValueError):
+            data = read_json(folder, TOKENIZER)
+            split, tokens = _find_split(data), _tokens(data, size)
     if split is None or not tokens:
         writer.add_tokenizer_model("no_vocab")
-        return [f"the file has no tokenizer: llama.cpp knows none like that of the folder's "
-                f"{TOKENIZER}; give it tokens by number, or convert the folder for transformers with its own script"
-                if data else f"the file has no tokenizer: the folder has no {TOKENIZER}"]  # fmt: skip
+        reason = "is of no kind that is written" if data else "is not in the folder"
+        return [f"the file has no tokenizer: {TOKENIZER} {reason}; programs must give llama.cpp "
+                "tokens by number"]  # fmt: skip
     model, prefix = split
     writer.add_tokenizer_model("llama" if model is None else "gpt2")
     writer.add_tokenizer_pre(model or "default")

@@ -112,10 +112,7 @@ def _count_flips(
     logits = next(v for k, v in outputs.items() if "logits" in k)
     generated = example["input_ids"][:, -TOKENS:]
     scores = logits[:, -TOKENS - 1 : -1]
-    ends = original.model.generation_config.eos_token_id  # which are not generated
-    ends = [ends] if isinstance(ends, int) else ends or []
-    largest = scores.index_fill(-1, torch.tensor(ends, dtype=torch.int64), -torch.inf).amax(-1)
-    gaps = largest - scores.gather(-1, generated[..., None])[..., 0]
+    gaps = scores.amax(-1) - scores.gather(-1, generated[..., None])[..., 0]
     if not gaps.any():
         return 0
     rounded = _run(original, example, None)

@@ -64,12 +64,8 @@ class StreamedModel:
             shape = self.model.get_parameter(name).shape
             return torch.zeros(shape, dtype=self.model.dtype)
         if (stored := self.stored.name_of(source)) is not None:
-            return self.tensor(stored)
+            return self.stored.folder.tensor(stored)
         return self.stored.merged(source)
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor of the folder, in new memory."""
-        return self.stored.folder.tensor(name)
 
     @contextmanager
     def streaming(self, dtype: torch.dtype | None = None) -> Iterator[Any]:

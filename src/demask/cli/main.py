@@ -147,8 +147,11 @@ def slim(
     ] = Loader.transformers,
     multiple: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="For folders: round units up to this. Default: 64, "
-                     "for llama.cpp 32."),  # fmt: skip
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="For folders: round units up to this. Default: 64, for llama.cpp 32.",
+        ),  # fmt: skip
     ] = None,
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Replace MODEL, a .onnx file, by the result.")
