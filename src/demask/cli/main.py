@@ -138,7 +138,9 @@ def slim(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Where to write the result: .pt2, .demask, .onnx, or a folder."
+            "--output",
+            "-o",
+            help="Where to write the result: .pt2, .demask, .onnx, .gguf, or a folder.",
         ),
     ] = None,
     loader: Annotated[
@@ -151,7 +153,7 @@ def slim(
             min=1,
             metavar="N",
             help="For folders: round units up to this. Default: 64, for llama.cpp 32.",
-        ),  # fmt: skip
+        ),
     ] = None,
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Replace MODEL, a .onnx file, by the result.")
