@@ -60,8 +60,8 @@ class CheckpointFolder:
         folder = Path(path)
         if not folder.is_dir():
             raise BadInput(f"{folder}: expected a checkpoint folder with {CONFIG} and {SINGLE}")
-        config = _read_json(folder, CONFIG)
-        index = _read_json(folder, INDEX)["weight_map"] if (folder / INDEX).exists() else None
+        config = read_json(folder, CONFIG)
+        index = read_json(folder, INDEX)["weight_map"] if (folder / INDEX).exists() else None
         if index is None and not (folder / SINGLE).exists():
             pickles = sorted(p.name for p in folder.glob("*.bin"))
             advice = (
@@ -148,7 +148,7 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
+def read_json(folder: Path, name: str) -> dict[str, Any]:
     """A JSON object of a folder."""
     if not (folder / name).exists():
         raise BadInput(f"{folder}: expected a checkpoint folder; it has no {name}")

@@ -1,7 +1,8 @@
 """What becomes of a folder's tensors: slices that stay, layers that go, biases that take constants.
 
 A config has one size for all layers. So every layer is cut to the smallest size that a config can
-say and that has room for the live slices of all layers: some dead slices stay, as they are.
+say and that has room for the live slices of all layers: some dead slices stay, as they are. In a
+GGUF file each layer has a size of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from demask.checkpoint.family import (
 )
 from demask.checkpoint.sizes import apply_changes, choose_sizes
 from demask.checkpoint.slices import LayerKind, SliceGroup, SliceMember, find_slices
-from demask.checkpoint.targets import LoaderTarget
+from demask.checkpoint.targets import GgufArchitecture, LoaderTarget
 from demask.checkpoint.tensors import StoredTensors
 from demask.progress import ProgressStep
 
@@ -92,7 +93,7 @@ class CheckpointPlan:
     Attributes:
         config: the config, with all keys of its class.
         layers: by stack, the layers that stay.
-        slices: what is known of all slices. counts: by group, how many stay in each layer.
+        slices: what is known of all slices. counts: how many of each of them stay.
         cuts: by tensor and axis, the positions that stay, int64 [positions]; of a tensor of three
             axes, for each position of the first: [first axis, positions].
         added: by tensor, float64 numbers that are added to it.
@@ -102,7 +103,7 @@ class CheckpointPlan:
     config: ConfigData
     layers: Mapping[str, Sequence[int]]
     slices: Sequence[LayerSlices]
-    counts: Mapping[str, int]
+    counts: Sequence[int]
     cuts: Mapping[str, Mapping[int, Tensor]]
     added: Mapping[str, Tensor]
     notes: tuple[str, ...] = ()
@@ -132,28 +133,54 @@ def plan_checkpoint(
     groups, _ = find_slices(family.build(reduced), stacks, firsts)
     small = SmallNetwork(family, reduced, stacks, firsts, groups)
     slices = [s for group in groups for s in decide_slices(stored, small, group, stacks, step)]
-    full = {group.name: group.size for group in groups}
-    live = {name: max((s.live for s in slices if s.group.name == name), default=size)
-            for name, size in full.items()}  # fmt: skip
-    for group in groups:
-        if group.kind == "unit":
-            rounded = -(-max(live[group.name], 1) // multiple) * multiple
-            live[group.name] = min(group.size, rounded)
-        elif not target.cuts_heads(str(data.get("model_type"))):
-            if live[group.name] < group.size:
-                notes.append(f"{target.name} loads no {data.get('model_type')} with fewer heads: "
-                             f"those of {group.name} stay")  # fmt: skip
-            live[group.name] = group.size
-        live[group.name] = max(live[group.name], 1)
-    layers, kept_config = drop_layers(family, data, stacks, slices, small, stored, notes)
-    counts, changed = full, reduced
-    if live != full:
-        counts, changed = choose_sizes(family, reduced, stacks, firsts, groups, live)
-    config = copies.deepcopy(kept_config)
-    apply_changes(config, reduced, changed)
+    layers, config = drop_layers(family, data, stacks, slices, small, stored, notes)
     slices = [s for s in slices if any(k in layers[kind.stack] for kind, k in s.layers)]
+    model_type = str(data.get("model_type"))
+    architecture = target.architectures.get(model_type)
+    if architecture is not None:
+        counts = [fit_alone(s, architecture, layers, multiple, stored) for s in slices]
+    else:
+        full = {group.name: group.size for group in groups}
+        live = {name: max((s.live for s in slices if s.group.name == name), default=size)
+                for name, size in full.items()}  # fmt: skip
+        for group in groups:
+            if group.kind == "unit":
+                live[group.name] = round_units(live[group.name], group.size, multiple)
+            elif not target.cuts_heads(model_type):
+                if live[group.name] < group.size:
+                    notes.append(f"{target.name} loads no {model_type} with fewer heads: those of "
+                                 f"{group.name} stay")  # fmt: skip
+                live[group.name] = group.size
+            live[group.name] = max(live[group.name], 1)
+        if live != full:
+            live, changed = choose_sizes(family, reduced, stacks, firsts, groups, live)
+            config = copies.deepcopy(config)
+            apply_changes(config, reduced, changed)
+        counts = [live[s.group.name] for s in slices]
     cuts, added = cut_tensors(stored, slices, counts)
     return CheckpointPlan(config, layers, slices, counts, cuts, added, tuple(notes))
+
+
+def round_units(live: int, size: int, multiple: int) -> int:
+    """How many of `size` units stay."""
+    return min(size, -(-max(live, 1) // multiple) * multiple)
+
+
+def fit_alone(
+    slices: LayerSlices,
+    architecture: GgufArchitecture,
+    layers: Mapping[str, Sequence[int]],
+    multiple: int,
+    stored: StoredTensors,
+) -> int:
+    """How many slices of a layer stay where each layer has sizes of its own."""
+    if slices.group.kind == "unit":
+        return round_units(slices.live, slices.group.size, multiple)
+    kind, layer = slices.layers[0]
+    biases = [stored.name_of(bias_of(name)) for m, name in slices.parameters() if not m.produces]
+    can_go = architecture.headless and slices.is_silent and layer != layers[kind.stack][0]
+    can_go = can_go and all(name is None or stored.pattern(name).everywhere for name in biases)
+    return max(slices.live, int(not can_go))
 
 
 def decide_slices(
@@ -189,6 +216,8 @@ def decide_slices(
             continue
         count = max(len(z) for z in zeros if z is not None)
         names = {member.name for member in group.members}
+        # Nor of biases that take constants: what is known altogether, nothing would read.
+        names |= {bias_of(member.name) for member in group.members if not member.produces}
         prefixes = [f"{kind.stack}.{layer}." for kind, layer in mine]
         ties = other_zeros(stored, prefixes, names)
         fates = [
@@ -271,13 +300,13 @@ def drop_layers(
 
 
 def cut_tensors(
-    stored: StoredTensors, slices: Sequence[LayerSlices], counts: Mapping[str, int]
+    stored: StoredTensors, slices: Sequence[LayerSlices], counts: Sequence[int]
 ) -> tuple[dict[str, dict[int, Tensor]], dict[str, Tensor]]:
     """The positions of tensors that stay, and what is added to biases, as in `CheckpointPlan`."""
     masks: dict[tuple[str, int], Tensor] = {}
     added: dict[str, Tensor] = {}
-    for mine in slices:
-        kept = mine.kept(counts[mine.group.name])
+    for mine, count in zip(slices, counts, strict=True):
+        kept = mine.kept(count)
         gone = [torch.ones(mine.group.size, dtype=torch.bool).index_fill(0, k, False) for k in kept]
         if not any(g.any() for g in gone):
             continue
@@ -324,3 +353,25 @@ def _add_constants(
     read = stored.folder.tensor(weight).index_select(member.axis, positions).double()
     total = (read @ values) if member.axis == 1 else (values @ read)
     added[bias] = added[bias] + total if bias in added else total
+
+
+def cut_shape(stored: StoredTensors, plan: CheckpointPlan, name: str) -> tuple[int, ...]:
+    """The shape of a tensor that is written."""
+    shape = list(stored.folder.stored(name).shape)
+    for axis, positions in plan.cuts.get(name, {}).items():
+        shape[axis] = positions.shape[-1]
+    return tuple(shape)
+
+
+def cut_tensor(stored: StoredTensors, plan: CheckpointPlan, name: str) -> Tensor:
+    """A tensor that is written."""
+    tensor = stored.folder.tensor(name)
+    for axis, positions in plan.cuts.get(name, {}).items():
+        if positions.ndim == 1:
+            tensor = tensor.index_select(axis, positions)
+        else:
+            tensor = torch.stack([t.index_select(axis - 1, p)
+                                  for t, p in zip(tensor, positions, strict=True)])  # fmt: skip
+    if name in plan.added:
+        tensor = (tensor.double() + plan.added[name]).to(tensor.dtype)
+    return tensor

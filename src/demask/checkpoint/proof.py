@@ -8,13 +8,11 @@ cache, and the original must choose the same ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from demask.checkpoint.family import Family
 from demask.checkpoint.slices import example_of
 from demask.checkpoint.streamed import StreamedModel
 from demask.errors import Mismatch, NotExportable
@@ -51,9 +49,9 @@ class CheckpointProof:
 
 
 def prove(
-    family: Family, source: Path, target: Path, rounds: bool, step: ProgressStep
+    original: StreamedModel, slim: StreamedModel, rounds: bool, step: ProgressStep
 ) -> CheckpointProof:
-    """Compare the folder at `target` with that at `source`.
+    """Compare a slim model with the original.
 
     Args:
         rounds: whether constants were added to biases, and rounded to their dtype.
@@ -62,7 +60,6 @@ def prove(
         Mismatch: an output or a token differs, or the new folder lacks a tensor.
         NotExportable: the original cannot be run.
     """
-    original, slim = StreamedModel(family, source), StreamedModel(family, target)
     for attribute in ("missing", "unused"):
         more = sorted(set(getattr(slim, attribute)) - set(getattr(original, attribute)))
         if more:
@@ -132,13 +129,16 @@ def _count_flips(
 def _run(
     model: StreamedModel, example: dict[str, Any], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """The floating-point outputs of a model, by their names."""
+    """The floating-point outputs of a model, by their names; without those of padding, at which
+    attention to nothing may be anything."""
     kind = dtype or model.dtype
     inputs = {name: v.to(kind) if isinstance(v, Tensor) and v.is_floating_point() else v
               for name, v in example.items()}  # fmt: skip
     with torch.no_grad(), model.streaming(dtype) as network:
         outputs = network(**inputs)
-    return {name: value for name, value in named_leaves(outputs)
+    mask = inputs.get("attention_mask", torch.ones(0))
+    return {name: value[mask.bool()] if value.shape[:2] == mask.shape else value
+            for name, value in named_leaves(outputs)
             if isinstance(value, Tensor) and value.is_floating_point()}  # fmt: skip
 
 

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from demask.checkpoint.folder import CheckpointFolder
-from demask.checkpoint.plan import CheckpointPlan, LayerSlices
+from demask.checkpoint.gguf_file import check_gguf
+from demask.checkpoint.plan import CheckpointPlan, LayerSlices, fit_alone
 from demask.checkpoint.proof import CheckpointProof
+from demask.checkpoint.targets import TARGETS
 from demask.checkpoint.tensors import StoredTensors
+from demask.errors import BadInput
 from demask.machine.byte_sizes import format_bytes
 from demask.text_table import number_table, render_text
+
+LITTLE = 0.005  # of all parameters: less is not worth a word
 
 
 @dataclass(frozen=True, slots=True)
 class SliceCount:
     """The slices of a group. name: of its first parameter, without the layer's number; layers: that
-    have them; live: the fewest and the most of a layer (and expert); written: in every layer."""
+    have them; live: the fewest and the most of a layer (and expert); written: the most of a layer;
+    by_layer: those of each."""
 
     name: str
     kind: str
@@ -28,6 +34,7 @@ class SliceCount:
     before: int
     live: tuple[int, int]
     written: int
+    by_layer: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +42,14 @@ class CheckpointReport:
     """What `checkpoint.slim` did.
 
     Attributes:
-        out: the new folder.
+        out: the new folder or file.
         bytes, parameters: of all tensors, before and after.
         layers: by stack, their number before and after.
         slices: by group, what there was and is.
         removable: the share of parameters that zeros make useless, in each layer by itself.
-        removed: the share that the new folder does not have.
+        removed: the share that the result does not have.
+        llama_cpp: the share that a GGUF file of llama.cpp, with sizes by layer, would not have;
+            None for families of which it has none.
         advice: what the difference comes from; "" if there is none.
         notes: what stays, and why.
         proof: how it was compared with the original; None if it was not.
@@ -53,6 +62,7 @@ class CheckpointReport:
     slices: tuple[SliceCount, ...]
     removable: float
     removed: float
+    llama_cpp: float | None
     advice: str
     notes: tuple[str, ...]
     proof: CheckpointProof | None
@@ -64,60 +74,72 @@ class CheckpointReport:
     def __str__(self) -> str:
         table = number_table("slices", "layers", "before", "live", "written", pad_edge=False)
         for row in self.slices:
-            live = (
-                str(row.live[0])
-                if row.live[0] == row.live[1]
-                else f"{row.live[0]} to {row.live[1]}"
-            )
-            table.add_row(f"{row.name} ({row.kind}s)", str(row.layers), str(row.before), live,
-                          str(row.written))  # fmt: skip
+            every = (row.live, (min(row.by_layer), row.written))
+            spans = (" to ".join(map(str, sorted(set(ends)))) for ends in every)
+            table.add_row(f"{row.name} ({row.kind}s)", str(row.layers), str(row.before), *spans)
         sizes = " -> ".join(format_bytes(n) for n in self.bytes)
         numbers = " -> ".join(f"{n:,}" for n in self.parameters)
         lines = [f"{self.out}: {numbers} parameters, {sizes}"]
         lines += [f"{path}: {a} -> {b} layers" for path, (a, b) in self.layers.items() if a != b]
-        lines.append(f"removable {self.removable:.1%}, in this format {self.removed:.1%}"
-                     + (f"; {self.advice}" if self.advice else ""))  # fmt: skip
+        shares = f"removable {self.removable:.1%}, in this format {self.removed:.1%}"
+        if self.llama_cpp is not None and self.llama_cpp > self.removed + LITTLE:
+            shares += f", in a file for llama.cpp {self.llama_cpp:.1%}"
+        lines.append(shares + (f"; {self.advice}" if self.advice else ""))
         lines.append(str(self.proof or "not compared with the original"))
         return "\n".join([render_text(table), *lines, *self.notes])
 
 
 def describe_plan(
-    stored: StoredTensors, plan: CheckpointPlan, out: Path, proof: CheckpointProof | None
+    stored: StoredTensors,
+    plan: CheckpointPlan,
+    out: Path,
+    written: tuple[int, int],
+    proof: CheckpointProof | None,
+    notes: Sequence[str] = (),
 ) -> CheckpointReport:
-    """The report of a plan that was written."""
-    written = CheckpointFolder.read(out)
+    """The report of a plan that was written. written: bytes and elements."""
     groups: dict[str, list[LayerSlices]] = defaultdict(list)
-    for mine in plan.slices:
+    counts: dict[str, list[int]] = defaultdict(list)
+    for mine, count in zip(plan.slices, plan.counts, strict=True):
         groups[mine.group.name].append(mine)
+        counts[mine.group.name].append(count)
     rows, useless, costs = list[SliceCount](), 0, list[tuple[int, str]]()
     for name, every in groups.items():
         group, width = every[0].group, every[0].width(stored.shapes)
         live = [sum(not f.dead for f in fates) for mine in every for fates in mine.fates]
         rows.append(SliceCount(_without_number(every[0]), group.kind,
                                sum(len(mine.layers) for mine in every), group.size,
-                               (min(live), max(live)), plan.counts[name]))  # fmt: skip
+                               (min(live), max(live)), max(counts[name]),
+                               tuple(counts[name])))  # fmt: skip
         useless += sum((group.size - n) * width for n in live)
         second = sorted(live)[-2] if len(live) > 1 else max(live)
         widest = max(every, key=lambda mine: mine.live)
         saved = (max(live) - second) * width * len(live)
-        if saved:
+        if saved and len(set(counts[name])) == 1:
             kind, layer = widest.layers[0]
             costs.append((saved, f"{kind.stack}.{layer} has {max(live)} live {group.kind}s, the "
                                  f"others at most {second}"))  # fmt: skip
-    before, after = stored.folder.parameters, written.parameters
+    before, after = stored.folder.parameters, written[1]
     dropped = sum(
         math.prod(stored.folder.stored(n).shape) for n in stored.folder.file_of
         if (at := stored.layer_of(n)) is not None and at[1] not in plan.layers[at[0].path]
     )  # fmt: skip
     removable = min(1.0, (useless + dropped) / before)
+    llama_cpp = None
+    with suppress(BadInput):
+        architecture, loader = check_gguf(stored.model), TARGETS["llama.cpp"]
+        gone = sum((s.group.size - fit_alone(s, architecture, plan.layers, loader.multiple, stored))
+                   * s.width(stored.shapes) for s in plan.slices)  # fmt: skip
+        llama_cpp = (gone + dropped) / before
     advice = ""
-    if costs and removable - (before - after) / before > 0.005:
+    if costs and removable - (before - after) / before > LITTLE:
         saved, text = max(costs)
         advice = f"{text}: masked alike, {saved / before:.1%} more would go"
     return CheckpointReport(
-        out, (stored.folder.nbytes, written.nbytes), (before, after),
+        out, (stored.folder.nbytes, written[0]), (before, after),
         {s.path: (len(s.kinds), len(plan.layers[s.path])) for s in stored.stacks},
-        tuple(rows), removable, (before - after) / before, advice, plan.notes, proof,
+        tuple(rows), removable, (before - after) / before, llama_cpp, advice,
+        (*plan.notes, *notes), proof,
     )  # fmt: skip
 
 

@@ -30,11 +30,13 @@ from demask.checkpoint.folder import (
     write_index,
     write_json,
 )
-from demask.checkpoint.plan import CheckpointPlan, plan_checkpoint
+from demask.checkpoint.gguf_file import check_gguf, write_gguf
+from demask.checkpoint.plan import CheckpointPlan, cut_shape, cut_tensor, plan_checkpoint
 from demask.checkpoint.proof import prove
 from demask.checkpoint.report import CheckpointReport, describe_plan
 from demask.checkpoint.sizes import apply_changes
 from demask.checkpoint.source import check_output, open_checkpoint
+from demask.checkpoint.streamed import StreamedModel
 from demask.checkpoint.targets import TARGETS
 from demask.checkpoint.tensors import StoredTensors
 from demask.errors import BadInput, NotExportable
@@ -43,8 +45,6 @@ from demask.files import atomic_write as atomic
 from demask.files.weight_file import WeightFile
 from demask.machine.allocator import release_free_memory
 from demask.progress import ProgressStep
-
-MULTIPLE = 64  # of units: what quantizers and kernels of the loaders take
 
 
 def _silent(title: str, done: int = 1) -> None:
@@ -57,7 +57,7 @@ def slim(
     out: str | os.PathLike[str],
     *,
     target: str = "transformers",
-    multiple: int = MULTIPLE,
+    multiple: int | None = None,
     check: bool = True,
     progress: ProgressStep = _silent,
 ) -> CheckpointReport:
@@ -67,19 +67,23 @@ def slim(
     heads of attention with the keys and values that they share, layers that return their inputs.
     A unit that is always the same number goes into the bias that reads it. The result is a folder
     of the same class that `from_pretrained` and other loaders read. Its config has one size for all
-    layers, so each keeps as many zeros as the layer with most live units or heads needs.
+    layers, so each keeps as many zeros as the layer with most live units or heads needs. A GGUF
+    file, which llama.cpp reads, has sizes by layer.
 
     Args:
         folder: a folder of Hugging Face: config.json, safetensors files, an index if there are
             several. Its class must be one of transformers, whose code is not in the folder.
-        out: the new folder. It appears complete or not at all; while it is written, it is
-            `out` + ".partial", from which a later call with the same arguments goes on.
-        target: what is to load the folder: "transformers" (default), "vllm" or "mlx". They differ
-            in whether they load a family with fewer heads.
-        multiple: units are rounded up to a multiple of it, 64 by default: libraries that quantize
-            or multiply in blocks take no others.
+        out: the new folder, or for llama.cpp a .gguf file. It appears complete or not at all; while
+            a folder is written, it is `out` + ".partial", from which a later call with the same
+            arguments goes on.
+        target: what is to load it: "transformers" (default), "vllm" or "mlx", which differ in
+            whether they load a family with fewer heads, or "llama.cpp", for LLaMA, Mistral, Qwen2
+            and Qwen3 (with tied embeddings).
+        multiple: units are rounded up to a multiple of it: libraries that quantize or multiply in
+            blocks take no others. By default 64, for llama.cpp 32 (its K-quants take 256).
         check: whether the result is loaded with transformers and compared with the original, for
-            texts of two lengths, with padding, and 32 tokens one by one, before it appears.
+            texts of two lengths, with padding, and 32 tokens one by one, before it appears. Of a
+            GGUF file the tensors are.
         progress: called with a text at each step.
 
     Returns:
@@ -99,18 +103,26 @@ def slim(
         Llama-masked: expected a checkpoint folder with config.json and model.safetensors
     """
     source, final = Path(folder), Path(out)
-    if multiple < 1:
+    if multiple is not None and multiple < 1:
         raise BadInput(f"expected a multiple of at least 1, got {multiple}")
     if target not in TARGETS:
         raise BadInput(f"expected a target of {', '.join(TARGETS)}, got {target!r}")
+    loader = TARGETS[target]
+    multiple = loader.multiple if multiple is None else multiple
+    if loader.architectures and final.suffix != ".gguf":
+        raise BadInput(f"expected the name of a .gguf file for {target}, got {final}")
     check_output(source, final)
     progress("reading the headers")
     family, data, stored = open_checkpoint(source)
+    architecture = check_gguf(stored.model) if loader.architectures else None
     try:
-        plan = plan_checkpoint(stored, family, data, TARGETS[target], multiple, progress)
+        plan = plan_checkpoint(stored, family, data, loader, multiple, progress)
     except CallFailed as error:
         raise NotExportable(f"what its zeros make useless is not known ({error})", "unknown",
                             "its checkpoint is not made smaller") from error  # fmt: skip
+    if architecture is not None:
+        gguf = write_gguf(stored, plan, architecture, family, final, check, progress)
+        return describe_plan(stored, plan, final, *gguf)
     config = copies.deepcopy(dict(stored.folder.config))
     apply_changes(config, data, plan.config)
     partial = final.with_name(final.name + ".partial")
@@ -119,10 +131,14 @@ def slim(
         for name in stored.folder.others:
             shutil.copyfile(source / name, partial / name)
         write_json(partial / CONFIG, config)
-        proof = prove(family, source, partial, bool(plan.added), progress) if check else None
+        proof = None
+        if check:
+            models = StreamedModel(family, source), StreamedModel(family, partial)
+            proof = prove(*models, bool(plan.added), progress)
         os.replace(partial, final)
         (final / STATE).unlink()
-    return describe_plan(stored, plan, final, proof)
+    written = CheckpointFolder.read(final)
+    return describe_plan(stored, plan, final, (written.nbytes, written.parameters), proof)
 
 
 def fingerprint(folder: CheckpointFolder, target: str, multiple: int) -> str:
@@ -186,25 +202,3 @@ def new_name(stored: StoredTensors, plan: CheckpointPlan, name: str) -> str | No
     stack, layer = at
     layers = list(plan.layers[stack.path])
     return stored.renumbered(name, layers.index(layer)) if layer in layers else None
-
-
-def cut_shape(stored: StoredTensors, plan: CheckpointPlan, name: str) -> tuple[int, ...]:
-    """The shape of a tensor that is written."""
-    shape = list(stored.folder.stored(name).shape)
-    for axis, positions in plan.cuts.get(name, {}).items():
-        shape[axis] = positions.shape[-1]
-    return tuple(shape)
-
-
-def cut_tensor(stored: StoredTensors, plan: CheckpointPlan, name: str) -> Tensor:
-    """A tensor that is written."""
-    tensor = stored.folder.tensor(name)
-    for axis, positions in plan.cuts.get(name, {}).items():
-        if positions.ndim == 1:
-            tensor = tensor.index_select(axis, positions)
-        else:
-            tensor = torch.stack([t.index_select(axis - 1, p)
-                                  for t, p in zip(tensor, positions, strict=True)])  # fmt: skip
-    if name in plan.added:
-        tensor = (tensor.double() + plan.added[name]).to(tensor.dtype)
-    return tensor

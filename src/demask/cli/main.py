@@ -138,7 +138,9 @@ def slim(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Where to write the result: .pt2, .demask, .onnx, or a folder."
+            "--output",
+            "-o",
+            help="Where to write the result: .pt2, .demask, .onnx, .gguf, or a folder.",
         ),
     ] = None,
     loader: Annotated[
@@ -147,7 +149,11 @@ def slim(
     ] = Loader.transformers,
     multiple: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="For folders: round units up to this. Default: 64."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="For folders: round units up to this. Default: 64, for llama.cpp 32.",
+        ),
     ] = None,
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Replace MODEL, a .onnx file, by the result.")
@@ -190,12 +196,14 @@ def slim(
     multiples of 8); if nothing is faster, MODEL is written unchanged.
 
     A folder of Hugging Face becomes a smaller one of the same class, in bounded memory: units,
-    heads and layers that zeros make useless go, as far as its config can say so.
+    heads and layers that zeros make useless go, as far as its config can say so. For llama.cpp it
+    becomes a .gguf file, in which every layer has sizes of its own.
 
     \b
     Example:
       demask slim model.pt2 -o slim.pt2
       demask slim Llama-masked -o Llama-slim --for vllm
+      demask slim Llama-masked -o Llama-slim.gguf --for llama.cpp
       demask slim model.onnx -o slim.onnx --threads 1
       demask slim model.onnx --in-place --minimal
       demask slim speech.onnx -o slim.onnx --fix rate=16000
@@ -213,8 +221,8 @@ def slim(
             from demask import checkpoint
 
             report = checkpoint.slim(
-                model, output, target=loader.value, multiple=multiple or checkpoint.MULTIPLE,
-                check=check is Switch.on, progress=step,
+                model, output, target=loader.value, multiple=multiple, check=check is Switch.on,
+                progress=step,
             )  # fmt: skip
         show(report, report.to_dict(), as_json)
         return

@@ -23,11 +23,12 @@ class Switch(StrEnum):
 
 
 class Loader(StrEnum):
-    """What loads a checkpoint folder."""
+    """What loads a checkpoint."""
 
     transformers = "transformers"
     vllm = "vllm"
     mlx = "mlx"
+    llama_cpp = "llama.cpp"
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
