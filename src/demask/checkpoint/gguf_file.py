@@ -98,7 +98,7 @@ def find_parts(
     (stack,), config = stored.stacks, stored.model.config
     layers = list(plan.layers[stack.path])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, len(layers))
-    fused = {part: (whole, k) for whole, parts in architecture.fused.items()
+    fused = {part: (whole, k) for whole, parts in architecture.fused
              for k, part in enumerate(parts)}  # fmt: skip
     found: dict[str, dict[int, GgufPart]] = {}
     for tensor, parameter in stored.parameter_of.items():

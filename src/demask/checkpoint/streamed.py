@@ -109,7 +109,7 @@ class StreamedModel:
         if dtype is not None:
             self._convert(dtype, "_parameters", "_buffers")
         try:
-            with _Reads(self, dtype or self.dtype):
+            with _ParameterReads(self, dtype or self.dtype):
                 yield self.model
         finally:
             for tensors, before in buffers:
@@ -117,7 +117,7 @@ class StreamedModel:
             self._convert(self.dtype, "_parameters")
 
 
-class _Reads(TorchFunctionMode):
+class _ParameterReads(TorchFunctionMode):
     """A mode in which a function that takes a parameter of a model gets its values. Those of one
     module are in memory until another's are read: a module may take an expert at a time."""
 
