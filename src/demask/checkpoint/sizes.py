@@ -49,11 +49,14 @@ def choose_sizes(
         wanted = {**uncut[0], **heads}
         model = _cut_model(family, data, stacks, layers, groups, wanted)
         found = find_config(model, copies.deepcopy(model.config))
-        if (
-            found is not None
-            and _sizes_in(family, found[1].to_dict(), stacks, layers, groups) == wanted
-        ):
-            return wanted, found[1].to_dict()
+        if found is None:
+            continue
+        config = found[1].to_dict()
+        # One slice alone is no group: the sizes of its tensors, which fit, must be enough.
+        several = [group for group in groups if wanted[group.name] > 1]
+        sizes = _sizes_in(family, config, stacks, layers, several)
+        if sizes is not None and all(wanted[name] == n for name, n in sizes.items()):
+            return wanted, config
     return uncut
 
 

@@ -178,8 +178,10 @@ def check_tensors(stored: StoredTensors) -> None:
         if not any(map(stored.is_stored, names)) and not any(
             re.search(pattern, names[0]) for pattern in ignored
         ):
-            raise BadInput(f"{path}: no tensor is {names[0]} of {kind.__name__}, which "
-                           "transformers fills with random numbers; copy the folder again")  # fmt: skip
+            raise BadInput(
+                f"{path}: no tensor is {names[0]} of {kind.__name__}, which "
+                "transformers fills with random numbers; copy the folder again"
+            )
     buffers = sum(b.numel() * b.element_size() for b in stored.model.buffers())
     if buffers > stored.folder.nbytes + BUFFER_BYTES:
         raise BadInput(f"{path / CONFIG}: {kind.__name__} computes tables of {buffers:,} bytes; a "
