@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from demask.checkpoint.family import Family
 from demask.checkpoint.slices import example_of
 from demask.checkpoint.streamed import StreamedModel
-from demask.errors import Mismatch, NotExportable
+from demask.errors import BadInput, Mismatch, NotExportable
 from demask.failures import described
 from demask.numerics import RELATIVE, ULPS, compare, named_leaves
 from demask.progress import ProgressStep
@@ -61,6 +61,7 @@ def prove(
     Raises:
         Mismatch: an output or a token differs, or the new folder lacks a tensor.
         NotExportable: the original cannot be run.
+        BadInput: an output of the original is not a number.
     """
     original, slim = StreamedModel(family, source), StreamedModel(family, target)
     for attribute in ("missing", "unused"):
@@ -87,6 +88,10 @@ def prove(
         except Exception as error:
             raise NotExportable(f"the original cannot be run: {described(error)}", "unknown",
                                 "check=False writes without a comparison") from error  # fmt: skip
+        name = next((n for n, value in expected[-1].items() if value.isnan().any()), None)
+        if name is not None:
+            raise BadInput(f"{source}: its {name} is not a number (NaN), which is equal to nothing; "
+                           "repair its weights, or write without a comparison")  # fmt: skip
         try:
             actual = _run(slim, example, torch.float32)
         except Exception as error:
