@@ -149,6 +149,11 @@ def plan_checkpoint(
     counts, changed = full, reduced
     if live != full:
         counts, changed = choose_sizes(family, reduced, stacks, firsts, groups, live)
+    for name, count in counts.items():
+        if count > live[name]:
+            kind = next(group.kind for group in groups if group.name == name)
+            notes.append(f"{count} {kind}s of {name} stay, though {live[name]} have room for the "
+                         f"live ones: no config of {family.model.__name__} says that")  # fmt: skip
     config = copies.deepcopy(kept_config)
     apply_changes(config, reduced, changed)
     slices = [s for s in slices if any(k in layers[kind.stack] for kind, k in s.layers)]

@@ -90,7 +90,7 @@ def prove(
                                 "check=False writes without a comparison") from error  # fmt: skip
         name = next((n for n, value in expected[-1].items() if value.isnan().any()), None)
         if name is not None:
-            raise BadInput(f"{source}: its {name} is not a number (NaN), which is equal to nothing; "
+            raise BadInput(f"{source}: its {name} is not a number (NaN), equal to nothing; "
                            "repair its weights, or write without a comparison")  # fmt: skip
         try:
             actual = _run(slim, example, torch.float32)

@@ -21,6 +21,7 @@ from demask.prune.coupling.coupling import Coupling
 from demask.prune.coupling.groups import Group
 
 KINDS = ("unit", "head")
+IMAGE, SAMPLES = 64, 4000  # of images whose size no config says; of sound
 
 
 class LayerKind(NamedTuple):
@@ -104,8 +105,10 @@ def find_slices(
         parameter.requires_grad_(False)
     try:
         coupling = Coupling.of(model, (), example_of(model))
+    except NotExportable:
+        raise
     except DemaskError as error:
-        raise NotExportable(f"{type(model).__name__} cannot be captured: {error}", "unknown",
+        raise NotExportable(f"{type(model).__name__}: {error}", "unknown",
                             "its checkpoint is not made smaller") from error  # fmt: skip
     numbers = {s.path: s for s in stacks}
     ranks = {name: p.ndim for name, p in model.named_parameters(remove_duplicate=False)}
@@ -152,11 +155,13 @@ def example_of(model: Any) -> dict[str, Any]:
             example["input_features"] = torch.zeros(1, config.num_mel_bins, length)
         elif model.main_input_name == "pixel_values" or "pixel_values" in names:
             vision = getattr(config, "vision_config", config)
-            size = vision.image_size
+            size = getattr(vision, "image_size", IMAGE)
             height, width = (size, size) if isinstance(size, int) else size
             example["pixel_values"] = torch.zeros(
                 1, getattr(vision, "num_channels", 3), height, width
             )
+        elif model.main_input_name == "input_values":
+            example["input_values"] = torch.zeros(1, SAMPLES)
         if "input_ids" in names and "input_features" not in names:
             example["input_ids"] = tokens
     except AttributeError as error:
