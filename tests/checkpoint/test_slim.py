@@ -95,9 +95,8 @@ def test_shards_in_bfloat16_with_tied_weights(tmp_path):
     source = write(model, tmp_path / "in", torch.bfloat16, "12KB")
     files = sorted(p.name for p in source.glob("*.safetensors"))
     assert len(files) > 2
-    for out in (tmp_path / "out", tmp_path / "again"):
-        checkpoint.slim(source, out, multiple=4)
-    out = tmp_path / "out"
+    for out in (tmp_path / "again", tmp_path / "out"):
+        checkpoint.slim(source, out, multiple=4, check=out.name == "out")
     assert {p.name for p in out.iterdir()} == {p.name for p in source.iterdir()}
     for path in out.iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
@@ -207,6 +206,19 @@ def test_lists_with_an_entry_per_layer(tmp_path):
     assert (outputs(original) - outputs(smaller)).abs().max() < LIMIT * outputs(
         original
     ).abs().max()
+
+
+def test_layers_of_a_kind_that_a_config_names_together(tmp_path):
+    sizes = {"hidden_size": 32, "num_heads": 4, "intermediate_size": 24, "vocab_size": 40}
+    model = build("GPTNeoForCausalLM", "gpt_neo", num_layers=4, max_position_embeddings=64,
+                  attention_types=[[["global", "local"], 2]], **sizes)  # fmt: skip
+    for layer in model.transformer.h:
+        layer.mlp.c_proj.weight[:, :8] = 0
+        layer.attn.attention.out_proj.weight[:, :HEAD] = 0
+    report = checkpoint.slim(write(model, tmp_path / "in"), tmp_path / "out", multiple=4)
+    assert config_of(tmp_path / "out")["intermediate_size"] == 16
+    (note,) = report.notes
+    assert note.startswith("the heads of transformer.h.0.attn") and "has fewer there" in note
 
 
 @pytest.mark.parametrize("half", ["attention", "feed-forward"])

@@ -24,7 +24,7 @@ from demask.checkpoint.family import (
     reduced_config,
 )
 from demask.checkpoint.sizes import apply_changes, choose_sizes
-from demask.checkpoint.slices import LayerKind, SliceGroup, SliceMember, find_slices
+from demask.checkpoint.slices import KINDS, LayerKind, SliceGroup, SliceMember, find_slices
 from demask.checkpoint.targets import LoaderTarget
 from demask.checkpoint.tensors import StoredTensors
 from demask.progress import ProgressStep
@@ -133,8 +133,12 @@ def plan_checkpoint(
     small = SmallNetwork(family, reduced, stacks, firsts, groups)
     slices = [s for group in groups for s in decide_slices(stored, small, group, stacks, step)]
     full = {group.name: group.size for group in groups}
-    live = {name: max((s.live for s in slices if s.group.name == name), default=size)
-            for name, size in full.items()}  # fmt: skip
+    # A config may have several layers of a kind, of which the first one's slices are decided.
+    room: dict[tuple[object, ...], int] = {}
+    for mine in slices:
+        key = _key_of(mine.group, stacks)
+        room[key] = max(mine.live, room.get(key, 0))
+    live = {group.name: room.get(_key_of(group, stacks), group.size) for group in groups}
     for group in groups:
         if group.kind == "unit":
             rounded = -(-max(live[group.name], 1) // multiple) * multiple
@@ -149,16 +153,24 @@ def plan_checkpoint(
     counts, changed = full, reduced
     if live != full:
         counts, changed = choose_sizes(family, reduced, stacks, firsts, groups, live)
-    for name, count in counts.items():
-        if count > live[name]:
-            kind = next(group.kind for group in groups if group.name == name)
-            notes.append(f"{count} {kind}s of {name} stay, though {live[name]} have room for the "
-                         f"live ones: no config of {family.model.__name__} says that")  # fmt: skip
+    for kind in KINDS:
+        uncut = [
+            g.name for g in groups if g.kind == kind and live[g.name] < counts[g.name] == g.size
+        ]
+        if uncut:
+            notes.append(f"the {kind}s of {', '.join(uncut[:3])}{', ...' * (len(uncut) > 3)} stay: "
+                         f"no config of {family.model.__name__} has fewer there")  # fmt: skip
     config = copies.deepcopy(kept_config)
     apply_changes(config, reduced, changed)
     slices = [s for s in slices if any(k in layers[kind.stack] for kind, k in s.layers)]
     cuts, added = cut_tensors(stored, slices, counts)
     return CheckpointPlan(config, layers, slices, counts, cuts, added, tuple(notes))
+
+
+def _key_of(group: SliceGroup, stacks: Sequence[LayerStack]) -> tuple[object, ...]:
+    """What groups of layers of one kind have in common."""
+    kinds = {LayerKind(s.path, k): first for s in stacks for k, first in enumerate(s.kinds)}
+    return tuple((m.kind and (m.kind.stack, kinds[m.kind]), m.name, m.axis) for m in group.members)
 
 
 def decide_slices(
