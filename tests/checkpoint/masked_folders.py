@@ -25,7 +25,7 @@ def build(name: str, model_type: str, **config: Any) -> Any:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim == 1:
+        if parameter.ndim < 2:
             parameter.add_(0.2 * noise)
         else:
             parameter.copy_(noise * parameter.shape[-1] ** -0.5)
