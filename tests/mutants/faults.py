@@ -344,9 +344,6 @@ WRITTEN = (
           "if names and (path / STATE).read_text() != state:", "if False:", "checkpoint_input"),
     fault("checkpoint-nan-is-equal", "checkpoint/proof.py",
           "if value.isnan().any()", "if False", "checkpoint_input"),
-    fault("checkpoint-proof-in-another-dtype", "checkpoint/streamed.py",
-          "self._values[name] = value.to(self._dtype) if value.is_floating_point() else value",
-          "self._values[name] = value", "slim"),
 )  # fmt: skip
 
 OTHER = {" < ": " <= ", " <= ": " < ", " > ": " >= ", " >= ": " > ", " + ": " - ", " - ": " + ",

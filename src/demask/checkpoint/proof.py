@@ -174,6 +174,7 @@ def _generate(
     if not slim.model.can_generate():
         return None
     step(f"generating {TOKENS} tokens")
+    reason = ""
     for model in (slim, original):
         network: Any = model.model
         inputs = {k: v for k, v in prompt.items() if k in (network.main_input_name, "input_ids")}
@@ -189,17 +190,14 @@ def _generate(
                 tokens = network.generate(
                     **inputs, max_new_tokens=TOKENS, do_sample=False, num_beams=1, pad_token_id=0
                 )
-        except Exception as error:  # that of a class that generates otherwise, or of the cut
-            failed = error
+        except Exception as error:  # of a class that generates otherwise, or of the cut
+            reason = described(error)
             continue
-        if model is slim:
-            # Whisper leaves out what the decoder began with.
-            return (
-                tokens
-                if tokens.shape[1] > TOKENS
-                else nn.functional.pad(tokens, (1, 0), value=first)
-            )
-        raise Mismatch(f"the result generates no tokens: {described(failed)}")
+        if model is original:
+            raise Mismatch(f"the result generates no tokens: {reason}")
+        if tokens.shape[1] == TOKENS:  # Whisper leaves out what the decoder began with
+            tokens = nn.functional.pad(tokens, (1, 0), value=first)
+        return tokens
     return None
 
 

@@ -152,7 +152,7 @@ def check_output(source: Path, target: Path) -> None:
 def check_counts(folder: CheckpointFolder) -> None:
     """Raise BadInput where a config counts more layers, experts or heads than a folder has room
     for: some classes make lists of that length before a model is built."""
-    for keys, value in numbers_of_config(folder.config):
+    for keys, value in numbers_of_config(dict(folder.config)):
         if COUNTS.search(keys[-1]) and value > max(MANY, len(folder.file_of)):
             raise BadInput(f"{folder.path / CONFIG}: {'.'.join(keys)} is {value}, and the folder "
                            f"has {len(folder.file_of)} tensors")  # fmt: skip
