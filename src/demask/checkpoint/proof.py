@@ -159,10 +159,10 @@ def _difference(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> tuple
             return worst, f"{name} has another shape"
         if "key_values" in name:
             continue
-        found = compare(value, other.to(value.dtype))
-        if found.text:
-            return worst, f"{name} {found.text}"
-        worst = max(worst, found.relative)
+        compared = compare(value, other.to(value.dtype))
+        if compared.text:
+            return worst, f"{name} {compared.text}"
+        worst = max(worst, compared.relative)
     return worst, ""
 
 

@@ -109,7 +109,7 @@ def find_slices(
         raise
     except DemaskError as error:
         raise NotExportable(f"{type(model).__name__}: {error}", "unknown",
-                            "its checkpoint is not made smaller") from error  # fmt: skip
+                            "its checkpoint stays as it is") from error  # fmt: skip
     numbers = {s.path: s for s in stacks}
     ranks = {name: p.ndim for name, p in model.named_parameters(remove_duplicate=False)}
     groups = [_slice_group(group, numbers, layers, ranks)
@@ -166,7 +166,7 @@ def example_of(model: Any) -> dict[str, Any]:
             example["input_ids"] = tokens
     except AttributeError as error:
         raise NotExportable(f"no inputs are known for {type(model).__name__}: {described(error)}",
-                            "unknown", "its checkpoint is not made smaller") from error  # fmt: skip
+                            "unknown", "its checkpoint stays as it is") from error  # fmt: skip
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
         example["decoder_input_ids"] = tokens
     if "use_cache" in names:
@@ -176,7 +176,7 @@ def example_of(model: Any) -> dict[str, Any]:
                else value for name, value in example.items()}  # fmt: skip
     if not example:
         raise NotExportable(f"no inputs are known for {type(model).__name__}", "unknown",
-                            "its checkpoint is not made smaller")  # fmt: skip
+                            "its checkpoint stays as it is")  # fmt: skip
     return example
 
 

@@ -121,7 +121,7 @@ def slim(
         plan = plan_checkpoint(stored, family, data, TARGETS[target], multiple, progress)
     except CallFailed as error:
         raise NotExportable(f"what its zeros make useless is not known ({error})", "unknown",
-                            "its checkpoint is not made smaller") from error  # fmt: skip
+                            "its checkpoint stays as it is") from error  # fmt: skip
     config = copies.deepcopy(dict(stored_folder.config))
     apply_changes(config, data, plan.config)
     partial = final.with_name(final.name + ".partial")
@@ -189,7 +189,7 @@ def check_tensors(stored: StoredTensors) -> None:
 
 
 def fingerprint(folder: CheckpointFolder, target: str, multiple: int) -> str:
-    """What a folder is made from, to tell whether an unfinished one can go on."""
+    """A hash of the origin of a folder, to tell whether an unfinished one can go on."""
     files = {name: (file.size, file.modified) for name, file in folder.files.items()}
     text = json.dumps([str(folder.path.resolve()), dict(folder.config), files, target, multiple,
                        version("demask")])  # fmt: skip
