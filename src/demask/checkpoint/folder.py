@@ -24,7 +24,7 @@ from demask.files.bounded_read import MAX_JSON_BYTES, open_plain, parse_json
 from demask.files.weight_file import StoredTensor, WeightFile
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-STATE = "demask-partial.txt"  # in an unfinished folder: what it is made from
+STATE = "demask-partial.txt"  # in an unfinished folder: a hash of its origin
 BLOCK_BYTES = 16 * 2**20  # of a tensor that is read in blocks
 # Files of weights in other formats, which describe the network with its zeros.
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")

@@ -25,7 +25,7 @@ from demask.checkpoint.family import (
     reduced_config,
 )
 from demask.checkpoint.sizes import apply_changes, choose_sizes
-from demask.checkpoint.slices import LayerKind, SliceGroup, SliceMember, find_slices
+from demask.checkpoint.slices import KINDS, LayerKind, SliceGroup, SliceMember, find_slices
 from demask.checkpoint.targets import GgufArchitecture, LoaderTarget
 from demask.checkpoint.tensors import StoredTensors
 from demask.progress import ProgressStep
@@ -133,6 +133,11 @@ def plan_checkpoint(
     groups, _ = find_slices(family.build(reduced), stacks, firsts)
     small = SmallNetwork(family, reduced, stacks, firsts, groups)
     slices = [s for group in groups for s in decide_slices(stored, small, group, stacks, step)]
+    # A config may have several layers of a kind, of which the first one's slices are decided.
+    room: dict[tuple[object, ...], int] = {}
+    for mine in slices:
+        key = _key_of(mine.group, stacks)
+        room[key] = max(mine.live, room.get(key, 0))
     layers, config = drop_layers(family, data, stacks, slices, small, stored, notes)
     slices = [s for s in slices if any(k in layers[kind.stack] for kind, k in s.layers)]
     model_type = str(data.get("model_type"))
@@ -141,8 +146,7 @@ def plan_checkpoint(
         counts = [fit_alone(s, architecture, layers, multiple, stored) for s in slices]
     else:
         full = {group.name: group.size for group in groups}
-        live = {name: max((s.live for s in slices if s.group.name == name), default=size)
-                for name, size in full.items()}  # fmt: skip
+        live = {group.name: room.get(_key_of(group, stacks), group.size) for group in groups}
         for group in groups:
             if group.kind == "unit":
                 live[group.name] = round_units(live[group.name], group.size, multiple)
@@ -152,11 +156,19 @@ def plan_checkpoint(
                                  f"{group.name} stay")  # fmt: skip
                 live[group.name] = group.size
             live[group.name] = max(live[group.name], 1)
+        sizes = full
         if live != full:
-            live, changed = choose_sizes(family, reduced, stacks, firsts, groups, live)
+            sizes, changed = choose_sizes(family, reduced, stacks, firsts, groups, live)
             config = copies.deepcopy(config)
             apply_changes(config, reduced, changed)
-        counts = [live[s.group.name] for s in slices]
+        for kind in KINDS:
+            names = [g.name for g in groups
+                     if g.kind == kind and live[g.name] < sizes[g.name] == g.size]  # fmt: skip
+            if names:
+                first = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+                notes.append(f"the {kind}s of {first} stay: no config of "
+                             f"{family.model.__name__} has fewer there")  # fmt: skip
+        counts = [sizes[s.group.name] for s in slices]
     cuts, added = cut_tensors(stored, slices, counts)
     return CheckpointPlan(config, layers, slices, counts, cuts, added, tuple(notes))
 
@@ -181,6 +193,12 @@ def fit_alone(
     can_go = architecture.headless and slices.is_silent and layer != layers[kind.stack][0]
     can_go = can_go and all(name is None or stored.pattern(name).everywhere for name in biases)
     return max(slices.live, int(not can_go))
+
+
+def _key_of(group: SliceGroup, stacks: Sequence[LayerStack]) -> tuple[object, ...]:
+    """What groups of layers of one kind have in common."""
+    kinds = {LayerKind(s.path, k): first for s in stacks for k, first in enumerate(s.kinds)}
+    return tuple((m.kind and (m.kind.stack, kinds[m.kind]), m.name, m.axis) for m in group.members)
 
 
 def decide_slices(

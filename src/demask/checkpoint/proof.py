@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from demask.checkpoint.slices import example_of
 from demask.checkpoint.streamed import StreamedModel
-from demask.errors import Mismatch, NotExportable
+from demask.errors import BadInput, Mismatch, NotExportable
 from demask.failures import described
 from demask.numerics import RELATIVE, ULPS, compare, named_leaves
 from demask.progress import ProgressStep
@@ -59,6 +59,7 @@ def prove(
     Raises:
         Mismatch: an output or a token differs, or the new folder lacks a tensor.
         NotExportable: the original cannot be run.
+        BadInput: an output of the original is not a number.
     """
     for attribute in ("missing", "unused"):
         more = sorted(set(getattr(slim, attribute)) - set(getattr(original, attribute)))
@@ -84,6 +85,10 @@ def prove(
         except Exception as error:
             raise NotExportable(f"the original cannot be run: {described(error)}", "unknown",
                                 "check=False writes without a comparison") from error  # fmt: skip
+        name = next((n for n, value in expected[-1].items() if value.isnan().any()), None)
+        if name is not None:
+            raise BadInput(f"{original.stored.folder.path}: its {name} is not a number (NaN), equal to nothing; "
+                           "repair its weights, or write without a comparison")  # fmt: skip
         try:
             actual = _run(slim, example, torch.float32)
         except Exception as error:
@@ -154,10 +159,10 @@ def _difference(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> tuple
             return worst, f"{name} has another shape"
         if "key_values" in name:
             continue
-        found = compare(value, other.to(value.dtype))
-        if found.text:
-            return worst, f"{name} {found.text}"
-        worst = max(worst, found.relative)
+        compared = compare(value, other.to(value.dtype))
+        if compared.text:
+            return worst, f"{name} {compared.text}"
+        worst = max(worst, compared.relative)
     return worst, ""
 
 
@@ -169,7 +174,7 @@ def _generate(
     if not slim.model.can_generate():
         return None
     step(f"generating {TOKENS} tokens")
-    failed: Exception | None = None
+    reason = ""
     for model in (slim, original):
         network: Any = model.model
         inputs = {k: v for k, v in prompt.items() if k in (network.main_input_name, "input_ids")}
@@ -185,18 +190,14 @@ def _generate(
                 tokens = network.generate(
                     **inputs, max_new_tokens=TOKENS, do_sample=False, num_beams=1, pad_token_id=0
                 )
-        except Exception as error:  # that of a class that generates otherwise, or of the cut
-            failed = error
+        except Exception as error:  # of a class that generates otherwise, or of the cut
+            reason = described(error)
             continue
-        if model is slim:
-            # Whisper leaves out what the decoder began with.
-            return (
-                tokens
-                if tokens.shape[1] > TOKENS
-                else nn.functional.pad(tokens, (1, 0), value=first)
-            )
-        assert failed is not None
-        raise Mismatch(f"the result generates no tokens: {described(failed)}")
+        if model is original:
+            raise Mismatch(f"the result generates no tokens: {reason}")
+        if tokens.shape[1] == TOKENS:  # Whisper leaves out what the decoder began with
+            tokens = nn.functional.pad(tokens, (1, 0), value=first)
+        return tokens
     return None
 
 

@@ -48,12 +48,15 @@ def choose_sizes(
     for heads in _counts_of_heads(groups, live):
         wanted = {**uncut[0], **heads}
         model = _cut_model(family, data, stacks, layers, groups, wanted)
-        found = find_config(model, copies.deepcopy(model.config))
-        if (
-            found is not None
-            and _sizes_in(family, found[1].to_dict(), stacks, layers, groups) == wanted
-        ):
-            return wanted, found[1].to_dict()
+        fitting = find_config(model, copies.deepcopy(model.config))
+        if fitting is None:
+            continue
+        config = fitting[1].to_dict()
+        # One slice alone is no group: the sizes of its tensors, which fit, must be enough.
+        several = [group for group in groups if wanted[group.name] > 1]
+        sizes = _sizes_in(family, config, stacks, layers, several)
+        if sizes is not None and all(wanted[name] == n for name, n in sizes.items()):
+            return wanted, config
     return uncut
 
 
@@ -99,10 +102,10 @@ def _sizes_in(
     """The slices of groups in a model of a config; None where it does not run, or has others."""
     model = family.try_build(data)
     try:
-        found = () if model is None else find_slices(model, stacks, layers)[0]
+        own_groups = () if model is None else find_slices(model, stacks, layers)[0]
     except NotExportable:
         return None
-    own = {group.name: group for group in found}
+    own = {group.name: group for group in own_groups}
     if not all(group.name in own and own[group.name].is_like(group) for group in groups):
         return None
     return {group.name: own[group.name].size for group in groups}

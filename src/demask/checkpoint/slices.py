@@ -21,6 +21,7 @@ from demask.prune.coupling.coupling import Coupling
 from demask.prune.coupling.groups import Group
 
 KINDS = ("unit", "head")
+IMAGE, SAMPLES = 64, 4000  # of images whose size no config says; of sound
 
 
 class LayerKind(NamedTuple):
@@ -104,9 +105,11 @@ def find_slices(
         parameter.requires_grad_(False)
     try:
         coupling = Coupling.of(model, (), example_of(model))
+    except NotExportable:
+        raise
     except DemaskError as error:
-        raise NotExportable(f"{type(model).__name__} cannot be captured: {error}", "unknown",
-                            "its checkpoint is not made smaller") from error  # fmt: skip
+        raise NotExportable(f"{type(model).__name__}: {error}", "unknown",
+                            "its checkpoint stays as it is") from error  # fmt: skip
     numbers = {s.path: s for s in stacks}
     ranks = {name: p.ndim for name, p in model.named_parameters(remove_duplicate=False)}
     groups = [_slice_group(group, numbers, layers, ranks)
@@ -152,16 +155,18 @@ def example_of(model: Any) -> dict[str, Any]:
             example["input_features"] = torch.zeros(1, config.num_mel_bins, length)
         elif model.main_input_name == "pixel_values" or "pixel_values" in names:
             vision = getattr(config, "vision_config", config)
-            size = vision.image_size
+            size = getattr(vision, "image_size", IMAGE)
             height, width = (size, size) if isinstance(size, int) else size
             example["pixel_values"] = torch.zeros(
                 1, getattr(vision, "num_channels", 3), height, width
             )
+        elif model.main_input_name == "input_values":
+            example["input_values"] = torch.zeros(1, SAMPLES)
         if "input_ids" in names and "input_features" not in names:
             example["input_ids"] = tokens
     except AttributeError as error:
         raise NotExportable(f"no inputs are known for {type(model).__name__}: {described(error)}",
-                            "unknown", "its checkpoint is not made smaller") from error  # fmt: skip
+                            "unknown", "its checkpoint stays as it is") from error  # fmt: skip
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
         example["decoder_input_ids"] = tokens
     if "use_cache" in names:
@@ -171,7 +176,7 @@ def example_of(model: Any) -> dict[str, Any]:
                else value for name, value in example.items()}  # fmt: skip
     if not example:
         raise NotExportable(f"no inputs are known for {type(model).__name__}", "unknown",
-                            "its checkpoint is not made smaller")  # fmt: skip
+                            "its checkpoint stays as it is")  # fmt: skip
     return example
 
 

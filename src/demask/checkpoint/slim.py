@@ -119,7 +119,7 @@ def slim(
         plan = plan_checkpoint(stored, family, data, loader, multiple, progress)
     except CallFailed as error:
         raise NotExportable(f"what its zeros make useless is not known ({error})", "unknown",
-                            "its checkpoint is not made smaller") from error  # fmt: skip
+                            "its checkpoint stays as it is") from error  # fmt: skip
     if architecture is not None:
         gguf = write_gguf(stored, plan, architecture, family, final, check, progress)
         return describe_plan(stored, plan, final, *gguf)
@@ -142,7 +142,7 @@ def slim(
 
 
 def fingerprint(folder: CheckpointFolder, target: str, multiple: int) -> str:
-    """What a folder is made from, to tell whether an unfinished one can go on."""
+    """A hash of the origin of a folder, to tell whether an unfinished one can go on."""
     files = {name: (file.size, file.modified) for name, file in folder.files.items()}
     text = json.dumps([str(folder.path.resolve()), dict(folder.config), files, target, multiple,
                        version("demask")])  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -161,17 +162,14 @@ def _hollow(parameter: nn.Parameter) -> Tensor:
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """A context in which parameters of new modules have no memory, and buffers have values."""
-    register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
-        register(module, name, value)
-        if value is not None:
-            meta = nn.Parameter(value.to("meta"), requires_grad=False)
-            vars(meta).update(vars(value))
-            module._parameters[name] = meta
+    def on_meta(_: nn.Module, __: str, parameter: nn.Parameter) -> Any:
+        meta = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        vars(meta).update(vars(parameter))
+        return meta
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    handle = register_module_parameter_registration_hook(on_meta)
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        handle.remove()
