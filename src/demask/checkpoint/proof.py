@@ -87,8 +87,9 @@ def prove(
                                 "check=False writes without a comparison") from error  # fmt: skip
         name = next((n for n, value in expected[-1].items() if value.isnan().any()), None)
         if name is not None:
-            raise BadInput(f"{original.stored.folder.path}: its {name} is not a number (NaN), equal to nothing; "
-                           "repair its weights, or write without a comparison")  # fmt: skip
+            path = original.stored.folder.path
+            raise BadInput(f"{path}: its {name} is not a number (NaN), equal to nothing; repair "
+                           "its weights, or write without a comparison")  # fmt: skip
         try:
             actual = _run(slim, example, torch.float32)
         except Exception as error:
