@@ -176,7 +176,7 @@ def test_file_has_sizes_by_layer_and_computes_the_same(kind, tmp_path):
     [
         ("Llama", {"hidden_act": "gelu"}, "applies silu, not gelu"),
         ("Mistral", {"sliding_window": 16}, "not to a sliding window"),
-        ("Qwen3", {"tie_word_embeddings": False}, "no output weight apart"),
+        ("Qwen3", {"tie_word_embeddings": False}, "no output weight but"),
         ("Qwen3", {"tie_word_embeddings": True, "attention_bias": True}, "has no biases"),
         ("Qwen3", {"tie_word_embeddings": True, "rope_scaling": LLAMA3}, "no scaled rotation"),
         ("Llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotations of type"),
