@@ -1,12 +1,13 @@
 """GGUF files of llama.cpp in which every layer has sizes of its own.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What llama.cpp makes of sizes by
-layer was found by experiment (`demask.checkpoint.targets`). A feed-forward of 0 units loads, and
+layer is known by experiment (`demask.checkpoint.targets`). A feed-forward of 0 units loads, and
 drops the attention of its layer: at least one unit stays.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from demask.progress import ProgressStep
 
 _TYPES = {torch.float32: ("F32", 0), torch.float16: ("F16", 1), torch.bfloat16: ("BF16", 32)}
 _ROTATIONS = ("default", "linear", "llama3")  # whose frequencies do not depend on the text
+_QKV = ("attn_q", "attn_k", "attn_v")
 _CONVERT = "write the folder for transformers, and convert that with llama.cpp's own script"
 
 
@@ -61,7 +63,7 @@ def check_gguf(model: Any) -> GgufArchitecture:
     elif not architecture.frequencies and not bool((factors == 1).all()):
         problem = f"its {architecture.name} takes no scaled rotation"
     elif not architecture.untied and not config.tie_word_embeddings:
-        problem = f"its {architecture.name} has no output weight apart from the embedding"
+        problem = f"its {architecture.name} has no output weight but the embedding"
     elif not architecture.biases and any(n.endswith(".bias") for n, _ in model.named_parameters()):
         problem = f"its {architecture.name} has no biases"
     else:
@@ -98,9 +100,7 @@ def find_parts(
     (stack,), config = stored.stacks, stored.model.config
     layers = list(plan.layers[stack.path])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, len(layers))
-    fused = {part: (whole, k) for whole, parts in architecture.fused
-             for k, part in enumerate(parts)}  # fmt: skip
-    found: dict[str, dict[int, GgufPart]] = {}
+    by_name: dict[str, dict[int, GgufPart]] = {}
     for tensor, parameter in stored.parameter_of.items():
         if parameter is None or (parameter == "lm_head.weight" and config.tie_word_embeddings):
             continue
@@ -113,16 +113,16 @@ def find_parts(
             raise BadInput(f"llama.cpp: its {architecture.name} has no {parameter}; {_CONVERT}")
         base, _, leaf = name.rpartition(".")
         prefix, _, own = base.rpartition(".")
-        shape, heads = cut_shape(stored, plan, tensor), 0
+        shape, heads, order = cut_shape(stored, plan, tensor), 0, 0
         if own in ("attn_q", "attn_k") and architecture.pairs:
             heads = shape[0] // _head_size(config)
-        whole, order = fused.get(own, (own, 0))
-        name = f"{prefix}.{whole}.{leaf}".removeprefix(".")
-        found.setdefault(name, {})[order] = GgufPart(tensor, shape, heads)
-    headless = {name.rpartition("attn_output")[0] for name, parts in found.items()
+        if own in _QKV and architecture.fused:
+            name, order = f"{prefix}.attn_qkv.{leaf}", _QKV.index(own)
+        by_name.setdefault(name, {})[order] = GgufPart(tensor, shape, heads)
+    headless = {name.rpartition("attn_output")[0] for name, parts in by_name.items()
                 if name.endswith("attn_output.weight") and parts[0].shape[1] == 0}  # fmt: skip
     return {
-        name: [parts[k] for k in sorted(parts)] for name, parts in found.items()
+        name: [parts[k] for k in sorted(parts)] for name, parts in by_name.items()
         if name.rpartition("attn_")[0] not in headless or "attn_" not in name
     }  # fmt: skip
 
@@ -163,7 +163,7 @@ def write_gguf(
             raise BadInput(f"llama.cpp: expected float32, float16 or bfloat16, got {name} of {own}")
         kind = torch.float32 if len(shape) == 1 else own  # as llama.cpp's ops take them
         kinds.append(kind)
-        elements = int(np.prod(shape))
+        elements = math.prod(shape)
         writer.add_tensor_info(name, shape, np.dtype(np.float32), elements * kind.itemsize,
                                gguf.GGMLQuantizationType[_TYPES[kind][0]])  # fmt: skip
         total, count = total + elements * kind.itemsize, count + elements
@@ -250,14 +250,17 @@ class GgufModel(StreamedModel):
 
         super().__init__(family, stored.folder.path)
         self.plan = plan
-        reader: Any = gguf.GGUFReader(file)  # type: ignore[arg-type]  # numpy maps open files, too
-        self.values = {tensor.name: tensor.data for tensor in reader.tensors}
-        self.places: dict[str, tuple[str, int, GgufPart]] = {}
+        self.file: Any = file
+        reader: Any = gguf.GGUFReader
+        written = {tensor.name: tensor for tensor in reader(file).tensors}
+        dtypes = {name: dtype for dtype, (name, _) in _TYPES.items()}
+        # By tensor of the folder, its dtype in the file and the byte where it begins.
+        self.places: dict[str, tuple[GgufPart, torch.dtype, int]] = {}
         for name, own in parts.items():
-            start = 0
+            start, dtype = written[name].data_offset, dtypes[written[name].tensor_type.name]
             for part in own:
-                self.places[part.tensor] = name, start, part
-                start += part.shape[0]
+                self.places[part.tensor] = part, dtype, start
+                start += math.prod(part.shape) * dtype.itemsize
 
     def read(self, name: str) -> Tensor:
         tensor = self.stored.name_of(self._source.get(name, name))
@@ -266,10 +269,10 @@ class GgufModel(StreamedModel):
         stored = self.stored.folder.stored(tensor)
         if tensor not in self.places:  # of a layer, or of a layer's attention, that is gone
             return torch.zeros(stored.shape, dtype=stored.dtype)
-        full, start, part = self.places[tensor]
-        value = torch.from_numpy(np.array(self.values[full][start : start + part.shape[0]]))
-        if value.dtype == torch.uint8:  # as gguf gives bfloat16
-            value = value.view(torch.bfloat16)
+        part, dtype, start = self.places[tensor]
+        value = torch.empty(part.shape, dtype=dtype)
+        self.file.seek(start)
+        self.file.readinto(value.view(-1).view(torch.uint8).numpy().data)
         value = _in_order(value.to(stored.dtype), part.heads, paired=False)
         for axis, positions in self.plan.cuts.get(tensor, {}).items():
             shape = list(value.shape)

@@ -19,7 +19,7 @@ class GgufArchitecture:
         name: as in the file.
         headless: whether layers without heads load: not the first one, whose heads tell their size.
         pairs: whether the two rows of q and k that are rotated together are neighbors.
-        fused: tensors of a layer, each with those that are one below the other in it.
+        fused: whether q, k and v are one tensor, one below the other.
         biases: whether products have biases.
         untied: whether the output has a weight of its own.
         frequencies: whether the file says by what factors the frequencies of rotation differ.
@@ -28,7 +28,7 @@ class GgufArchitecture:
     name: str
     headless: bool
     pairs: bool
-    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    fused: bool = False
     biases: bool = True
     untied: bool = True
     frequencies: bool = True
@@ -59,8 +59,8 @@ class LoaderTarget:
 
 _DECI = GgufArchitecture("deci", headless=True, pairs=True)
 _OPENELM = GgufArchitecture(
-    "openelm", headless=False, pairs=False, biases=False, untied=False, frequencies=False,
-    fused=(("attn_qkv", ("attn_q", "attn_k", "attn_v")),),
+    "openelm", headless=False, pairs=False, fused=True, biases=False, untied=False,
+    frequencies=False,
 )  # fmt: skip
 
 TARGETS: Mapping[str, LoaderTarget] = {
