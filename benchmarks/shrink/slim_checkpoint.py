@@ -205,7 +205,7 @@ def main() -> None:
     for kind in ("check", "no check"):
         (a, s), (b, t) = slopes[LAYERS[0], kind], slopes[LAYERS[1], kind]
         each = (t - s) / (b - a)
-        projected += [f"{billions} B, {kind}: {(s + each * (2e9 * billions - a)) / 60:.0f} min"
+        projected += [f"{billions} B, {kind}: {(s + each * (2e9 * billions - a)) / 60:.1f} min"
                       for billions in (8, 70)]  # fmt: skip
     head = ["folder", "GB", "slim GB", "parameters removed of removable", "copy, s", "slim, s",
             "of it before writing, s", "peak anonymous, GiB", "peak resident, GiB"]  # fmt: skip
