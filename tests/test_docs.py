@@ -90,7 +90,8 @@ def modules_with_examples() -> list[str]:
     """Modules of demask whose docstrings hold examples."""
     root = Path(demask.__file__).parent.parent
     found = [path for path in SOURCES if ">>> " in path.read_text()]
-    return [".".join(path.relative_to(root).with_suffix("").parts) for path in found]
+    names = [".".join(path.relative_to(root).with_suffix("").parts) for path in found]
+    return [name.removesuffix(".__init__") for name in names]
 
 
 @pytest.mark.sampled(2)

@@ -27,7 +27,7 @@ LAYOUT = (
     ("tune",),
     ("files",),
     ("kernels",),
-    ("sparse", "traverse", "stride", "prune", "pilot"),
+    ("sparse", "traverse", "stride", "prune", "pilot", "checkpoint"),
     ("optimize", "verify"),
     ("optimize_onnx",),
     ("report",),
@@ -35,7 +35,7 @@ LAYOUT = (
     ("__main__", "plugins"),
 )
 RANK = {part: row for row, parts in enumerate(LAYOUT) for part in parts}
-PEERS = {("pilot", "traverse"), ("pilot", "sparse")}
+PEERS = {("pilot", "traverse"), ("pilot", "sparse"), ("checkpoint", "prune")}
 FACADE = "demask/__init__.py"  # hands the public names out; only the command line may use it
 
 

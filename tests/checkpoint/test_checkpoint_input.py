@@ -169,6 +169,7 @@ def first_of(files_of: dict[str, str]) -> str:
     return min(set(files_of.values()) - {files_of[NAME]})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_folders(copy: Path, kind: str) -> None:
     damage, error, words = BAD[kind]

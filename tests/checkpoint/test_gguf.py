@@ -141,6 +141,7 @@ class Llama:
         return self.linear(x, "output" if "output.weight" in self.weights else "token_embd")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", CASES)
 def test_file_has_sizes_by_layer_and_computes_the_same(kind, tmp_path):
     dtype = torch.bfloat16 if kind == "tied" else torch.float32
@@ -208,6 +209,7 @@ def test_a_report_says_what_sizes_by_layer_would_save(tmp_path):
     assert f"in a file for llama.cpp {report.llama_cpp:.1%}" in str(report)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", ["transformers", "llama.cpp"])
 def test_a_bias_of_zeros_takes_constants(target, tmp_path):
     """What such a bias is added to may be known altogether, and would then have no reader."""

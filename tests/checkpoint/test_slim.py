@@ -221,6 +221,7 @@ def test_layers_of_a_kind_that_a_config_names_together(tmp_path):
     assert note.startswith("the heads of transformer.h.0.attn") and "has fewer there" in note
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("half", ["attention", "feed-forward"])
 def test_dead_half_of_a_layer(tmp_path, half):
     model = build("LlamaForCausalLM", "llama", **{**LLAMA, "num_hidden_layers": 2})

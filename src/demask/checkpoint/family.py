@@ -1,6 +1,6 @@
 """Families of models: a class of transformers, its configs, and its stacks of layers.
 
-Nothing here names a family. What a config says of a number of layers is found by changing it and
+Nothing here names a family. What a config says of a number of layers shows by changing it and
 building the class on the meta device; layers are of one kind where their modules agree.
 """
 
@@ -230,7 +230,7 @@ def keep_layers(
         return None
     for stack in stacks:
         old = describe_layers(_module(before, stack.path))
-        # A single layer's own number is not told from others: compared as it was in its stack.
+        # A single layer's own number looks like any: compared as it was in its stack.
         new = describe_layers(_module(after, stack.path))
         if len(new) == 1:
             old, new = [(o[0], o[1]) for o in old], [(n[0], n[1]) for n in new]

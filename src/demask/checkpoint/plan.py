@@ -65,7 +65,7 @@ class LayerSlices:
             total += member.positions.shape[1] * rest
         return total
 
-    def kept(self, count: int) -> list[Tensor]:
+    def staying(self, count: int) -> list[Tensor]:
         """By expert, `count` slices that stay, in order: the live ones, and dead ones to fill up,
         those first that need no bias to be removed."""
         result: list[Tensor] = []
@@ -282,8 +282,8 @@ def drop_layers(
     stored: StoredTensors,
     notes: list[str],
 ) -> tuple[dict[str, list[int]], ConfigData]:
-    """The layers that stay, by stack, and the config that says so. A layer goes if it returns its
-    input, and the others are what they were when numbered anew."""
+    """The layers that stay, by stack, and the config that says so. A layer is removed if it returns
+    its input, and the others are what they were with their new numbers."""
     layers = {s.path: list(range(len(s.kinds))) for s in stacks}
     config = data
     for stack in stacks:
@@ -324,8 +324,10 @@ def cut_tensors(
     masks: dict[tuple[str, int], Tensor] = {}
     added: dict[str, Tensor] = {}
     for mine, count in zip(slices, counts, strict=True):
-        kept = mine.kept(count)
-        gone = [torch.ones(mine.group.size, dtype=torch.bool).index_fill(0, k, False) for k in kept]
+        staying = mine.staying(count)
+        gone = [
+            torch.ones(mine.group.size, dtype=torch.bool).index_fill(0, k, False) for k in staying
+        ]
         if not any(g.any() for g in gone):
             continue
         for member, parameter in mine.parameters():

@@ -1,7 +1,7 @@
 """Sizes that a config can say.
 
 A config has one size for all layers, and its class has rules of its own for it. What they are is
-found by building the class: the smallest config is taken of which the slices have the same members
+tried by building the class: the smallest config is taken of which the slices have the same members
 and are as wide.
 """
 

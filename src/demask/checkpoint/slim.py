@@ -65,7 +65,7 @@ def slim(
 
     Removed is what zeros make useless, by the op table: units of feed-forward layers and experts,
     heads of attention with the keys and values that they share, layers that return their inputs.
-    A unit that is always the same number goes into the bias that reads it. The result is a folder
+    A unit that is always the same number is added to the bias that reads it. The result is a folder
     of the same class that `from_pretrained` and other loaders read. Its config has one size for all
     layers, so each keeps as many zeros as the layer with most live units or heads needs. A GGUF
     file, which llama.cpp reads, has sizes by layer.
@@ -75,7 +75,7 @@ def slim(
             several. Its class must be one of transformers, whose code is not in the folder.
         out: the new folder, or for llama.cpp a .gguf file. It appears complete or not at all; while
             a folder is written, it is `out` + ".partial", from which a later call with the same
-            arguments goes on.
+            arguments continues.
         target: what is to load it: "transformers" (default), "vllm" or "mlx", which differ in
             whether they load a family with fewer heads, or "llama.cpp", for LLaMA, Mistral, Qwen2
             and Qwen3 (with tied embeddings).
@@ -195,7 +195,7 @@ def write_tensors(
 
 
 def new_name(stored: StoredTensors, plan: CheckpointPlan, name: str) -> str | None:
-    """The name of a tensor in the new folder; None for one in a layer that goes."""
+    """The name of a tensor in the new folder; None for one in a layer that is removed."""
     at = stored.layer_of(name)
     if at is None:
         return name
