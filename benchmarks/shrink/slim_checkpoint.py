@@ -1,4 +1,4 @@
-"""A masked checkpoint folder of TinyLlama's shape, made smaller: time, memory, size, speed.
+"""A masked checkpoint folder of TinyLlama's shape and the slim one: time, memory, size, speed.
 
 Its weights are random bfloat16 numbers; half of the units of each layer (45 to 55 %) and one of
 four groups of heads, another one in each layer, are zero.
@@ -33,7 +33,7 @@ BENCHMARK = Benchmark(
     "15 min", ("slim_checkpoint.md",), quick=None,
 )  # fmt: skip
 WIDTH, UNITS, HEADS, GROUPS, VOCABULARY = 2048, 5632, 32, 4, 32000
-LAYERS = (11, 22)  # two sizes, for the slope
+LAYERS = (11, 22)  # two sizes, to project from
 TOKENS = 16
 
 
@@ -211,13 +211,13 @@ def main() -> None:
             "of it before writing, s", "peak anonymous, GiB", "peak resident, GiB"]  # fmt: skip
     ratio = statistics.median(rates["slim"]) / statistics.median(rates["masked"])
     text = "\n\n".join([
-        "# A masked language model in a folder, made smaller", __doc__.partition("\n\n")[2].strip(),
+        "# A masked language model in a folder, and the slim one", __doc__.partition("\n\n")[2].strip(),
         markdown(head, lines),
         "Memory includes Python, torch and transformers (0.3 GiB). The comparison runs both "
         f"folders in float32, a module at a time, and generates 32 tokens: {proof}.",
         f"Tokens a second in transformers (bfloat16, one text, {TOKENS} tokens): masked "
         f"{spread(rates['masked'])}, slim {spread(rates['slim'])}, {ratio:.2f} times as many.",
-        f"Projected from the slope of both sizes, not measured: {'; '.join(projected)}.",
+        f"Projected from both sizes, not measured: {'; '.join(projected)}.",
         provenance("slim_checkpoint", "medians and ranges of alternated calls", before=before),
     ])  # fmt: skip
     (RESULTS / "slim_checkpoint.md").write_text(text + "\n")

@@ -81,8 +81,8 @@ class SmallNetwork:
         self.stacks, self.layers = stacks, layers
         counts = {group.name: self._slots(family, data, group) for group in groups}
         _, small = choose_sizes(family, data, stacks, layers, groups, counts)
-        found, self.coupling = find_slices(family.build(small).double(), stacks, layers)
-        own = {group.name: group for group in found}
+        small_groups, self.coupling = find_slices(family.build(small).double(), stacks, layers)
+        own = {group.name: group for group in small_groups}
         # A group that a smaller config changes cannot be decided in it: its slices stay.
         self.groups = {name: own[name] for name, group in self.full.items()
                        if name in own and own[name].is_like(group)}  # fmt: skip
@@ -126,8 +126,8 @@ class SmallNetwork:
         rows = torch.cat([z.reshape(count, -1) for z in zeros], 1)
         matrices = torch.cat([z.reshape(count, -1) for z, m in zip(zeros, own.members, strict=True)
                               if m.rank > 1], 1)  # fmt: skip
-        kept = repr(sorted(name for name, zero in ties.items() if zero)).encode()
-        keys = [row.numpy().tobytes() + kept for row in rows]
+        zero_names = repr(sorted(name for name, zero in ties.items() if zero)).encode()
+        keys = [row.numpy().tobytes() + zero_names for row in rows]
         # Bits alone first: biases are as good as random, unless a constant is read.
         self._decide(own, keys, range(count), matrices.any(1), zeros, {}, ties)
         fates = [self._memory[group, key] for key in keys]

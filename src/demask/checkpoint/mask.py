@@ -191,7 +191,7 @@ def _of_all_layers(
     """The slices of every layer by name, in the order of layers, from those of one layer of each
     kind. Left out are those that layers share, and those of weights stored in several tensors."""
     shapes = {name: torch.Size(shape) for name, shape in stored.shapes.items()}
-    found: list[tuple[int, int, GroupSlices]] = []
+    ordered: list[tuple[int, int, GroupSlices]] = []
     for order, stack in enumerate(stored.stacks):
         for own in groups:
             at = {(split[0] if (split := stack.split(m.parameter)) else None) for m in own.members}
@@ -212,9 +212,9 @@ def _of_all_layers(
                 members = tuple(replace(m, parameter=there(m.parameter)) for m in own.members)
                 if all(stored.name_of(m.parameter) is not None for m in members):
                     group = replace(own.group, name=there(own.name), members=members)
-                    found.append((order, layer, GroupSlices(group, shapes)))
-    found.sort(key=lambda row: row[:2])
-    return {slices.name: slices for _, _, slices in found}
+                    ordered.append((order, layer, GroupSlices(group, shapes)))
+    ordered.sort(key=lambda row: row[:2])
+    return {slices.name: slices for _, _, slices in ordered}
 
 
 def _choose(
