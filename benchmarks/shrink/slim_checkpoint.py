@@ -211,7 +211,8 @@ def main() -> None:
             "of it before writing, s", "peak anonymous, GiB", "peak resident, GiB"]  # fmt: skip
     ratio = statistics.median(rates["slim"]) / statistics.median(rates["masked"])
     text = "\n\n".join([
-        "# A masked language model in a folder, and the slim one", __doc__.partition("\n\n")[2].strip(),
+        "# A masked language model in a folder, and the slim one",
+        __doc__.partition("\n\n")[2].strip(),
         markdown(head, lines),
         "Memory includes Python, torch and transformers (0.3 GiB). The comparison runs both "
         f"folders in float32, a module at a time, and generates 32 tokens: {proof}.",
