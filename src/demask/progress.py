@@ -26,6 +26,10 @@ class ProgressStep(Protocol):
     def __call__(self, title: str, done: int = 1) -> None: ...
 
 
+def no_progress(title: str, done: int = 1) -> None:
+    """A `ProgressStep` that shows nothing."""
+
+
 @contextmanager
 def progress(
     title: str,

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from demask.checkpoint.family import ConfigData, Family, LayerStack
 from demask.checkpoint.sizes import choose_sizes
-from demask.checkpoint.slices import LayerKind, SliceGroup, find_slices
+from demask.checkpoint.slices import LayerKind, SliceGroup, find_slices, prefixes_of
 from demask.facts.analysis import Analysis
 from demask.facts.known import key_of
 from demask.graph.program import Constant, module_of
@@ -77,32 +77,22 @@ class SmallNetwork:
         layers: Mapping[str, Sequence[int]],
         groups: Sequence[SliceGroup],
     ):
-        self.full = {group.name: group for group in groups}
-        self.stacks, self.layers = stacks, layers
-        counts = {group.name: self._slots(family, data, group) for group in groups}
+        self.prefixes = prefixes_of(stacks, layers)
+        sizes = {name: p.numel() for name, p in family.build(data).named_parameters()}
+        counts: dict[str, int] = {}
+        for group in groups:
+            largest = max(sizes[self.prefixes[m.kind] + m.name] // group.size
+                          for m in group.members if m.kind)  # fmt: skip
+            slots = 2 if group.kind == "head" else max(8, SMALL_ELEMENTS // largest)
+            counts[group.name] = min(group.size, slots)
         _, small = choose_sizes(family, data, stacks, layers, groups, counts)
         small_groups, self.coupling = find_slices(family.build(small).double(), stacks, layers)
         own = {group.name: group for group in small_groups}
         # A group that a smaller config changes cannot be decided in it: its slices stay.
-        self.groups = {name: own[name] for name, group in self.full.items()
-                       if name in own and own[name].is_like(group)}  # fmt: skip
+        self.groups = {group.name: own[group.name] for group in groups
+                       if group.name in own and own[group.name].is_like(group)}  # fmt: skip
         self.readings = {name: self._find_readings(group) for name, group in self.groups.items()}
         self._memory: dict[tuple[str, bytes], Fate] = {}
-
-    def _slots(self, family: Family, data: ConfigData, group: SliceGroup) -> int:
-        """The slices of a group of the small network."""
-        if group.kind == "head":
-            return min(group.size, 2)
-        model = family.build(data)
-        numbers = dict(model.named_parameters())
-        at = self._prefixes()
-        largest = max((numbers[at[m.kind] + m.name].numel() // group.size
-                       for m in group.members if m.kind), default=1)  # fmt: skip
-        return min(group.size, max(8, SMALL_ELEMENTS // largest))
-
-    def _prefixes(self) -> dict[LayerKind, str]:
-        return {LayerKind(s.path, k): s.name(n, "")
-                for s in self.stacks for n, k in enumerate(self.layers[s.path])}  # fmt: skip
 
     def fates(
         self,
@@ -194,7 +184,7 @@ class SmallNetwork:
     ) -> Analysis:
         """The analysis of the small network with patterns in the slices of some groups, zeros where
         `ties` says so, and nothing known of other weights."""
-        at, generator = self._prefixes(), torch.Generator().manual_seed(0)
+        at, generator = self.prefixes, torch.Generator().manual_seed(0)
         prefixes = [at[kind] for kind in kinds]
         members = {at[member.kind] + member.name for name in slots
                    for member in self.groups[name].members if member.kind is not None}  # fmt: skip
@@ -236,7 +226,7 @@ class SmallNetwork:
             return False
         slots = {name: [pattern] * self.groups[name].size for name, pattern in silent.items()}
         analysis = self._analysis([kind], slots, ties)
-        path = self._prefixes()[kind].removesuffix(".")
+        path = self.prefixes[kind].removesuffix(".")
         nodes = list(self.coupling.program.graph.nodes)
         span = [k for k, node in enumerate(nodes) if is_below(module_of(node), [path])]
         # Calls between those of the layer are its own: passes that add some do not say of which.
@@ -282,7 +272,7 @@ class SmallNetwork:
         """The calls that read a group; none where a call reads it otherwise than in products."""
         coupling, readings = self.coupling, list[_Reading]()
         ties, numbers = coupling.ties, coupling.numbers[group.name]
-        at = self._prefixes()
+        at = self.prefixes
         names = [(at[m.kind] if m.kind else "") + m.name for m in group.members]
         for node, relation in ties.relations.items():
             for k, operand in enumerate(relation.operands):

@@ -7,7 +7,7 @@ building the class on the meta device; layers are of one kind where their module
 from __future__ import annotations
 
 import copy as copies
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from demask.failures import described
 
 ConfigData = dict[str, Any]  # a config as in config.json
 Keys = tuple[str, ...]  # of a number in it, from the outside in
-# Lists of configs whose numbers are layers, and texts or numbers that depend on a layer's number in
-# the mathematics, in which layers cannot be renumbered.
-LISTS_OF_LAYERS = ("mlp_only_layers", "attn_layers", "full_attention_layers", "no_moe_layers")
-NUMBERED = ("scale_attn_by_inverse_layer_idx", "use_layer_scale_by_index")
+# Lists of configs whose numbers are layers, and flags by which a layer's number is in the
+# mathematics, so that layers cannot be renumbered.
+LISTS_OF_LAYERS = ("mlp_only_layers", "full_attn_idxs", "attn_layer_indices")
+NUMBERED = ("scale_attn_by_inverse_layer_idx",)
 _NO_LISTS = ("token", "_id", "_ids", "size", "shape", "lang")
 
 
@@ -125,7 +125,8 @@ def find_stacks(family: Family, data: ConfigData, model: nn.Module) -> tuple[Lay
             continue
         count = _find_count(family, data, path, len(module), taken)
         taken.add(count)
-        signatures = describe_layers(module)
+        layers = list(module)
+        signatures = describe_layers(layers, find_own_numbers(layers))
         stacks.append(LayerStack(path, count, tuple(signatures.index(s) for s in signatures)))
     return tuple(stacks)
 
@@ -136,17 +137,13 @@ def _find_count(family: Family, data: ConfigData, path: str, size: int, taken: s
         if value != size or keys in taken:
             continue
         other = family.try_build(with_layers(data, keys, [*range(size), size - 1]))
-        if other is not None and len(_module(other, path)) == size + 1:
+        if other is not None and len(_layers(other, path)) == size + 1:
             return keys
     return ()
 
 
-def _module(model: nn.Module, path: str) -> Any:
-    return model.get_submodule(path)
-
-
 def numbers_of_config(data: ConfigData, keys: Keys = ()) -> Iterator[tuple[Keys, int]]:
-    """The whole numbers of a config and of those in it."""
+    """The integers of a config and of those in it."""
     for key, value in data.items():
         if type(value) is int:
             yield (*keys, key), value
@@ -173,34 +170,38 @@ def with_layers(data: ConfigData, count: Keys, layers: Sequence[int]) -> ConfigD
     return other
 
 
-def set_number(data: ConfigData, keys: Keys, value: int) -> None:
-    """Set a number of a config, in place."""
-    for key in keys[:-1]:
-        data = data[key]
-    data[keys[-1]] = value
+def _layers(model: nn.Module, path: str) -> list[nn.Module]:
+    return list(model.get_submodule(path).children())
 
 
-def describe_layers(layers: Any) -> list[tuple[Any, ...]]:
-    """By layer, what distinguishes it from others: classes, shapes, numbers, flags and texts of its
-    modules, without those numbers that are the layer's own in every layer."""
-    attributes = [
-        {(path, name): value for path, module in layer.named_modules()
-         for name, value in vars(module).items() if _distinguishes(name, value)}
-        for layer in layers
-    ]  # fmt: skip
+def find_own_numbers(layers: Sequence[nn.Module]) -> set[tuple[str, str]]:
+    """The attributes, by the path of a module in its layer, that are the layer's number in every
+    layer. Of a single layer, whose number is 0, those that are named so."""
+    attributes = [_attributes_of(layer) for layer in layers]
     own = {key for key in attributes[0]
            if all(type(a.get(key)) is int and a[key] == k
                   for k, a in enumerate(attributes))}  # fmt: skip
-    if len(attributes) == 1:  # a number 0 may be the layer's
-        own = {key for key in own if "idx" in key[1] or "index" in key[1]}
+    return {key for key in own if len(layers) > 1 or "idx" in key[1] or "index" in key[1]}
+
+
+def describe_layers(
+    layers: Sequence[nn.Module], own: Collection[tuple[str, str]]
+) -> list[tuple[Any, ...]]:
+    """By layer, what distinguishes it from others: classes, shapes, numbers, flags and texts of its
+    modules. own: the attributes that are its number."""
     return [
         (
             tuple((path, type(module).__name__) for path, module in layer.named_modules()),
             tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()),
-            tuple(sorted((key, repr(v)) for key, v in values.items() if key not in own)),
+            tuple(sorted((k, repr(v)) for k, v in _attributes_of(layer).items() if k not in own)),
         )
-        for layer, values in zip(layers, attributes, strict=True)
+        for layer in layers
     ]
+
+
+def _attributes_of(layer: nn.Module) -> dict[tuple[str, str], Any]:
+    return {(path, name): value for path, module in layer.named_modules()
+            for name, value in vars(module).items() if _distinguishes(name, value)}  # fmt: skip
 
 
 def _distinguishes(name: str, value: Any) -> bool:
@@ -229,11 +230,9 @@ def keep_layers(
     if after is None:
         return None
     for stack in stacks:
-        old = describe_layers(_module(before, stack.path))
-        # A single layer's own number looks like any: compared as it was in its stack.
-        new = describe_layers(_module(after, stack.path))
-        if len(new) == 1:
-            old, new = [(o[0], o[1]) for o in old], [(n[0], n[1]) for n in new]
+        old, new = _layers(before, stack.path), _layers(after, stack.path)
+        own = find_own_numbers(old)
+        old, new = describe_layers(old, own), describe_layers(new, own)
         if new != [old[k] for k in layers[stack.path]]:
             return None
     return other

@@ -83,12 +83,12 @@ def _head_size(config: Any) -> int:
 
 
 def _frequency_factors(model: Any) -> Tensor:
-    """By how much the frequencies of a model's rotation are smaller than the plain ones."""
+    """By how much the frequencies of a model's rotation are smaller than without scaling."""
     rotary = type(model.model.rotary_emb)(model.config)
     size = 2 * len(rotary.inv_freq)
     base = model.config.rope_parameters["rope_theta"]
-    plain = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)
-    return plain / rotary.inv_freq
+    unscaled = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)
+    return unscaled / rotary.inv_freq
 
 
 def find_parts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -23,14 +24,14 @@ from demask.checkpoint.tensors import StoredTensors
 from demask.errors import BadInput
 from demask.failures import public
 from demask.files.weight_file import WeightFile
-from demask.progress import ProgressStep
+from demask.progress import ProgressStep, no_progress
 from demask.prune.allocation.shares import Uniform, count_left
 from demask.prune.coupling.find_groups import KINDS_OF
 from demask.prune.masks import find_places
 from demask.prune.schedules import check_fraction
 from demask.prune.score_inputs import InputRecorder, InputStatistics
 from demask.prune.scores import L1, Score, ScoreView
-from demask.prune.structures import GroupSlices, find_candidates
+from demask.prune.structures import GroupSlices, find_candidates, keep_highest
 from demask.registry import RUNNERS
 from demask.text_table import number_table, render_text
 
@@ -64,10 +65,6 @@ class MaskedCheckpoint:
         return f"{render_text(table)}\nwritten to {self.out}"
 
 
-def _silent(title: str, done: int = 1) -> None:
-    """A step that shows nothing."""
-
-
 @public
 def checkpoint(
     folder: str | os.PathLike[str],
@@ -78,7 +75,7 @@ def checkpoint(
     amount: float = 0.5,
     structure: str = "unit",
     allocation: Callable[..., Mapping[str, int]] | None = None,
-    progress: ProgressStep = _silent,
+    progress: ProgressStep = no_progress,
 ) -> MaskedCheckpoint:
     """Write a checkpoint folder in which what matters least is zero, a module in memory at a time.
 
@@ -136,10 +133,13 @@ def checkpoint(
         if isinstance(candidates, GroupSlices)
     ]
     slices = _of_all_layers(groups, stored, firsts)
+    if not slices:
+        raise BadInput(f"{source}: no {structure} of {family.model.__name__} can be masked: layers "
+                       "share them, or its experts are stored in several tensors")  # fmt: skip
     if structure == "layer":
         assert rows is not None
         scores = _influence(streamed, stored.stacks, rows, progress)
-        keep = {name: _highest(s, count_left(len(s), amount)) for name, s in scores.items()}
+        keep = {name: keep_highest(s, count_left(len(s), amount)) for name, s in scores.items()}
         zeros = _of_silent_layers(slices, stored, keep)
         added: dict[str, Tensor] = {}
     else:
@@ -147,7 +147,13 @@ def checkpoint(
             streamed, slices, chosen, allocation or Uniform(), amount, rows, progress
         )
         zeros = _zeros(slices, keep)
-    state = fingerprint(stored.folder, repr((chosen, structure)), int(amount * 1e6))
+    changes = hashlib.sha256()
+    for name, axes in sorted(zeros.items()):
+        for axis, gone in sorted(axes.items()):
+            changes.update(f"{name} {axis}".encode() + gone.numpy().tobytes())
+    for name, change in sorted(added.items()):
+        changes.update(name.encode() + change.numpy().tobytes())
+    state = fingerprint(stored.folder, changes.hexdigest())
     partial = final.with_name(final.name + ".partial")
     with unfinished_folder(partial, state):
         _write(stored, zeros, added, partial, progress)
@@ -316,13 +322,6 @@ def _influence(
             handle.remove()
     count = rows.numel()
     return {path: total / count for path, total in sums.items()}
-
-
-def _highest(scores: Tensor, count: int) -> Tensor:
-    """Where the `count` highest scores are, bool; of equal ones the first."""
-    keep = torch.zeros(len(scores), dtype=torch.bool)
-    keep[scores.argsort(descending=True, stable=True)[:count]] = True
-    return keep
 
 
 def _of_silent_layers(

@@ -180,6 +180,15 @@ def example_of(model: Any) -> dict[str, Any]:
     return example
 
 
+def prefixes_of(
+    stacks: Sequence[LayerStack], layers: Mapping[str, Sequence[int]]
+) -> dict[LayerKind, str]:
+    """The first part of the names of parameters of each kind of layer, in a model with few layers.
+    layers: as of `find_slices`."""
+    return {LayerKind(s.path, k): s.name(n, "")
+            for s in stacks for n, k in enumerate(layers[s.path])}  # fmt: skip
+
+
 def cut_shapes(
     model: nn.Module,
     groups: Sequence[SliceGroup],
@@ -188,7 +197,7 @@ def cut_shapes(
     counts: Mapping[str, int],
 ) -> None:
     """Cut a model on the meta device, in place: `counts` are the slices that stay, by group."""
-    at = {LayerKind(s.path, k): s.name(n, "") for s in stacks for n, k in enumerate(layers[s.path])}
+    at = prefixes_of(stacks, layers)
     tensors = dict(model.named_parameters(remove_duplicate=False))
     cut: dict[str, list[int]] = {name: list(p.shape) for name, p in tensors.items()}
     for group in groups:

@@ -44,11 +44,7 @@ from demask.failures import CallFailed, public
 from demask.files import atomic_write as atomic
 from demask.files.weight_file import WeightFile
 from demask.machine.allocator import release_free_memory
-from demask.progress import ProgressStep
-
-
-def _silent(title: str, done: int = 1) -> None:
-    """A step that shows nothing."""
+from demask.progress import ProgressStep, no_progress
 
 
 @public
@@ -59,7 +55,7 @@ def slim(
     target: str = "transformers",
     multiple: int | None = None,
     check: bool = True,
-    progress: ProgressStep = _silent,
+    progress: ProgressStep = no_progress,
 ) -> CheckpointReport:
     """Write a checkpoint folder that computes the same as a masked one, with smaller tensors.
 
@@ -141,10 +137,11 @@ def slim(
     return describe_plan(stored, plan, final, (written.nbytes, written.parameters), proof)
 
 
-def fingerprint(folder: CheckpointFolder, target: str, multiple: int) -> str:
-    """A hash of the origin of a folder, to tell whether an unfinished one can go on."""
+def fingerprint(folder: CheckpointFolder, *options: str | int) -> str:
+    """A hash of the origin of a folder, to tell whether an unfinished one can go on. options: all
+    that its tensors depend on but the original."""
     files = {name: (file.size, file.modified) for name, file in folder.files.items()}
-    text = json.dumps([str(folder.path.resolve()), dict(folder.config), files, target, multiple,
+    text = json.dumps([str(folder.path.resolve()), dict(folder.config), files, options,
                        version("demask")])  # fmt: skip
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -20,7 +20,6 @@ from demask.cli.options import (
     Imports,
     Inputs,
     Json,
-    Loader,
     Model,
     Sizes,
     Static,
@@ -144,9 +143,14 @@ def slim(
         ),
     ] = None,
     loader: Annotated[
-        Loader,
-        typer.Option("--for", help="For folders: what is to load the result."),
-    ] = Loader.transformers,
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="LOADER",
+            help="For folders: what is to load the result: transformers (default), vllm, mlx or "
+            "llama.cpp.",
+        ),
+    ] = None,
     multiple: Annotated[
         int | None,
         typer.Option(
@@ -221,12 +225,12 @@ def slim(
             from demask import checkpoint
 
             report = checkpoint.slim(
-                model, output, target=loader.value, multiple=multiple, check=check is Switch.on,
-                progress=step,
+                model, output, target=loader or "transformers", multiple=multiple,
+                check=check is Switch.on, progress=step,
             )  # fmt: skip
         show(report, report.to_dict(), as_json)
         return
-    if loader is not Loader.transformers or multiple is not None:
+    if loader is not None or multiple is not None:
         raise BadInput(f"--for and --multiple: for folders; {model} is none")
     if in_place and model.suffix != ".onnx":
         raise BadInput(f"--in-place is for .onnx files, got {model}: give --output FILE")

@@ -22,15 +22,6 @@ class Switch(StrEnum):
     off = "off"
 
 
-class Loader(StrEnum):
-    """What loads a checkpoint."""
-
-    transformers = "transformers"
-    vllm = "vllm"
-    mlx = "mlx"
-    llama_cpp = "llama.cpp"
-
-
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
 Model = Annotated[
     Path,

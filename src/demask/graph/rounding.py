@@ -102,7 +102,7 @@ def _scale(
     node: fx.Node, value: Tensor, operands: Sequence[Tensor], table: Table, is_single: bool
 ) -> Tensor | float | None:
     """The magnitude that a call's rounding error is relative to: of each element, or of the largest
-    output for sums; None if the call only moves values, or converts whole numbers."""
+    output for sums; None if the call only moves values, or converts integers."""
     name = op_name(node.target)
     entry, base = table.get(name), name.split(".")[1] if "." in name else name
     if entry is not None and entry.fill == "same":

@@ -164,7 +164,7 @@ def _feeds(file: OnnxFile, args: Sequence[Tensor]) -> dict[str, np.ndarray]:
 def edit_once(
     model: Any, folder: Path, args: Sequence[Tensor], table: Table, *, insert: bool = True
 ) -> _Edit:
-    """A file after one walk, nodes that stay whole, and ops that demask could not capture.
+    """A file after one walk, nodes that are not cut, and ops that demask could not capture.
 
     folder: of external tensors. insert: as for `edit_file`.
     """
@@ -237,7 +237,7 @@ def _name_values(file: OnnxFile, model: Any, args: Sequence[Tensor], table: Tabl
 def _cheapest(
     walked: Callable[[Mapping[str, Layout]], Editor], shell: Any, insert: bool
 ) -> tuple[Any, Any]:
-    """The smallest file, and nodes that stay whole.
+    """The smallest file, and nodes that are not cut.
 
     Where a reader lacks positions of a value, nodes are inserted, or the nodes before compute these
     positions, up to the layers, whose masked rows stay.
