@@ -749,3 +749,15 @@ def test_attention_of_the_runtime_is_a_barrier_and_what_is_around_it_is_cut(tmp_
     after = edited(path, torch.randn(2, 5, 16))
     assert after.barriers == (("t", "com.microsoft.Attention is not understood"),)
     assert (dims(after.model)["w"], dims(after.model)["w2"]) == ([16, 32], [16, 32])
+
+
+def test_foreign_ops_of_stored_tensors_are_not_computed_ahead(tmp_path):
+    path = tmp_path / "m.onnx"
+    write(path, [node("Inverse", ["b"], ["c"], domain="com.microsoft"),
+                 node("Mul", ["x", "c"], ["t"]), node("MatMul", ["t", "v"], ["y"])],
+          [value("x", [32, 32])], [value("y", [32, 8])],
+          {"v": half(32, 8, axis=0), "b": np.eye(32, dtype=np.float32)})  # fmt: skip
+    args = (torch.randn(32, 32),)
+    edited = edit_file(path, args, TABLE)
+    assert edited is not None
+    Judge.of_file(str(path), args).compare(edited.model.SerializeToString())

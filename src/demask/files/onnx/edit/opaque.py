@@ -19,7 +19,10 @@ class OpaqueOutput:
     sizes: tuple[Dimension, ...]
 
 
-@torch.library.custom_op("demask::opaque", mutates_args=())
+# Nothing may run it ahead: not where all that it reads is stored, either.
+@torch.library.custom_op(
+    "demask::opaque", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
 def opaque(operands: list[Tensor], dtypes: str, ranks: list[int],
            operand: list[int], axis: list[int]) -> list[Tensor]:  # fmt: skip
     """Stands in a program that is analyzed, never run, for a call that demask has no function for.
