@@ -766,9 +766,9 @@ def test_foreign_ops_of_stored_tensors_are_not_computed_ahead(tmp_path):
 
 def test_outputs_that_an_op_does_not_have(tmp_path):
     path = tmp_path / "m.onnx"
-    write(path, [node("MatMul", ["x", "w"], ["h"]), node("Relu", ["h"], ["r", "more"]),
-                 node("MatMul", ["r", "v"], ["y"])],
+    write(path, [node("Gemm", ["x", "w", "b"], ["h", ""]), node("Relu", ["h"], ["r"]),
+                 node("Gemm", ["r", "v"], ["y"])],
           [value("x", ["B", 16])], [value("y", ["B", 8])],
-          {"w": half(16, 32, axis=1), "v": half(32, 8, axis=0)})  # fmt: skip
+          {"w": half(16, 32, axis=1), "v": half(32, 8, axis=0), "b": half(32, axis=0)})  # fmt: skip
     with contextlib.suppress(BadInput, NotExportable):
         assert edit_file(path, (torch.randn(3, 16),), TABLE)
