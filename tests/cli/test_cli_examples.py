@@ -7,7 +7,7 @@ from torch import nn
 
 import demask
 import test_cli
-from demask.cli.read_network import read_network
+from demask.cli.read_network import computed_size, read_network
 from demask.errors import BadInput
 from demask.graph.example_inputs import PIXELS, draw_examples, expected_domains
 from demask.graph.input_domains import Domain
@@ -57,6 +57,18 @@ def shapes(network):
 def test_a_name_is_one_size_everywhere_and_lengths_are_tried_until_one_runs(state):
     assert shapes(read_network(state)) == [(1, 1, 512), (2, 1, 4)]
     assert shapes(read_network(state, ["batch=3", "length=301"])) == [(3, 1, 301), (2, 3, 4)]
+
+
+def test_a_size_may_be_computed_from_others(tmp_path):
+    ports = [("x", 1, ["batch", "length"]), ("past", 1, ["batch", "past_length"]),
+             ("mask", 1, ["batch", "past_length + length"])]  # fmt: skip
+    nodes = [("Concat", ["past", "x"], "c", {"axis": 1}), ("Mul", ["c", "mask"], "y", {})]
+    decoder = write(tmp_path / "decoder.onnx", ports, nodes)
+    assert shapes(read_network(decoder, ["length=3"])) == [(1, 3), (1, 1), (1, 4)]
+    assert computed_size("(a + 1) * b / 2 - 3", {"a": 5, "b": 4}) == 9
+    assert computed_size("a - b", {"a": 5, "b": 9}) == 1
+    for text in ("", "a.b", "a + c", "?", "f(a)", "a / 0", "a ** a", "(" * 9000):
+        assert computed_size(text, {"a": 5}) is None
 
 
 def test_lines_of_text_are_tried_too(tmp_path):

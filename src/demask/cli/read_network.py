@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -31,6 +33,10 @@ from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Interface, Provenance
 from demask.ops.schema import example_size
 
+OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv,
+}  # fmt: skip
 # Sizes that are tried for what an ONNX file leaves open: of images, lines of text at the end; of
 # other axes.
 TRIED = (((224, 224), 16), ((320, 320), 512), ((640, 640), 4096), ((48, 320), 16), ((32, 320), 16))
@@ -325,11 +331,37 @@ def _sized(
                     raise BadInput(f"size {name}: got {values[name]} and {n} (input {port.name!r})")
     places = [(axis, name, guess[axis]) for port, guess in zip(ports, guesses, strict=True)
               for axis, name in enumerate(port.sizes) if isinstance(name, str)]  # fmt: skip
+    ones = {name: 1 for _, name, _ in places if name.isidentifier()}
+    computed = {name for _, name, _ in places
+                if name not in ones and computed_size(name, ones) is not None}  # fmt: skip
     for _, name, n in sorted(
         places, key=lambda place: place[0]
     ):  # what is a batch anywhere, is one
-        values.setdefault(name, n)
+        if name not in computed:
+            values.setdefault(name, n)
+    for name in computed:
+        values.setdefault(name, computed_size(name, values) or 1)
     return [tuple(n if isinstance(n, int) else values[n] for n in p.sizes) for p in ports]
+
+
+def computed_size(text: str, values: Mapping[str, int]) -> int | None:
+    """The number that a size such as "past_length + length" says, 1 at least; None for one that is
+    not computed from others. Exporters say so how many positions a mask covers."""
+
+    def number(tree: ast.expr) -> int:
+        match tree:
+            case ast.Constant(value=int(n)):
+                return n
+            case ast.Name(id=name) if name in values:
+                return values[name]
+            case ast.BinOp(left=a, op=op, right=b) if type(op) in OPERATORS:
+                return OPERATORS[type(op)](number(a), number(b))
+        raise ValueError(text)
+
+    try:
+        return max(1, number(ast.parse(text, mode="eval").body))
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return None
 
 
 def _static(interface: Interface, args: Sequence[Tensor], static: bool | str) -> Interface:

@@ -1,5 +1,6 @@
 """Edited files: what is copied byte for byte, foreign ops, clashing names."""
 
+import contextlib
 import importlib
 
 import numpy as np
@@ -761,3 +762,13 @@ def test_foreign_ops_of_stored_tensors_are_not_computed_ahead(tmp_path):
     edited = edit_file(path, args, TABLE)
     assert edited is not None
     Judge.of_file(str(path), args).compare(edited.model.SerializeToString())
+
+
+def test_outputs_that_an_op_does_not_have(tmp_path):
+    path = tmp_path / "m.onnx"
+    write(path, [node("Gemm", ["x", "w", "b"], ["h", ""]), node("Relu", ["h"], ["r"]),
+                 node("Gemm", ["r", "v"], ["y"])],
+          [value("x", ["B", 16])], [value("y", ["B", 8])],
+          {"w": half(16, 32, axis=1), "v": half(32, 8, axis=0), "b": half(32, axis=0)})  # fmt: skip
+    with contextlib.suppress(BadInput, NotExportable):
+        assert edit_file(path, (torch.randn(3, 16),), TABLE)

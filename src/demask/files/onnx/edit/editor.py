@@ -445,6 +445,7 @@ class Editor:
 
     def _record(self, new: Any, layouts: Sequence[Layout | None]) -> None:
         """Add a node, and the layouts of its outputs."""
+        require(len(layouts) == len(new.output), "it has more outputs than its op")
         for k, (name, layout) in enumerate(zip(list(new.output), layouts, strict=True)):
             if not name or layout is None:
                 continue
