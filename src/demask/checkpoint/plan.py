@@ -17,15 +17,9 @@ import torch
 from torch import Tensor
 
 from demask.checkpoint.decide import Fate, SlicePattern, SmallNetwork, bias_of
-from demask.checkpoint.family import (
-    ConfigData,
-    Family,
-    LayerStack,
-    keep_layers,
-    reduced_config,
-)
+from demask.checkpoint.family import ConfigData, Family, LayerStack, keep_layers
 from demask.checkpoint.sizes import apply_changes, choose_sizes
-from demask.checkpoint.slices import KINDS, LayerKind, SliceGroup, SliceMember, find_slices
+from demask.checkpoint.slices import KINDS, LayerKind, ReducedModel, SliceGroup, SliceMember
 from demask.checkpoint.targets import GgufArchitecture, LoaderTarget
 from demask.checkpoint.tensors import StoredTensors
 from demask.progress import ProgressStep
@@ -128,10 +122,11 @@ def plan_checkpoint(
         NotExportable: the model cannot be captured.
     """
     stacks, notes = stored.stacks, list[str]()
-    reduced, firsts = reduced_config(family, data, stacks)
+    reduced = ReducedModel(family, data, stacks)
     step("capturing one layer of each kind")
-    groups, _ = find_slices(family.build(reduced), stacks, firsts)
-    small = SmallNetwork(family, reduced, stacks, firsts, groups)
+    groups, small = reduced.groups, SmallNetwork(reduced)
+    for module, reason in reduced.coupling.heads_that_stay().items():
+        notes.append(f"the heads of {module} stay: {reason}")
     slices = [s for group in groups for s in decide_slices(stored, small, group, stacks, step)]
     # A config may have several layers of a kind, of which the first one's slices are decided.
     room: dict[tuple[object, ...], int] = {}
@@ -158,9 +153,9 @@ def plan_checkpoint(
             live[group.name] = max(live[group.name], 1)
         sizes = full
         if live != full:
-            sizes, changed = choose_sizes(family, reduced, stacks, firsts, groups, live)
+            sizes, changed = choose_sizes(reduced, live)
             config = copies.deepcopy(config)
-            apply_changes(config, reduced, changed)
+            apply_changes(config, reduced.data, changed)
         for kind in KINDS:
             names = [g.name for g in groups
                      if g.kind == kind and live[g.name] < sizes[g.name] == g.size]  # fmt: skip
