@@ -92,8 +92,8 @@ class SliceGroup:
 
 
 class ReducedModel:
-    """A class of models with one layer of each kind, of a checkpoint's config and of others like it.
-    No config is captured twice: that takes longer than all else.
+    """A class of models with one layer of each kind, of a checkpoint's config and of similar ones.
+    None is captured twice: that takes longer than all else.
 
     Args:
         family: the class.

@@ -317,10 +317,10 @@ class AxisTies:
         if not all(lists):
             return None
         m = self.cells.size(cut.out[0]) or 1
-        if len({cells[0] for cells in lists}) == 1 and self._is_repeated(cut, m):
-            if all(len(cells) > 1 for cells in lists):
-                ins, n = {k: cells[1:] for k, cells in cut.ins.items()}, len(cut.source) // m
-                return [Move(ins, cut.out[1:], cut.source[:n], cut.position[:n])]
+        is_shared = len({cells[0] for cells in lists}) == 1 and min(map(len, lists)) > 1
+        if is_shared and self._is_repeated(cut, m):
+            ins, n = {k: cells[1:] for k, cells in cut.ins.items()}, len(cut.source) // m
+            return [Move(ins, cut.out[1:], cut.source[:n], cut.position[:n])]
         n = self.cells.size(cut.out[-1]) or 1
         if len({cells[-1] for cells in lists}) == 1 and cut.has_blocks(n):
             ins = {k: cells[:-1] for k, cells in cut.ins.items()}
