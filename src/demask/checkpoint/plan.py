@@ -125,6 +125,8 @@ def plan_checkpoint(
     reduced = ReducedModel(family, data, stacks)
     step("capturing one layer of each kind")
     groups, small = reduced.groups, SmallNetwork(reduced)
+    if not groups:
+        notes.append(f"the layers of {family.model.__name__} have no units or heads of their own")
     for module, reason in reduced.coupling.heads_that_stay().items():
         notes.append(f"the heads of {module} stay: {reason}")
     slices = [s for group in groups for s in decide_slices(stored, small, group, stacks, step)]
@@ -157,8 +159,10 @@ def plan_checkpoint(
             config = copies.deepcopy(config)
             apply_changes(config, reduced.data, changed)
         for kind in KINDS:
-            names = [g.name for g in groups
-                     if g.kind == kind and live[g.name] < sizes[g.name] == g.size]  # fmt: skip
+            own = [g for g in groups if g.kind == kind]
+            names = [g.name for g in own if live[g.name] < sizes[g.name] == g.size and not any(
+                live[o.name] == o.size == g.size and _stacks_of(o) & _stacks_of(g)
+                for o in own)]  # fmt: skip
             if names:
                 first = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
                 notes.append(f"the {kind}s of {first} stay: no config of "
@@ -166,6 +170,10 @@ def plan_checkpoint(
         counts = [sizes[s.group.name] for s in slices]
     cuts, added = cut_tensors(stored, slices, counts)
     return CheckpointPlan(config, layers, slices, counts, cuts, added, tuple(notes))
+
+
+def _stacks_of(group: SliceGroup) -> set[str]:
+    return {kind.stack for kind in group.kinds}
 
 
 def round_units(live: int, size: int, multiple: int) -> int:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demask.checkpoint.family import ConfigData, Family, find_stacks
+from demask.checkpoint.family import ConfigData, Family, find_stacks, numbers_of_config
 from demask.checkpoint.slices import ReducedModel, SliceGroup
 from demask.errors import NotExportable
 from demask.graph.provenance import Cut
 from demask.registry import RUNNERS
-from demask.shrink.own_class.pretrained import find_config, larger_configs
+from demask.shrink.own_class.pretrained import HEADS, find_config, larger_configs
 
 
 def choose_sizes(
@@ -50,12 +50,29 @@ def choose_sizes(
         fitting = find_config(model, copies.deepcopy(model.config))
         if fitting is None:
             continue
-        config = fitting[1].to_dict()
         # One slice alone is no group: the sizes of its tensors, which fit, must be enough.
-        sizes = _sizes_in(reduced, config, [group for group in groups if wanted[group.name] > 1])
-        if sizes is not None and all(wanted[name] == n for name, n in sizes.items()):
-            return wanted, config
+        several = [group for group in groups if wanted[group.name] > 1]
+        config = fitting[1].to_dict()
+        for candidate in (config, _with_equal_heads(reduced.data, config)):
+            sizes = _sizes_in(reduced, candidate, several)
+            if sizes is not None and all(wanted[name] == n for name, n in sizes.items()):
+                return wanted, candidate
     return uncut
+
+
+def _with_equal_heads(before: ConfigData, after: ConfigData) -> ConfigData:
+    """A config with as many heads in numbers that no shape depends on, as those of keys that are
+    computed from a common latent, as in those that another config had equal to them."""
+    old, new = dict(numbers_of_config(before)), dict(numbers_of_config(after))
+    heads = [k for k in old.keys() & new.keys() if HEADS.search(k[-1]) and k[-1][-3:] != "dim"]
+    changed = {old[k]: new[k] for k in heads if old[k] != new[k]}
+    other = copies.deepcopy(after)
+    for keys in heads:
+        part = other
+        for key in keys[:-1]:
+            part = part[key]
+        part[keys[-1]] = changed.get(old[keys], new[keys]) if old[keys] == new[keys] else new[keys]
+    return other
 
 
 def _counts_of_heads(

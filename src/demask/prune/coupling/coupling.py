@@ -24,6 +24,7 @@ from demask.graph.provenance import Sizes
 from demask.ops import TABLE, Table
 from demask.ops.entries.contraction import GROUPED
 from demask.ops.entry import op_name
+from demask.ops.traits import RESHAPES
 from demask.prune.coupling.axis_ties import AxisTies
 from demask.prune.coupling.groups import Group, Member
 from demask.prune.coupling.kinds import Kinds
@@ -170,7 +171,7 @@ class Coupling:
             read = ties.relations[cause].contracted if cause in ties.relations else ()
             shared = cells[0] in ties.leaves(ties.letters[cause][a] for a in read)
             reason = f"{op_name(cause.target)} in {path_of(cause) or 'the model'} needs all of them"
-            if cause.op == "placeholder":
+            if cause.op == "placeholder" or cause.target in RESHAPES:
                 reason = "an axis that has them has the batch, too"
             reasons[path_of(node)] = "they share keys and values" if shared else reason
         return reasons

@@ -16,7 +16,7 @@ SAVE = "save_pretrained"
 # Numbers of configs that are no sizes; sizes that a config may leave open; numbers of heads.
 _NO_SIZE = re.compile(r"^_|(_id|_idx|_index|_ratio)$")
 _OPEN_SIZE = re.compile("inner|dim$|_size$")
-_HEADS = re.compile("head|group|kv")
+HEADS = re.compile("head|group|kv")
 Place = tuple[Any, ...]  # of a number in a config: names of attributes, and the index in a list
 
 
@@ -202,7 +202,7 @@ def _options(config: Any, pairs: set[tuple[int, int]]) -> dict[Place, list[int]]
                     sizes = {b for _, b in pairs}
                 else:
                     continue
-                if number and _HEADS.search(name):
+                if number and HEADS.search(name):
                     sizes |= {number * b // a for a, b in pairs if number * b % a == 0}
                 if sizes := sizes - {0, number}:
                     options[place] = sorted(sizes)
@@ -222,7 +222,7 @@ def larger_configs(model: nn.Module, config: Any) -> Iterator[tuple[Any, nn.Modu
         pairs = set() if is_whole else _changed_sizes(fresh, model)
         for place, values in _options(other, pairs).items():
             name = next(part for part in reversed(place) if isinstance(part, str))
-            for value in () if _HEADS.search(name) and not name.endswith("dim") else values:
+            for value in () if HEADS.search(name) and not name.endswith("dim") else values:
                 smaller = copies.deepcopy(other)
                 _set_number(smaller, place, value)
                 candidate = try_config(model, smaller)
