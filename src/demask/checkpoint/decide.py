@@ -79,7 +79,7 @@ class SmallNetwork:
             slots = 2 if group.kind == "head" else max(8, SMALL_ELEMENTS // largest)
             counts[group.name] = min(group.size, slots)
         _, small = choose_sizes(reduced, counts)
-        small_groups, self.coupling = reduced.capture(reduced.family.build(small).double())
+        small_groups, self.coupling = reduced.in_float64(small)
         own = {group.name: group for group in small_groups}
         # A group that a smaller config changes cannot be decided in it: its slices stay.
         self.groups = {group.name: own[group.name] for group in groups

@@ -300,8 +300,9 @@ def drop_layers(
                 ties = other_zeros(stored, [f"{stack.path}.{k}."], names)
                 if small.is_identity(kind, silent, ties):
                     dead.append(k)
-        if len(dead) == len(stack.kinds):
-            dead = dead[1:]
+        # One layer of each kind stays: a class may need it, as for its cache of keys and values.
+        alive = {first for k, first in enumerate(stack.kinds) if k not in dead}
+        dead = [k for k in dead if stack.kinds[k] in alive or k != stack.kinds[k]]
         going: list[int] = []
         for more in (dead, *([k] for k in dead)) if dead else ():
             tried = {

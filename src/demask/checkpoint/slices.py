@@ -114,23 +114,24 @@ class ReducedModel:
         # The first part of the names of parameters of each kind of layer.
         self.prefixes = {LayerKind(s.path, k): s.name(n, "")
                          for s in stacks for n, k in enumerate(self.layers[s.path])}  # fmt: skip
-        self._groups: dict[str, tuple[SliceGroup, ...] | None] = {}
+        self._memory: dict[str, tuple[SliceGroup, ...] | None] = {}
+        self._last: tuple[str, Coupling] | None = None
 
     @cached_property
     def _captured(self) -> tuple[tuple[SliceGroup, ...], Coupling]:
-        return self.capture(self.family.build(self.data))
+        return self._capture(self.family.build(self.data))
 
     @property
     def groups(self) -> tuple[SliceGroup, ...]:
-        """The slices of the checkpoint's config. Raises what `capture` does."""
+        """The slices of the checkpoint's config. Raises NotExportable."""
         return self._captured[0]
 
     @property
     def coupling(self) -> Coupling:
-        """The coupling of the checkpoint's config. Raises what `capture` does."""
+        """The coupling of the checkpoint's config. Raises NotExportable."""
         return self._captured[1]
 
-    def capture(self, model: Any) -> tuple[tuple[SliceGroup, ...], Coupling]:
+    def _capture(self, model: Any) -> tuple[tuple[SliceGroup, ...], Coupling]:
         """The slices of a model on the meta device, which loses its place there, and its coupling.
         Raises NotExportable where it cannot be captured."""
         model.to_empty(device="cpu")
@@ -154,13 +155,24 @@ class ReducedModel:
         key = _key(data)
         if key == _key(self.data):
             return self.groups
-        if key not in self._groups:
+        if key not in self._memory:
             model = self.family.try_build(data)
             try:
-                self._groups[key] = None if model is None else self.capture(model)[0]
+                if model is None:
+                    self._memory[key] = None
+                else:
+                    self._memory[key], coupling = self._capture(model.double())
+                    self._last = key, coupling
             except NotExportable:
-                self._groups[key] = None
-        return self._groups[key]
+                self._memory[key] = None
+        return self._memory[key]
+
+    def in_float64(self, data: ConfigData) -> tuple[tuple[SliceGroup, ...], Coupling]:
+        """The slices of a config, and its coupling, in float64. Raises NotExportable."""
+        groups = self._memory.get(_key(data))
+        if groups is not None and self._last is not None and self._last[0] == _key(data):
+            return groups, self._last[1]
+        return self._capture(self.family.build(data).double())
 
     def cut(self, counts: Mapping[str, int]) -> Any:
         """A model on the meta device with `counts` slices, by group; the numbers of its modules are
