@@ -63,6 +63,6 @@ class Registry:
 
 CUSTOM_OPS = Registry("custom op")  # by name ("segment"): `ops.custom.CustomOp`
 RESULT_KINDS = Registry("kind of network")  # by name in archives ("tiled"): the class
-# What lower parts call of higher ones, to measure it: "optimize", the function; "segment", one
-# layer as a segment.
+# What lower parts call of higher ones: "optimize", the function, and "segment", one layer as a
+# segment, to measure them; "config", for the config of a network of transformers that is smaller.
 RUNNERS = Registry("way to run a network")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from demask import checkpoint
-from demask.checkpoint.family import Family, find_stacks, reduced_config
-from demask.checkpoint.slices import SliceGroup, example_of, find_slices
+from demask.checkpoint.family import Family, find_stacks
+from demask.checkpoint.slices import ReducedModel, SliceGroup, example_of
 from families import FAMILIES, KEPT, OTHERS
 from masked_folders import build, load, write
 from night import at_night
@@ -39,10 +39,8 @@ def mask_model(model: Any, how: str) -> None:
     family = Family.of(Path("in"), data)
     data = family.full_config(data)
     stacks = find_stacks(family, data, family.build(data))
-    reduced, layers = reduced_config(family, data, stacks)
-    groups, _ = find_slices(family.build(reduced), stacks, layers)
     generator = torch.Generator().manual_seed(2)
-    for group in groups:
+    for group in ReducedModel(family, data, stacks).groups:
         alike = torch.randperm(group.size, generator=generator)[: group.size // 4]
         for kind in sorted(group.kinds):
             kinds = next(s.kinds for s in stacks if s.path == kind.stack)

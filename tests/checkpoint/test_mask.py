@@ -48,6 +48,34 @@ def test_scores_and_masks_are_those_of_a_pruner(tmp_path, structure, score):
     assert checkpoint.slim(tmp_path / "out", tmp_path / "slim", multiple=1, check=False).removed > 0
 
 
+@pytest.mark.parametrize("structure", ["unit", "layer"])
+def test_experts_in_one_tensor_and_in_several(tmp_path, structure):
+    """Mixtral's folders have a tensor per expert and matrix, its model one for all."""
+    sizes = {"intermediate_size": 24, "num_hidden_layers": 2, "num_key_value_heads": 2}
+
+    def mixtral():
+        return build("MixtralForCausalLM", "mixtral", **TEXT, **sizes, num_local_experts=2)
+
+    source = write(mixtral(), tmp_path / "in")
+    masked = prune.checkpoint(source, tmp_path / "out", IDS, structure=structure)
+    if structure == "layer":
+        report = checkpoint.slim(tmp_path / "out", tmp_path / "slim", check=False)
+        assert report.layers == {"model.layers": (2, 1)}
+        return
+    model = load(mixtral(), source)
+    pruner = prune.Pruner(model, {"input_ids": IDS, "use_cache": False})
+    expected = pruner.scores()
+    assert expected.keys() == masked.scores.keys() and len(expected) == 2
+    for name, scores in expected.items():
+        torch.testing.assert_close(masked.scores[name], scores, rtol=1e-6, atol=0)
+    pruner.step(0.5)
+    pruner.remove()
+    again = dict(load(mixtral(), tmp_path / "out").named_parameters())
+    assert_equal(again, dict(model.named_parameters()))
+    report = checkpoint.slim(tmp_path / "out", tmp_path / "slim", multiple=1, check=False)
+    assert [row.written for row in report.slices if row.kind == "unit"] == [12]
+
+
 def test_layers_that_change_least_return_their_inputs(tmp_path):
     source = write(llama(), tmp_path / "in")
     model, inputs = load(llama(), source), []
@@ -92,11 +120,6 @@ def test_what_cannot_be_masked_is_refused(tmp_path):
     ):
         with pytest.raises(BadInput, match=words):
             prune.checkpoint(source, out, **options)
-    sizes = {"intermediate_size": 24, "num_hidden_layers": 1, "num_key_value_heads": 2}
-    model = build("MixtralForCausalLM", "mixtral", **TEXT, **sizes, num_local_experts=2)
-    experts = write(model, tmp_path / "experts")
-    with pytest.raises(BadInput, match="no unit of MixtralForCausalLM can be masked"):
-        prune.checkpoint(experts, out)
     assert not out.exists() and not Path(f"{out}.partial").exists()
 
 

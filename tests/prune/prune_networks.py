@@ -145,6 +145,30 @@ class Attention(nn.Module):
         return x + self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class Latent(nn.Module):
+    """Attention in single ops, with scores that all heads share, and keys of which a part is their
+    own and a part is shared, written one after the other into an empty tensor."""
+
+    def __init__(self, heads: int = 3, size: int = 4) -> None:
+        super().__init__()
+        self.heads, self.size = heads, size
+        self.q, self.latent = nn.Linear(8, heads * (size + 2)), nn.Linear(8, 5 + 2 + 1)
+        self.kv, self.out = nn.Linear(5, heads * 2 * size), nn.Linear(heads * size, 8)
+        self.norm = nn.LayerNorm(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent, shared, scores = self.latent(x).split([5, 2, 1], 2)
+        q = self.q(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
+        kv = self.kv(self.norm(latent)).unflatten(2, (self.heads, -1)).transpose(1, 2)
+        k, v = kv.split(self.size, 3)
+        keys = k.new_empty(*k.shape[:3], self.size + 2)
+        keys[..., : self.size].copy_(k)
+        keys[..., self.size :].copy_(shared[:, None].expand(-1, self.heads, -1, -1))
+        scores = q @ keys.mT + scores.mT[:, None]
+        y = scores.softmax(-1) @ v
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
 class Recurrent(nn.Module):
     """An LSTM in two directions, read by a linear layer."""
 
@@ -243,6 +267,7 @@ NETWORKS = {
     "u-net": (UNet, IMAGE),
     "attention": (Attention, ROWS),
     "shared keys": (lambda: Attention(4, 2), ROWS),
+    "latent keys": (Latent, ROWS),
     "recurrent": (Recurrent, ROWS[:, :, :4]),
     "embedded": (Embedded, torch.arange(8).view(2, 4)),
     "one number added": (OneNumberAdded, IMAGE),

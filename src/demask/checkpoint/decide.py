@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from demask.checkpoint.family import ConfigData, Family, LayerStack
 from demask.checkpoint.sizes import choose_sizes
-from demask.checkpoint.slices import LayerKind, SliceGroup, find_slices, prefixes_of
+from demask.checkpoint.slices import LayerKind, ReducedModel, SliceGroup
 from demask.facts.analysis import Analysis
 from demask.facts.known import key_of
 from demask.graph.program import Constant, module_of
@@ -69,24 +68,18 @@ class SlicePattern:
 class SmallNetwork:
     """A small network with one layer of each kind, in which slices are decided."""
 
-    def __init__(
-        self,
-        family: Family,
-        data: ConfigData,
-        stacks: Sequence[LayerStack],
-        layers: Mapping[str, Sequence[int]],
-        groups: Sequence[SliceGroup],
-    ):
-        self.prefixes = prefixes_of(stacks, layers)
-        sizes = {name: p.numel() for name, p in family.build(data).named_parameters()}
+    def __init__(self, reduced: ReducedModel):
+        self.prefixes, groups = reduced.prefixes, reduced.groups
+        hollow = reduced.family.build(reduced.data)
+        sizes = {name: p.numel() for name, p in hollow.named_parameters()}
         counts: dict[str, int] = {}
         for group in groups:
             largest = max(sizes[self.prefixes[m.kind] + m.name] // group.size
                           for m in group.members if m.kind)  # fmt: skip
             slots = 2 if group.kind == "head" else max(8, SMALL_ELEMENTS // largest)
             counts[group.name] = min(group.size, slots)
-        _, small = choose_sizes(family, data, stacks, layers, groups, counts)
-        small_groups, self.coupling = find_slices(family.build(small).double(), stacks, layers)
+        _, small = choose_sizes(reduced, counts)
+        small_groups, self.coupling = reduced.in_float64(small)
         own = {group.name: group for group in small_groups}
         # A group that a smaller config changes cannot be decided in it: its slices stay.
         self.groups = {group.name: own[group.name] for group in groups

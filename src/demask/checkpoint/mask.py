@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from demask.checkpoint.decide import bias_of
-from demask.checkpoint.family import LayerStack, reduced_config
+from demask.checkpoint.family import LayerStack
 from demask.checkpoint.folder import CONFIG, INDEX, STATE, CheckpointFolder
-from demask.checkpoint.slices import find_slices
+from demask.checkpoint.slices import ReducedModel
 from demask.checkpoint.slim import fingerprint, unfinished_folder
 from demask.checkpoint.source import check_output, open_checkpoint
 from demask.checkpoint.streamed import StreamedModel
@@ -121,21 +121,20 @@ def checkpoint(
     if needs_text and rows is None:
         raise BadInput("expected a text: what is measured are activations on it")
     progress("capturing one layer of each kind")
-    reduced, firsts = reduced_config(family, data, stored.stacks)
-    _, coupling = find_slices(family.build(reduced), stored.stacks, firsts)
+    reduced = ReducedModel(family, data, stored.stacks)
     names = KINDS_OF["unit" if structure == "layer" else structure]
     kinds = ("unit", "head") if structure == "layer" else names
-    skeleton = {name: p.shape for name, p in family.build(reduced).named_parameters()}
+    skeleton = {name: p.shape for name, p in family.build(reduced.data).named_parameters()}
     groups = [
         candidates
         for kind in kinds
-        for candidates in find_candidates(kind, coupling, skeleton)
+        for candidates in find_candidates(kind, reduced.coupling, skeleton)
         if isinstance(candidates, GroupSlices)
     ]
-    slices = _of_all_layers(groups, stored, firsts)
+    slices = _of_all_layers(groups, stored, reduced.layers)
     if not slices:
         raise BadInput(f"{source}: no {structure} of {family.model.__name__} can be masked: layers "
-                       "share them, or its experts are stored in several tensors")  # fmt: skip
+                       "share them")  # fmt: skip
     if structure == "layer":
         assert rows is not None
         scores = _influence(streamed, stored.stacks, rows, progress)
@@ -195,7 +194,7 @@ def _of_all_layers(
     groups: Sequence[GroupSlices], stored: StoredTensors, firsts: Mapping[str, Sequence[int]]
 ) -> dict[str, GroupSlices]:
     """The slices of every layer by name, in the order of layers, from those of one layer of each
-    kind. Left out are those that layers share, and those of weights stored in several tensors."""
+    kind. Left out are those that layers share."""
     shapes = {name: torch.Size(shape) for name, shape in stored.shapes.items()}
     ordered: list[tuple[int, int, GroupSlices]] = []
     for order, stack in enumerate(stored.stacks):
@@ -216,7 +215,7 @@ def _of_all_layers(
                     return stack.name(layer, inside)
 
                 members = tuple(replace(m, parameter=there(m.parameter)) for m in own.members)
-                if all(stored.name_of(m.parameter) is not None for m in members):
+                if all(stored.is_stored(m.parameter) for m in members):
                     group = replace(own.group, name=there(own.name), members=members)
                     ordered.append((order, layer, GroupSlices(group, shapes)))
     ordered.sort(key=lambda row: row[:2])
@@ -336,9 +335,9 @@ def _of_silent_layers(
                 split = stack.split(member.parameter)
                 if split is None or member.produces or keep[stack.path][split[0]]:
                     continue
-                for name in (member.parameter, bias_of(member.parameter)):
+                for name, axis in ((member.parameter, member.axis), (bias_of(member.parameter), 0)):
                     if (shape := stored.shapes.get(name)) is not None:
-                        zeros[name] = {0: torch.ones(shape[0], dtype=torch.bool)}
+                        zeros[name] = {axis: torch.ones(shape[axis], dtype=torch.bool)}
     return zeros
 
 
@@ -370,10 +369,16 @@ def _write(
 ) -> None:
     """Write the tensors of a folder, masked, into files of the same names."""
     folder: CheckpointFolder = stored.folder
+    own: dict[str, dict[int, Tensor]] = {}  # zeros of tensors: a parameter may be several
+    for parameter, axes in zeros.items():
+        for axis, gone in axes.items():
+            for part in stored.parts(parameter, axis):
+                mine = gone if part.positions is None else gone[part.positions]
+                own.setdefault(part.tensor, {})[part.axis] = mine
 
     def read(name: str) -> Tensor:
         parameter = stored.parameter_of.get(name) or ""
-        values = _masked(folder.tensor(name), zeros.get(parameter, {}))
+        values = _masked(folder.tensor(name), own.get(name, {}))
         if parameter in added:
             values = (values.double() + added[parameter]).to(values.dtype)
         return values

@@ -17,15 +17,9 @@ import torch
 from torch import Tensor
 
 from demask.checkpoint.decide import Fate, SlicePattern, SmallNetwork, bias_of
-from demask.checkpoint.family import (
-    ConfigData,
-    Family,
-    LayerStack,
-    keep_layers,
-    reduced_config,
-)
+from demask.checkpoint.family import ConfigData, Family, LayerStack, keep_layers
 from demask.checkpoint.sizes import apply_changes, choose_sizes
-from demask.checkpoint.slices import KINDS, LayerKind, SliceGroup, SliceMember, find_slices
+from demask.checkpoint.slices import KINDS, LayerKind, ReducedModel, SliceGroup, SliceMember
 from demask.checkpoint.targets import GgufArchitecture, LoaderTarget
 from demask.checkpoint.tensors import StoredTensors
 from demask.progress import ProgressStep
@@ -128,10 +122,13 @@ def plan_checkpoint(
         NotExportable: the model cannot be captured.
     """
     stacks, notes = stored.stacks, list[str]()
-    reduced, firsts = reduced_config(family, data, stacks)
+    reduced = ReducedModel(family, data, stacks)
     step("capturing one layer of each kind")
-    groups, _ = find_slices(family.build(reduced), stacks, firsts)
-    small = SmallNetwork(family, reduced, stacks, firsts, groups)
+    groups, small = reduced.groups, SmallNetwork(reduced)
+    if not groups:
+        notes.append(f"the layers of {family.model.__name__} have no units or heads of their own")
+    for module, reason in reduced.coupling.heads_that_stay().items():
+        notes.append(f"the heads of {module} stay: {reason}")
     slices = [s for group in groups for s in decide_slices(stored, small, group, stacks, step)]
     # A config may have several layers of a kind, of which the first one's slices are decided.
     room: dict[tuple[object, ...], int] = {}
@@ -158,12 +155,14 @@ def plan_checkpoint(
             live[group.name] = max(live[group.name], 1)
         sizes = full
         if live != full:
-            sizes, changed = choose_sizes(family, reduced, stacks, firsts, groups, live)
+            sizes, changed = choose_sizes(reduced, live)
             config = copies.deepcopy(config)
-            apply_changes(config, reduced, changed)
+            apply_changes(config, reduced.data, changed)
         for kind in KINDS:
-            names = [g.name for g in groups
-                     if g.kind == kind and live[g.name] < sizes[g.name] == g.size]  # fmt: skip
+            own = [g for g in groups if g.kind == kind]
+            names = [g.name for g in own if live[g.name] < sizes[g.name] == g.size and not any(
+                live[o.name] == o.size == g.size and _stacks_of(o) & _stacks_of(g)
+                for o in own)]  # fmt: skip
             if names:
                 first = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
                 notes.append(f"the {kind}s of {first} stay: no config of "
@@ -171,6 +170,10 @@ def plan_checkpoint(
         counts = [sizes[s.group.name] for s in slices]
     cuts, added = cut_tensors(stored, slices, counts)
     return CheckpointPlan(config, layers, slices, counts, cuts, added, tuple(notes))
+
+
+def _stacks_of(group: SliceGroup) -> set[str]:
+    return {kind.stack for kind in group.kinds}
 
 
 def round_units(live: int, size: int, multiple: int) -> int:
@@ -297,8 +300,9 @@ def drop_layers(
                 ties = other_zeros(stored, [f"{stack.path}.{k}."], names)
                 if small.is_identity(kind, silent, ties):
                     dead.append(k)
-        if len(dead) == len(stack.kinds):
-            dead = dead[1:]
+        # One layer of each kind stays: a class may need it, as for its cache of keys and values.
+        alive = {first for k, first in enumerate(stack.kinds) if k not in dead}
+        dead = [k for k in dead if stack.kinds[k] in alive or k != stack.kinds[k]]
         going: list[int] = []
         for more in (dead, *([k] for k in dead)) if dead else ():
             tried = {

@@ -16,7 +16,7 @@ from demask.checkpoint.proof import CheckpointProof
 from demask.checkpoint.targets import TARGETS
 from demask.checkpoint.tensors import StoredTensors
 from demask.errors import BadInput
-from demask.machine.byte_sizes import format_bytes
+from demask.machine.byte_sizes import format_bytes, peak_memory
 from demask.text_table import number_table, render_text
 
 LITTLE = 0.005  # of all parameters: less is not worth a word
@@ -53,6 +53,8 @@ class CheckpointReport:
         advice: what the difference comes from; "" if there is none.
         notes: what stays, and why.
         proof: how it was compared with the original; None if it was not.
+        memory: the most bytes of memory that this process has had; None where the system does not
+            say.
     """
 
     out: Path
@@ -66,6 +68,7 @@ class CheckpointReport:
     advice: str
     notes: tuple[str, ...]
     proof: CheckpointProof | None
+    memory: int | None
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary that JSON can represent."""
@@ -86,6 +89,8 @@ class CheckpointReport:
             shares += f", in a file for llama.cpp {self.llama_cpp:.1%}"
         lines.append(shares + (f"; {self.advice}" if self.advice else ""))
         lines.append(str(self.proof or "not compared with the original"))
+        if self.memory is not None:
+            lines.append(f"memory of this process: at most {format_bytes(self.memory)}")
         return "\n".join([render_text(table), *lines, *self.notes])
 
 
@@ -139,7 +144,7 @@ def describe_plan(
         out, (stored.folder.nbytes, written[0]), (before, after),
         {s.path: (len(s.kinds), len(plan.layers[s.path])) for s in stored.stacks},
         tuple(rows), removable, (before - after) / before, llama_cpp, advice,
-        (*plan.notes, *notes), proof,
+        (*plan.notes, *notes), proof, peak_memory(),
     )  # fmt: skip
 
 

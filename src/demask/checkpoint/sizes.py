@@ -9,69 +9,70 @@ from __future__ import annotations
 
 import copy as copies
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
-from demask.checkpoint.family import ConfigData, Family, LayerStack
-from demask.checkpoint.slices import SliceGroup, cut_shapes, find_slices
+import torch
+from torch import Tensor
+
+from demask.checkpoint.family import ConfigData, Family, find_stacks, numbers_of_config
+from demask.checkpoint.slices import ReducedModel, SliceGroup
 from demask.errors import NotExportable
-from demask.shrink.own_class.pretrained import find_config, larger_configs
+from demask.graph.provenance import Cut
+from demask.registry import RUNNERS
+from demask.shrink.own_class.pretrained import HEADS, find_config, larger_configs
 
 
 def choose_sizes(
-    family: Family,
-    data: ConfigData,
-    stacks: Sequence[LayerStack],
-    layers: Mapping[str, Sequence[int]],
-    groups: Sequence[SliceGroup],
-    live: Mapping[str, int],
+    reduced: ReducedModel, live: Mapping[str, int]
 ) -> tuple[dict[str, int], ConfigData]:
     """The smallest config with room for some slices of each group, and the slices that it has: a
     config of which the slices have the same members and are as wide.
 
     Families have rules of their own for numbers of heads (that they divide the width, that groups
     have equally many): the next larger number is tried until one works, else no heads are cut.
+
+    Args:
+        live: by group, how many slices there must be room for.
     """
+    groups = reduced.groups
     wanted = {g.name: g.size if g.kind == "head" else live[g.name] for g in groups}
-    uncut: tuple[dict[str, int], ConfigData] | None = None
-    model = _cut_model(family, data, stacks, layers, groups, wanted)
-    # Not the first of these configs, with fewer heads: what is in a head would change, too.
-    for config, _ in islice(larger_configs(model, copies.deepcopy(model.config)), 1, None):
-        sizes = _sizes_in(family, config.to_dict(), stacks, layers, groups)
-        if sizes and all(sizes[name] >= n for name, n in wanted.items()):
-            uncut = sizes, config.to_dict()
-            break
-    if uncut is None:
-        raise NotExportable(
-            "no config describes its sizes, not even its own", "unknown", "report it"
-        )
+    uncut = {g.name: g.size for g in groups}, reduced.data
+    if wanted != uncut[0]:
+        model = reduced.cut(wanted)
+        for config, _ in larger_configs(model, copies.deepcopy(model.config)):
+            sizes = _sizes_in(reduced, config.to_dict(), groups)
+            if sizes and all(sizes[name] >= n for name, n in wanted.items()):
+                uncut = sizes, config.to_dict()
+                break
     for heads in _counts_of_heads(groups, live):
         wanted = {**uncut[0], **heads}
-        model = _cut_model(family, data, stacks, layers, groups, wanted)
+        model = reduced.cut(wanted)
         fitting = find_config(model, copies.deepcopy(model.config))
         if fitting is None:
             continue
-        config = fitting[1].to_dict()
         # One slice alone is no group: the sizes of its tensors, which fit, must be enough.
         several = [group for group in groups if wanted[group.name] > 1]
-        sizes = _sizes_in(family, config, stacks, layers, several)
-        if sizes is not None and all(wanted[name] == n for name, n in sizes.items()):
-            return wanted, config
+        config = fitting[1].to_dict()
+        for candidate in (config, _with_equal_heads(reduced.data, config)):
+            sizes = _sizes_in(reduced, candidate, several)
+            if sizes is not None and all(wanted[name] == n for name, n in sizes.items()):
+                return wanted, candidate
     return uncut
 
 
-def _cut_model(
-    family: Family,
-    data: ConfigData,
-    stacks: Sequence[LayerStack],
-    layers: Mapping[str, Sequence[int]],
-    groups: Sequence[SliceGroup],
-    counts: Mapping[str, int],
-) -> Any:
-    """A model on the meta device with some slices of each group."""
-    model = family.build(data)
-    cut_shapes(model, groups, stacks, layers, counts)
-    return model
+def _with_equal_heads(before: ConfigData, after: ConfigData) -> ConfigData:
+    """A config with as many heads in numbers that no shape depends on, as those of keys that are
+    computed from a common latent, as in those that another config had equal to them."""
+    old, new = dict(numbers_of_config(before)), dict(numbers_of_config(after))
+    heads = [k for k in old.keys() & new.keys() if HEADS.search(k[-1]) and k[-1][-3:] != "dim"]
+    changed = {old[k]: new[k] for k in heads if old[k] != new[k]}
+    other = copies.deepcopy(after)
+    for keys in heads:
+        part = other
+        for key in keys[:-1]:
+            part = part[key]
+        part[keys[-1]] = changed.get(old[keys], new[keys]) if old[keys] == new[keys] else new[keys]
+    return other
 
 
 def _counts_of_heads(
@@ -93,19 +94,11 @@ def _counts_of_heads(
 
 
 def _sizes_in(
-    family: Family,
-    data: ConfigData,
-    stacks: Sequence[LayerStack],
-    layers: Mapping[str, Sequence[int]],
-    groups: Sequence[SliceGroup],
+    reduced: ReducedModel, data: ConfigData, groups: Sequence[SliceGroup]
 ) -> dict[str, int] | None:
-    """The slices of groups in a model of a config; None where it does not run, or has others."""
-    model = family.try_build(data)
-    try:
-        own_groups = () if model is None else find_slices(model, stacks, layers)[0]
-    except NotExportable:
-        return None
-    own = {group.name: group for group in own_groups}
+    """How many slices groups have in a config; None where its model does not run, or they have
+    other members or are not as wide."""
+    own = {group.name: group for group in reduced.groups_of(data) or ()}
     if not all(group.name in own and own[group.name].is_like(group) for group in groups):
         return None
     return {group.name: own[group.name].size for group in groups}
@@ -120,3 +113,41 @@ def apply_changes(config: ConfigData, before: ConfigData, after: ConfigData) -> 
             apply_changes(config.setdefault(key, {}), before[key], value)
         else:
             config[key] = value
+
+
+def choose_config(full: Any, cuts: Mapping[str, Cut]) -> Any | None:
+    """The smallest config with room for what is left of each layer of a network of transformers;
+    None where its layers cannot be captured.
+
+    full: the network, its tensors and its config as before. cuts: by name, what stays of a tensor.
+    """
+    family, data = Family(type(full), type(full.config)), full.config.to_dict()
+    try:
+        stacks = find_stacks(family, data, family.build(data))
+        reduced = ReducedModel(family, data, stacks)
+        groups = reduced.groups
+    except NotExportable:
+        return None
+    live: dict[str, int] = {}
+    for group in groups:
+        stays: dict[int, Tensor] = {}
+        for member in group.members:
+            kinds = next(
+                (s.kinds for s in stacks if member.kind and s.path == member.kind.stack), ()
+            )
+            names = {k: f"{member.kind.stack}.{k}.{member.name}" for k, first in enumerate(kinds)
+                     if member.kind and first == member.kind.layer} or {0: member.name}  # fmt: skip
+            for layer, name in names.items():
+                kept = cuts[name].kept[member.axis] if name in cuts else None
+                own = torch.ones(group.size, dtype=torch.bool)
+                if kept is not None:
+                    own = torch.isin(member.positions, torch.tensor(kept)).any(1)
+                at = 0 if group.is_shared else layer
+                stays[at] = stays[at] | own if at in stays else own
+        live[group.name] = max(int(own.sum()) for own in stays.values())
+    _, changed = choose_sizes(reduced, live)
+    apply_changes(data, reduced.data, changed)
+    return family.config.from_dict(data)
+
+
+RUNNERS.register("config", choose_config)

@@ -7,16 +7,19 @@ It has the checkpoint's sizes; no value of its weights is read, so that none nee
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from demask.checkpoint.family import LayerStack
+from demask.checkpoint.family import ConfigData, Family, LayerStack, reduced_config
 from demask.errors import DemaskError, NotExportable
 from demask.failures import described
+from demask.graph.result.resize import assign_tensor
 from demask.prune.coupling.coupling import Coupling
 from demask.prune.coupling.groups import Group
 
@@ -88,33 +91,109 @@ class SliceGroup:
         return len(self.kinds) > 1 or any(m.kind is None for m in self.members)
 
 
-def find_slices(
-    model: Any, stacks: Sequence[LayerStack], layers: Mapping[str, Sequence[int]]
-) -> tuple[tuple[SliceGroup, ...], Coupling]:
-    """The slices of a model on the meta device with few layers, and its coupling.
+class ReducedModel:
+    """A class of models with one layer of each kind, of a checkpoint's config and of similar ones.
+    None is captured twice: that takes longer than all else.
 
     Args:
-        model: from `Family.build`; it loses its place on the meta device.
+        family: the class.
+        data: the config of the checkpoint, with all keys of its class.
+        stacks: its stacks of layers.
+
+    Attributes:
+        data: the config with few layers.
         layers: by stack, the layers of the checkpoint that it has, each the first of its kind.
 
     Raises:
-        NotExportable: the model cannot be captured.
+        NotExportable: the class builds no fewer layers.
     """
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    try:
-        coupling = Coupling.of(model, (), example_of(model))
-    except NotExportable:
-        raise
-    except DemaskError as error:
-        raise NotExportable(f"{type(model).__name__}: {error}", "unknown",
-                            "its checkpoint stays as it is") from error  # fmt: skip
-    numbers = {s.path: s for s in stacks}
-    ranks = {name: p.ndim for name, p in model.named_parameters(remove_duplicate=False)}
-    groups = [_slice_group(group, numbers, layers, ranks)
-              for group in coupling.groups if group.kind in KINDS]  # fmt: skip
-    return tuple(group for group in groups if group is not None), coupling
+
+    def __init__(self, family: Family, data: ConfigData, stacks: Sequence[LayerStack]):
+        self.family, self.stacks = family, stacks
+        self.data, self.layers = reduced_config(family, data, stacks)
+        # The first part of the names of parameters of each kind of layer.
+        self.prefixes = {LayerKind(s.path, k): s.name(n, "")
+                         for s in stacks for n, k in enumerate(self.layers[s.path])}  # fmt: skip
+        self._memory: dict[str, tuple[SliceGroup, ...] | None] = {}
+        self._last: tuple[str, Coupling] | None = None
+
+    @cached_property
+    def _captured(self) -> tuple[tuple[SliceGroup, ...], Coupling]:
+        return self._capture(self.family.build(self.data))
+
+    @property
+    def groups(self) -> tuple[SliceGroup, ...]:
+        """The slices of the checkpoint's config. Raises NotExportable."""
+        return self._captured[0]
+
+    @property
+    def coupling(self) -> Coupling:
+        """The coupling of the checkpoint's config. Raises NotExportable."""
+        return self._captured[1]
+
+    def _capture(self, model: Any) -> tuple[tuple[SliceGroup, ...], Coupling]:
+        """The slices of a model on the meta device, which loses its place there, and its coupling.
+        Raises NotExportable where it cannot be captured."""
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        try:
+            coupling = Coupling.of(model, (), example_of(model))
+        except NotExportable:
+            raise
+        except DemaskError as error:
+            raise NotExportable(f"{type(model).__name__}: {error}", "unknown",
+                                "its checkpoint stays as it is") from error  # fmt: skip
+        numbers = {s.path: s for s in self.stacks}
+        ranks = {name: p.ndim for name, p in model.named_parameters(remove_duplicate=False)}
+        groups = [_slice_group(group, numbers, self.layers, ranks)
+                  for group in coupling.groups if group.kind in KINDS]  # fmt: skip
+        return tuple(group for group in groups if group is not None), coupling
+
+    def groups_of(self, data: ConfigData) -> tuple[SliceGroup, ...] | None:
+        """The slices of a config; None where its model does not run."""
+        key = _key(data)
+        if key == _key(self.data):
+            return self.groups
+        if key not in self._memory:
+            model = self.family.try_build(data)
+            try:
+                if model is None:
+                    self._memory[key] = None
+                else:
+                    self._memory[key], coupling = self._capture(model.double())
+                    self._last = key, coupling
+            except NotExportable:
+                self._memory[key] = None
+        return self._memory[key]
+
+    def in_float64(self, data: ConfigData) -> tuple[tuple[SliceGroup, ...], Coupling]:
+        """The slices of a config, and its coupling, in float64. Raises NotExportable."""
+        groups = self._memory.get(_key(data))
+        if groups is not None and self._last is not None and self._last[0] == _key(data):
+            return groups, self._last[1]
+        return self._capture(self.family.build(data).double())
+
+    def cut(self, counts: Mapping[str, int]) -> Any:
+        """A model on the meta device with `counts` slices, by group; the numbers of its modules are
+        those of the checkpoint's config."""
+        model = self.family.build(self.data)
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        shapes = {name: list(p.shape) for name, p in tensors.items()}
+        for group in self.groups:
+            for member in group.members:
+                name = (self.prefixes[member.kind] if member.kind else "") + member.name
+                lost = (group.size - counts[group.name]) * member.positions.shape[1]
+                shapes[name][member.axis] -= lost
+        for name, shape in shapes.items():
+            if list(tensors[name].shape) != shape:
+                new = nn.Parameter(tensors[name].new_empty(shape), requires_grad=False)
+                assign_tensor(model, name, new)
+        return model
+
+
+def _key(data: ConfigData) -> str:
+    return json.dumps(data, sort_keys=True, default=repr)
 
 
 def _slice_group(
@@ -178,36 +257,3 @@ def example_of(model: Any) -> dict[str, Any]:
         raise NotExportable(f"no inputs are known for {type(model).__name__}", "unknown",
                             "its checkpoint stays as it is")  # fmt: skip
     return example
-
-
-def prefixes_of(
-    stacks: Sequence[LayerStack], layers: Mapping[str, Sequence[int]]
-) -> dict[LayerKind, str]:
-    """The first part of the names of parameters of each kind of layer, in a model with few layers.
-    layers: as of `find_slices`."""
-    return {LayerKind(s.path, k): s.name(n, "")
-            for s in stacks for n, k in enumerate(layers[s.path])}  # fmt: skip
-
-
-def cut_shapes(
-    model: nn.Module,
-    groups: Sequence[SliceGroup],
-    stacks: Sequence[LayerStack],
-    layers: Mapping[str, Sequence[int]],
-    counts: Mapping[str, int],
-) -> None:
-    """Cut a model on the meta device, in place: `counts` are the slices that stay, by group."""
-    at = prefixes_of(stacks, layers)
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    cut: dict[str, list[int]] = {name: list(p.shape) for name, p in tensors.items()}
-    for group in groups:
-        for member in group.members:
-            name = (at[member.kind] if member.kind else "") + member.name
-            lost = (group.size - counts[group.name]) * member.positions.shape[1]
-            cut[name][member.axis] -= lost
-    for name, shape in cut.items():
-        if list(tensors[name].shape) != shape:
-            path, _, leaf = name.rpartition(".")
-            old = tensors[name]
-            new = nn.Parameter(old.new_empty(shape), requires_grad=False)
-            setattr(model.get_submodule(path), leaf, new)

@@ -15,7 +15,7 @@ from demask.compat.fx_internals import signature_of
 from demask.errors import BadInput
 from demask.graph.input_domains import Domain
 from demask.graph.provenance import Provenance
-from demask.graph.result.class_result import as_graph
+from demask.graph.result.class_result import as_graph, call_with, is_class_result
 from demask.graph.result.demasked_module import Demasked
 from demask.graph.result.module_calls import graph_of_calls
 from demask.ops.entry import op_name
@@ -44,13 +44,16 @@ def draw_examples(
     the first possible network of `networks` records. Raises BadInput if it has other inputs."""
     if args or kwargs:
         return args, kwargs
-    for known in map(as_graph, networks):
+    for network in networks:
+        known = as_graph(network)
         if isinstance(known, Demasked):
             domains = expected_domains(known)
             values = [
                 draw_input(spec.example, getattr(torch, spec.dtype), domains.get(spec.name))
                 for spec in known.demasked.inputs
             ]
+            if isinstance(network, nn.Module) and is_class_result(network):
+                return call_with(network, values)
             spec = signature_of(known.graph).in_spec
             return unflatten_inputs(values, spec, known.demasked.values)
         if isinstance(known, ExportedProgram):

@@ -1,8 +1,9 @@
-"""Amounts of memory: parsed from text, and formatted as text."""
+"""Amounts of memory: parsed from text, formatted as text, and the most of this process."""
 
 from __future__ import annotations
 
 import re
+import sys
 
 from demask.errors import BadInput
 
@@ -66,3 +67,13 @@ def format_bytes(size: float) -> str:
 
 
 __all__ = ["format_bytes", "parse_memory"]
+
+
+def peak_memory() -> int | None:
+    """The most bytes of memory that this process has had; None where the system does not say."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

@@ -12,6 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Provenance
 from demask.graph.result.resize import assign_tensor, tensors_of
 from demask.ops import Table
+from demask.registry import RUNNERS
 from demask.shrink.check import describe_difference
 from demask.shrink.layout.class_layout import FixedSizes
 from demask.shrink.own_class.pretrained import (
@@ -134,7 +136,9 @@ def pad_to_config(network: Any, table: Table) -> nn.Module | None:
     if full is None:
         return None
     args, kwargs = draw_examples((network,), (), {})
-    for config, fresh in larger_configs(network, full.config):
+    chosen = RUNNERS.get("config")(full, vars(network)["demasked"].cuts)
+    starts = [config for config in (chosen, full.config) if config is not None]
+    for config, fresh in chain.from_iterable(larger_configs(network, start) for start in starts):
         shapes = {name: tuple(t.shape) for name, t in tensors_of(fresh)}
         try:
             padded = _cut_to(full, shapes, args, kwargs, table)

@@ -59,6 +59,10 @@ def _expand_as(editor: GraphEditor, node: fx.Node) -> fx.Node:
     return editor.call(aten.expand.default, x, editor.sizes(other))
 
 
+def _broadcast(editor: GraphEditor, node: fx.Node) -> fx.Node:
+    return editor.call(aten.expand.default, *node.args)
+
+
 def _view_as(editor: GraphEditor, node: fx.Node) -> fx.Node:
     x, other = node.args
     return editor.call(aten.reshape.default, x, editor.sizes(other))
@@ -294,6 +298,50 @@ def _index_add(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
     return editor.call(aten.add.Tensor, x, scattered, alpha=node.kwargs.get("alpha", 1))
 
 
+def _written(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+    """Slices that are written one by one into a tensor until nothing of it is left, as the parts of
+    keys into an empty one: their concatenation."""
+    dim, parts, whole = None, dict[int, tuple[int, fx.Node]](), node
+    while whole.target is aten.slice_scatter.default:
+        arguments = schema.arguments(whole)
+        rank = whole.meta["val"].ndim
+        dim = arguments["dim"] % rank if dim is None else dim
+        size, part = node.meta["val"].shape[dim], arguments["src"]
+        start, end = arguments["start"] or 0, arguments["end"]
+        end = size if end is None else end
+        sizes = (size, start, end, part.meta["val"].shape[dim])
+        if arguments["dim"] % rank != dim or arguments["step"] != 1:
+            return None
+        if not all(isinstance(n, int) for n in sizes):
+            return None
+        start, end = (min(n + size if n < 0 else n, size) for n in (start, end))
+        if any(start < other + length and other < end for other, (length, _) in parts.items()):
+            return None
+        parts[start], whole = (end - start, part), arguments["self"]
+        if sum(length for length, _ in parts.values()) == size:
+            return editor.call(aten.cat.default, [p for _, (_, p) in sorted(parts.items())], dim)
+    return None
+
+
+def _rotated(editor: GraphEditor, node: fx.Node) -> fx.Node | None:
+    """Pairs of numbers that are multiplied as complex ones: their real and imaginary parts."""
+    product: Any = node.args[0]
+    factors: Any = product.args if product.target is aten.mul.Tensor else ()
+    pairs = [f.args[0] for f in factors
+             if isinstance(f, fx.Node) and f.target is aten.view_as_complex.default]  # fmt: skip
+    others = [f for f in factors if isinstance(f, fx.Node) and f.meta["val"].is_complex()
+              and f.target is not aten.view_as_complex.default]  # fmt: skip
+    if len(pairs) != 1 or len(others) != 1:
+        return None
+    call, both = editor.call, (pairs[0], editor.call(aten.view_as_real.default, others[0]))
+    (a, b), (c, d) = ([call(aten.select.int, pair, -1, k) for k in (0, 1)] for pair in both)
+    parts = (
+        call(aten.sub.Tensor, call(aten.mul.Tensor, a, c), call(aten.mul.Tensor, b, d)),
+        call(aten.add.Tensor, call(aten.mul.Tensor, a, d), call(aten.mul.Tensor, b, c)),
+    )
+    return call(aten.cat.default, [call(aten.unsqueeze.default, part, -1) for part in parts], -1)
+
+
 _VIEWS = VIEW_OR_RESHAPE | {aten.unflatten.int}
 
 
@@ -350,6 +398,7 @@ _RULES: dict[Any, Callable[[GraphEditor, fx.Node], fx.Node | None]] = {
     aten.index_add.default: _index_add,
     aten.view.default: _viewed,
     aten.reshape.default: _viewed,
+    aten.broadcast_to.default: _broadcast,
     aten.expand_as.default: _expand_as,
     aten.view_as.default: _view_as,
     aten.reshape_as.default: _view_as,
@@ -364,6 +413,8 @@ _RULES: dict[Any, Callable[[GraphEditor, fx.Node], fx.Node | None]] = {
     aten.index.Tensor: _indexed,
     aten.index_select.default: _selected,
     aten.index_put.default: _put,
+    aten.slice_scatter.default: _written,
+    aten.view_as_real.default: _rotated,
 }
 
 CANONICALIZED = frozenset(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +56,17 @@ def _spec(leaf: Tensor) -> InputSpec:
 def is_class_result(module: Any) -> bool:
     """Whether a module is a demasked network of the caller's own class."""
     return isinstance(module, nn.Module) and _CALL in vars(module)
+
+
+def call_with(module: nn.Module, values: Iterable[Tensor]) -> tuple[Any, dict[str, Any]]:
+    """The recorded call of a result of the caller's own class, with tensors in place of its own."""
+    call: CallSpec = vars(module)[_CALL]
+    tensors = iter(values)
+    args, kwargs = pytree.tree_map(
+        lambda leaf: next(tensors) if isinstance(leaf, InputSpec) else leaf,
+        (call.args, dict(call.kwargs)), is_leaf=lambda leaf: isinstance(leaf, InputSpec),
+    )  # fmt: skip
+    return args, kwargs
 
 
 def as_graph(module: Any, *, every_size: bool = False) -> Any:

@@ -9,9 +9,11 @@ without an entry.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from demask.graph.program import Program
 from demask.graph.queries import input_dependent
 from demask.ops import Relation, Table, bind, schema
 from demask.ops.notation import Axes
-from demask.ops.traits import EXPANSIONS, MULTIPLICATIONS
+from demask.ops.traits import EXPANSIONS
 from demask.shrink.layout.cells import Cells
 from demask.shrink.layout.placement import CellAxes
 from demask.shrink.layout.ties import whole_letters
@@ -57,6 +59,19 @@ class Move:
         steps = position[:, :1] + torch.arange(n)
         whole = bool((source == source[:, :1]).all()) and not bool((position[real, 0] % n).any())
         return whole and bool((position[real] == steps[real]).all())
+
+    def is_repeated(self, m: int, sizes: Mapping[int, int]) -> bool:
+        """Whether m equal parts of the axes, of so many positions, are moved alike."""
+        if len(self.source) % m or any(size % m for size in sizes.values()):
+            return False
+        source, position = self.source.reshape(m, -1), self.position.reshape(m, -1)
+        steps = torch.tensor([*(sizes[k] // m for k in range(len(sizes))), 0])[source[0]]
+        expected = position[0] + torch.arange(m)[:, None] * steps
+        real = source[0] >= 0
+        alike = bool((source == source[0]).all()) and torch.equal(
+            position[:, real], expected[:, real]
+        )
+        return alike and bool((position[0] < steps)[real].all())
 
     def takes_one_of(self, n: int, operand: int) -> bool:
         """Whether of every n positions of an operand the same one is taken, or none."""
@@ -94,9 +109,11 @@ class AxisTies:
         self.weights: set[fx.Node] = set()
         self.moves: list[Move] = []
         self._constants: dict[str, CellAxes] = {}
+        self._forced_by: list[tuple[tuple[int, ...], fx.Node]] = []
         self._dependent = input_dependent(program.graph)
         for node in program.graph.nodes:
             self._add(node)
+        self._force_lasting()
         while any(self._align(move) for move in self.moves):
             pass
 
@@ -107,6 +124,10 @@ class AxisTies:
     def constant(self, name: str) -> CellAxes:
         """The cells of each axis of a constant."""
         return self._constants[name]
+
+    def cause(self, cell: int) -> fx.Node | None:
+        """The first call for which a cell stays whole; None for one that another rule forces."""
+        return next((n for cells, n in self._forced_by if cell in self.leaves(cells)), None)
 
     def names(self) -> Iterator[str]:
         """The constants that the graph reads, in the order of their first use."""
@@ -141,15 +162,17 @@ class AxisTies:
         for k, output in enumerate(schema.outputs(node)):
             if isinstance(output, Tensor):
                 self.value[node, k] = self._fresh(output)
-                self._force(self.value[node, k])
+                self._force(chain.from_iterable(self.value[node, k]), node)
 
-    def _force(self, axes: CellAxes) -> None:
-        for axis in axes:
-            self.cells.force(axis)
+    def _force(self, cells: Iterable[int], node: fx.Node) -> None:
+        """Require cells to stay whole. node: the call that needs it."""
+        mine = tuple(cells)
+        self.cells.force(mine)
+        self._forced_by.append((mine, node))
 
     def _force_operands(self, node: fx.Node) -> None:
         for source in node.all_input_nodes:
-            self._force(self.value.get(key_of(source), ()))
+            self._force(chain.from_iterable(self.value.get(key_of(source), ())), node)
 
     def _add_call(self, node: fx.Node) -> None:
         outputs = schema.outputs(node)
@@ -172,7 +195,7 @@ class AxisTies:
         letters = {letter: self.cells.new(size) for letter, size in relation.size.items()}
         letters |= {letter: letters[letter.removesuffix("^")] for letter in relation.back}
         self.letters[node] = letters
-        self.cells.force(letters[a] for a in self._whole(node, relation))
+        self._force([letters[a] for a in self._whole(node, relation)], node)
         for k, axes in enumerate(relation.outs):
             self.value[node, k] = _cells_of(axes, letters)
         if relation.entry.free:
@@ -182,7 +205,7 @@ class AxisTies:
                 mine = _cells_of(relation.ins[k], letters)
                 for a, b in zip(mine, self.value[key_of(operand.value)], strict=True):
                     if not self.cells.unify(a, b):
-                        self._force((a, b))
+                        self._force((*a, *b), node)
         self._add_moves(relation, letters)
 
     def _whole(self, node: fx.Node, relation: Relation) -> set[str]:
@@ -191,23 +214,46 @@ class AxisTies:
         whole = whole_letters(relation)
         if node in self.weights:
             return whole - relation.complete | {a for a in whole if relation.size[a] is None}
-        return whole | self._unlike(relation)
+        return whole
 
-    def _unlike(self, relation: Relation) -> set[str]:
-        """Letters along which a zero slice does not vanish: an operand that depends on inputs, and
-        does not vary along the letter, is added to it, or repeated."""
-        entry, added = relation.entry, range(len(relation.operands))
-        if entry.fill == "mix" or relation.node.target in EXPANSIONS:
-            added = [entry.main] if not _only_scales(relation.node) else []
-        elif entry.fill == "sum":
-            added = [k for k in added if k not in relation.factors]
-        elif entry.fill != "run" or entry.zero == "any" or entry.affine:
-            return set()
-        elif entry.zero == "first":
-            added = [0]
-        letters = relation.letters(relation.outs[0]) - relation.mixed
-        varying = [k for k in added if self._varies(relation.operands[k].value)]
-        return {a for k in varying for a in letters - relation.letters(relation.ins[k])}
+    def _force_lasting(self) -> None:
+        """Force the cells of slices that depend on inputs where they are read, although all that
+        computes them is zero: a value that does not vary along them is added to them, or repeated.
+        What is multiplied with zeros, as the keys of a head of which the values are zero, is not
+        read."""
+        lasting: dict[Key, set[int]] = {}
+        for node, relation in self.relations.items():
+            if relation.entry.free:
+                continue
+            letters = self.letters[node]
+            leaves = {a: set(self.leaves([cell])) for a, cell in letters.items()}
+            contracted = set[int]().union(*(leaves[a] for a in relation.contracted))
+            operands, outs = (
+                [{c for a in relation.letters(axes) for c in leaves[a]} for axes in every]
+                for every in (relation.ins, relation.outs)
+            )
+            values = [o.value for o in relation.operands]
+            last = [lasting.get(key_of(v), set()) & cells if isinstance(v, fx.Node) else set()
+                    for v, cells in zip(values, operands, strict=True)]  # fmt: skip
+            carried = {c for a in relation.letters(relation.outs[0]) - relation.mixed
+                       for c in leaves[a]} if _combines(relation) else set()  # fmt: skip
+            result: set[int] = set()
+            for k, value in enumerate(values):
+                if not self._varies(value):
+                    continue
+                mine = last[k] | (carried - operands[k])
+                for j in _factors_of(relation, k):
+                    vanishes = operands[j] - last[j]
+                    mine -= vanishes - contracted if values[j] in self.weights else vanishes
+                for maps in relation.moves:
+                    for base in maps:
+                        if mine & leaves.get(f"{base}<{k}", set()):
+                            mine |= leaves.get(f"{base}>0", set())
+                result |= mine
+            self._force(result - set[int]().union(*outs), node)
+            for k, cells in enumerate(outs):
+                if schema.outputs(node)[k].is_floating_point():
+                    lasting[node, k] = result & cells
 
     def _varies(self, value: Any) -> bool:
         """Whether an operand has numbers that depend on inputs; conditions and indices select."""
@@ -230,8 +276,7 @@ class AxisTies:
                     cells = (letters[f"{base}>{out}"],)
                     self.moves.append(Move(ins, cells, index.source, index.position))
                 else:  # a position of its own: the axis ends
-                    for axis in ins.values():
-                        self.cells.force(axis)
+                    self._force(chain.from_iterable(ins.values()), relation.node)
 
     def position_ties(self) -> Iterator[PositionTies]:
         """The ties position by position between final cells."""
@@ -266,10 +311,16 @@ class AxisTies:
         return is_changed
 
     def _without_minor(self, cut: Move) -> list[Move] | None:
-        """The move without its minor cells, if they are dealt with: tied, or forced."""
+        """The move without its minor cells, if they are dealt with: tied, or forced; or without a
+        major one of which all positions have it."""
         lists = [cut.out, *cut.ins.values()]
         if not all(lists):
             return None
+        m = self.cells.size(cut.out[0]) or 1
+        is_shared = len({cells[0] for cells in lists}) == 1 and min(map(len, lists)) > 1
+        if is_shared and self._is_repeated(cut, m):
+            ins, n = {k: cells[1:] for k, cells in cut.ins.items()}, len(cut.source) // m
+            return [Move(ins, cut.out[1:], cut.source[:n], cut.position[:n])]
         n = self.cells.size(cut.out[-1]) or 1
         if len({cells[-1] for cells in lists}) == 1 and cut.has_blocks(n):
             ins = {k: cells[:-1] for k, cells in cut.ins.items()}
@@ -304,12 +355,27 @@ class AxisTies:
                 if cells[-1] != common:
                     self.cells.unify(cells[-1:], [self.cells.new((m or 1) // n), common])
             return True
+        for first in {cells[0] for cells in lists if len(cells) > 1}:
+            m = self.cells.size(first) or 1
+            others = [cells for cells in lists if cells[0] != first]
+            if others and self._is_repeated(cut, m):
+                parts = [[first, self.cells.new(self._length(cells) // m)] for cells in others]
+                if all(self.cells.unify(a, b) for a, b in zip(others, parts, strict=True)):
+                    return True
         for k, cells in cut.ins.items():
             if len(cells) > 1 and cut.takes_one_of(self.cells.size(cells[-1]) or 1, k):
                 return self._force_fresh(cells[-1:])
         if len(cut.out) > 1 and (self.cells.size(cut.out[-1]) or 1) <= MOST_PARTS:
             return self._force_fresh(cut.out[-1:])
         return self._force_fresh(c for cells in lists for c in cells)
+
+    def _is_repeated(self, cut: Move, m: int) -> bool:
+        sizes = {k: self._length(cells) for k, cells in cut.ins.items()}
+        return m > 1 and len(sizes) == max(sizes, default=0) + 1 and cut.is_repeated(m, sizes)
+
+    def _length(self, cells: Iterable[int]) -> int:
+        """The positions of an axis."""
+        return math.prod(self.cells.size(cell) or 1 for cell in cells)
 
     def _force_fresh(self, cells: Iterable[int]) -> bool:
         """Force cells; whether one was not forced before."""
@@ -318,9 +384,23 @@ class AxisTies:
         return bool(fresh)
 
 
-def _only_scales(node: fx.Node) -> bool:
-    """Whether a repeated value is only multiplied with others."""
-    return node.target in EXPANSIONS and all(u.target in MULTIPLICATIONS for u in node.users)
+def _combines(relation: Relation) -> bool:
+    """Whether each output is computed from numbers of all operands, at positions that broadcast."""
+    entry = relation.entry
+    is_expanded = relation.node.target in EXPANSIONS
+    return entry.fill in ("sum", "mix") or is_expanded or (entry.fill == "run" and not entry.affine)
+
+
+def _factors_of(relation: Relation, operand: int) -> list[int]:
+    """The operands of which a zero makes the output zero whatever a given operand is."""
+    entry, every = relation.entry, range(len(relation.operands))
+    if entry.fill == "mix":
+        factors = [entry.main]
+    elif entry.fill == "sum":
+        factors = list(relation.factors) if operand in relation.factors else []
+    else:
+        factors = {"any": list(every), "first": [0]}.get(entry.zero, [])
+    return [k for k in factors if k != operand]
 
 
 def _cells_of(axes: Axes, letters: Mapping[str, int]) -> CellAxes:

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from demask.errors import BadInput
 from demask.graph.capture.fold_constants import fold_constants, plain_name
 from demask.graph.normalize.split_recurrent import split_recurrent
-from demask.graph.program import Program
+from demask.graph.program import Program, path_of
 from demask.graph.provenance import Sizes
 from demask.ops import TABLE, Table
 from demask.ops.entries.contraction import GROUPED
+from demask.ops.entry import op_name
+from demask.ops.traits import RESHAPES
 from demask.prune.coupling.axis_ties import AxisTies
 from demask.prune.coupling.groups import Group, Member
 from demask.prune.coupling.kinds import Kinds
@@ -150,6 +152,29 @@ class Coupling:
             for members in stacks.values()
             if members and self.skipped.isdisjoint(member.parameter for member in members)
         )
+
+    def heads_that_stay(self) -> dict[str, str]:
+        """By module of attention, why none of its heads is in a group; without those of which some
+        are, and of a single head."""
+        ties, reasons = self.ties, dict[str, str]()
+        of_weights = {leaf for name in ties.names() for axis in ties.constant(name)
+                      for leaf in ties.leaves(axis)}  # fmt: skip
+        for node, relation in ties.relations.items():
+            if relation.entry.fill != "mix":
+                continue
+            letters = relation.letters(relation.outs[0]) & relation.letters(relation.ins[0])
+            cells = [c for c in ties.leaves(ties.letters[node][a] for a in letters)
+                     if c in of_weights and ties.cells.size(c) != 1]  # fmt: skip
+            cause = ties.cause(cells[0]) if cells else None
+            if cause is None or not all(map(ties.cells.forced, cells)):
+                continue
+            read = ties.relations[cause].contracted if cause in ties.relations else ()
+            shared = cells[0] in ties.leaves(ties.letters[cause][a] for a in read)
+            reason = f"{op_name(cause.target)} in {path_of(cause) or 'the model'} needs all of them"
+            if cause.op == "placeholder" or cause.target in RESHAPES:
+                reason = "an axis that has them has the batch, too"
+            reasons[path_of(node)] = "they share keys and values" if shared else reason
+        return reasons
 
     def _places(self) -> Iterator[_ParameterCell]:
         """The cells of all axes of parameters that have slices."""

@@ -16,7 +16,7 @@ SAVE = "save_pretrained"
 # Numbers of configs that are no sizes; sizes that a config may leave open; numbers of heads.
 _NO_SIZE = re.compile(r"^_|(_id|_idx|_index|_ratio)$")
 _OPEN_SIZE = re.compile("inner|dim$|_size$")
-_HEADS = re.compile("head|group|kv")
+HEADS = re.compile("head|group|kv")
 Place = tuple[Any, ...]  # of a number in a config: names of attributes, and the index in a list
 
 
@@ -202,7 +202,7 @@ def _options(config: Any, pairs: set[tuple[int, int]]) -> dict[Place, list[int]]
                     sizes = {b for _, b in pairs}
                 else:
                     continue
-                if number and _HEADS.search(name):
+                if number and HEADS.search(name):
                     sizes |= {number * b // a for a, b in pairs if number * b % a == 0}
                 if sizes := sizes - {0, number}:
                     options[place] = sorted(sizes)
@@ -210,22 +210,19 @@ def _options(config: Any, pairs: set[tuple[int, int]]) -> dict[Place, list[int]]
 
 
 def larger_configs(model: nn.Module, config: Any) -> Iterator[tuple[Any, nn.Module]]:
-    """Configs with room for the tensors of a model, with models of them on the meta device: the
-    smallest, the smallest with all heads, and the original config.
+    """Configs with room for the tensors of a model and as many heads as the original has, with
+    models of them on the meta device: the smallest, and the original config.
 
     config: the original, with room for all tensors. The search makes one number after the other as
     small as it can be.
     """
-    for numbers in ("all", "no heads", "none"):
-        other = _with_width_of_heads(config) if numbers == "all" else copies.deepcopy(config)
+    for is_whole in (False, True):
+        other = copies.deepcopy(config)
         fresh = try_config(model, other)
-        pairs = _changed_sizes(fresh, model) if numbers != "none" else set()
+        pairs = set() if is_whole else _changed_sizes(fresh, model)
         for place, values in _options(other, pairs).items():
             name = next(part for part in reversed(place) if isinstance(part, str))
-            is_heads = bool(_HEADS.search(name)) and not name.endswith("dim")
-            if is_heads and numbers == "all":
-                values = list(range(min(values), _get_number(other, place)))
-            for value in () if is_heads and numbers != "all" else values:
+            for value in () if HEADS.search(name) and not name.endswith("dim") else values:
                 smaller = copies.deepcopy(other)
                 _set_number(smaller, place, value)
                 candidate = try_config(model, smaller)
@@ -251,13 +248,6 @@ def _has_room(fresh: nn.Module | None, model: nn.Module, most: nn.Module) -> boo
         and all(a <= n <= b for a, n, b in zip(least[name], shape, full[name], strict=True))
         for name, shape in own.items()
     )
-
-
-def _get_number(config: Any, place: Place) -> int:
-    """A number of a config."""
-    for name in place:
-        config = config[name] if isinstance(name, int) else getattr(config, name)
-    return int(config)
 
 
 def copy_numbers(model: Any, fresh: nn.Module, config: Any) -> None:
