@@ -11,7 +11,7 @@ import copy as copies
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,11 +24,14 @@ from demask.checkpoint.family import (
     keep_layers,
     reduced_config,
 )
+from demask.checkpoint.folder import cut, with_scales
 from demask.checkpoint.sizes import apply_changes, choose_sizes
 from demask.checkpoint.slices import KINDS, LayerKind, SliceGroup, SliceMember, find_slices
 from demask.checkpoint.targets import GgufArchitecture, LoaderTarget
 from demask.checkpoint.tensors import StoredTensors
 from demask.progress import ProgressStep
+from demask.prune.coupling.coupling import Coupling
+from demask.prune.coupling.roles import LOOKUP, READS, ROWS, find_roles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +133,7 @@ def plan_checkpoint(
     stacks, notes = stored.stacks, list[str]()
     reduced, firsts = reduced_config(family, data, stacks)
     step("capturing one layer of each kind")
-    groups, _ = find_slices(family.build(reduced), stacks, firsts)
+    groups, coupling = find_slices(family.build(reduced), stacks, firsts)
     small = SmallNetwork(family, reduced, stacks, firsts, groups)
     slices = [s for group in groups for s in decide_slices(stored, small, group, stacks, step)]
     # A config may have several layers of a kind, of which the first one's slices are decided.
@@ -148,8 +151,15 @@ def plan_checkpoint(
         full = {group.name: group.size for group in groups}
         live = {group.name: room.get(_key_of(group, stacks), group.size) for group in groups}
         for group in groups:
-            if group.kind == "unit":
-                live[group.name] = round_units(live[group.name], group.size, multiple)
+            shared = max((_per_block(stored, s) for s in slices if s.group is group), default=1)
+            if shared > 1 and (group.kind != "unit" or group.size % shared):
+                if live[group.name] < group.size:
+                    notes.append(f"the {group.kind}s of {group.name} stay: they have scales in "
+                                 "common that cannot be cut between them")  # fmt: skip
+                live[group.name] = group.size
+            elif group.kind == "unit":
+                whole = math.lcm(multiple, shared)
+                live[group.name] = round_units(live[group.name], group.size, whole)
             elif not target.cuts_heads(model_type):
                 if live[group.name] < group.size:
                     notes.append(f"{target.name} loads no {model_type} with fewer heads: those of "
@@ -169,8 +179,54 @@ def plan_checkpoint(
                 notes.append(f"the {kind}s of {first} stay: no config of "
                              f"{family.model.__name__} has fewer there")  # fmt: skip
         counts = [sizes[s.group.name] for s in slices]
+    if silent := count_silent_channels(stored, coupling, firsts):
+        notes.append(f"{silent} channels of the residual stream are zero in all weights that write "
+                     "it, and stay: norms divide by the number of channels, so that with fewer "
+                     "their weights would have to be scaled and rounded")  # fmt: skip
     cuts, added = cut_tensors(stored, slices, counts)
     return CheckpointPlan(config, layers, slices, counts, cuts, added, tuple(notes))
+
+
+def count_silent_channels(
+    stored: StoredTensors, coupling: Coupling, layers: Mapping[str, Sequence[int]]
+) -> int:
+    """How many channels of the embedding, and of what is added to it, are zero in all weights that
+    compute them. They must stay if a call needs the whole axis.
+
+    layers: as of `find_slices`.
+    """
+    ties, written = coupling.ties, list[tuple[str, int]]()
+    cells: dict[int, list[tuple[str, int, set[str]]]] = defaultdict(list)
+    for target, axes in find_roles(ties).items():
+        constant = coupling.program.constants[target]
+        name = (constant.aliases or (constant.name,))[0]
+        for axis, pairs in axes.items():
+            own = {role for _, role in pairs}
+            for cell in ties.leaves(ties.constant(target)[axis]) if own - {READS} else ():
+                cells[cell].append((name, axis, own))
+    for cell, own in cells.items():
+        if ties.cells.forced(cell) and any(LOOKUP in roles for _, _, roles in own):
+            written += [(name, axis) for name, axis, roles in own if roles & {ROWS, LOOKUP}]
+    # An embedding, which is large, is read last, and only if need be.
+    written.sort(key=lambda row: not any(stack.split(row[0]) for stack in stored.stacks))
+    silent: Tensor | None = None
+    for name, axis in written:
+        names = [name]
+        for stack in stored.stacks:
+            if (split := stack.split(name)) is not None:
+                first = layers[stack.path][split[0]]
+                names = [stack.name(k, split[1]) for k, own in enumerate(stack.kinds)
+                         if own == first]  # fmt: skip
+        for full in (*names, *map(bias_of, names)):
+            if full not in stored.shapes:
+                continue
+            zeros = stored.zeros(full, axis if full in names else 0)
+            if zeros is None or (silent is not None and zeros.shape[-1] != len(silent)):
+                return 0
+            silent = zeros.all(0) if silent is None else silent & zeros.all(0)
+            if not silent.any():
+                return 0
+    return 0 if silent is None else int(silent.sum())
 
 
 def round_units(live: int, size: int, multiple: int) -> int:
@@ -244,9 +300,55 @@ def decide_slices(
                                      if z is not None], values, ties)
             for e in range(count)
         ]  # fmt: skip
-        if group.is_shared or count > 1:  # no single bias takes their constants
+        # No single bias takes the constants of several, nor those that an adapter changes.
+        adapter = stored.adapter
+        is_changed = adapter is not None and adapter.changes(tuple(prefixes))
+        if group.is_shared or count > 1 or is_changed:
             fates = [[fate if not fate.constant else Fate(False) for fate in f] for f in fates]
-        yield LayerSlices(group, tuple(mine), tuple(map(tuple, fates)))
+        yield _with_whole_blocks(stored, LayerSlices(group, tuple(mine), tuple(map(tuple, fates))))
+
+
+def _with_whole_blocks(stored: StoredTensors, slices: LayerSlices) -> LayerSlices:
+    """Slices that are alive also where others are that have a scale in common with them."""
+    blocks = list(_blocks_of(stored, slices))
+    if not blocks:
+        return slices
+    fates: list[tuple[Fate, ...]] = []
+    for e, own in enumerate(slices.fates):
+        alive = torch.tensor([not fate.dead for fate in own])
+        before = -1
+        while before < (before := int(alive.sum())):
+            for expert, owner, block in blocks:
+                if expert in (None, e):
+                    stays = torch.zeros(int(block[-1]) + 1, dtype=torch.bool)
+                    stays[block[(owner < 0) | alive[owner]]] = True
+                    mine = owner[stays[block]]
+                    alive[mine[mine >= 0]] = True
+        fates.append(tuple(Fate(False) if live else fate
+                           for fate, live in zip(own, alive.tolist(), strict=True)))  # fmt: skip
+    return replace(slices, fates=tuple(fates))
+
+
+def _per_block(stored: StoredTensors, slices: LayerSlices) -> int:
+    """The largest number of slices that have a scale in common."""
+    counts = [torch.stack([owner, block])[:, owner >= 0].unique(dim=1)[1].bincount().max()
+              for _, owner, block in _blocks_of(stored, slices)]  # fmt: skip
+    return max(map(int, counts), default=1)
+
+
+def _blocks_of(
+    stored: StoredTensors, slices: LayerSlices
+) -> Iterator[tuple[int | None, Tensor, Tensor]]:
+    """By tensor with scales that several positions have in common, its expert, and for each of its
+    positions, the slice (-1: none) and the block, int64."""
+    for member, parameter in slices.parameters():
+        owner = torch.full((stored.shapes[parameter][member.axis],), -1)
+        owner[member.positions] = torch.arange(slices.group.size).view(-1, 1)
+        for part in stored.parts(parameter, member.axis):
+            scale = stored.folder.scales.get(part.tensor)
+            if scale is not None and scale.blocks[part.axis] > 1:
+                own = owner if part.positions is None else owner[part.positions]
+                yield part.expert, own, torch.arange(len(own)) // scale.blocks[part.axis]
 
 
 def other_zeros(
@@ -319,7 +421,7 @@ def drop_layers(
 
 def cut_tensors(
     stored: StoredTensors, slices: Sequence[LayerSlices], counts: Sequence[int]
-) -> tuple[dict[str, dict[int, Tensor]], dict[str, Tensor]]:
+) -> tuple[dict[str, Mapping[int, Tensor]], dict[str, Tensor]]:
     """The positions of tensors that stay, and what is added to biases, as in `CheckpointPlan`."""
     masks: dict[tuple[str, int], Tensor] = {}
     added: dict[str, Tensor] = {}
@@ -353,7 +455,7 @@ def cut_tensors(
             cuts[name][axis] = mask.nonzero()[:, 0]
         else:
             cuts[name][axis] = torch.stack([m.nonzero()[:, 0] for m in mask])
-    return dict(cuts), added
+    return with_scales(cuts, stored.folder.scales), added
 
 
 def _add_constants(
@@ -375,23 +477,9 @@ def _add_constants(
     added[bias] = added[bias] + total if bias in added else total
 
 
-def cut_shape(stored: StoredTensors, plan: CheckpointPlan, name: str) -> tuple[int, ...]:
-    """The shape of a tensor that is written."""
-    shape = list(stored.folder.stored(name).shape)
-    for axis, positions in plan.cuts.get(name, {}).items():
-        shape[axis] = positions.shape[-1]
-    return tuple(shape)
-
-
 def cut_tensor(stored: StoredTensors, plan: CheckpointPlan, name: str) -> Tensor:
     """A tensor that is written."""
-    tensor = stored.folder.tensor(name)
-    for axis, positions in plan.cuts.get(name, {}).items():
-        if positions.ndim == 1:
-            tensor = tensor.index_select(axis, positions)
-        else:
-            tensor = torch.stack([t.index_select(axis - 1, p)
-                                  for t, p in zip(tensor, positions, strict=True)])  # fmt: skip
+    tensor = cut(stored.folder.written(name), plan.cuts.get(name, {}))
     if name in plan.added:
         tensor = (tensor.double() + plan.added[name]).to(tensor.dtype)
     return tensor
