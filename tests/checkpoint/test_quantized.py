@@ -132,11 +132,12 @@ def test_names_of_layers_in_the_settings(tmp_path):
 
 
 def test_heads_that_share_a_scale_stay(tmp_path):
-    model = build("LlamaForCausalLM", "llama", **{**LLAMA, "num_hidden_layers": 1}, head_dim=4)
-    model.model.layers[0].self_attn.o_proj.weight[:, 8:] = 0
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
+    model = build("LlamaForCausalLM", "llama", **{**LLAMA, "num_hidden_layers": 1, **heads})
+    model.model.layers[0].self_attn.o_proj.weight[:, 16:] = 0
     source = quantize(write(model, tmp_path / "in"), "blocks")
     report = checkpoint.slim(source, tmp_path / "out", multiple=4)
-    assert config_of(tmp_path / "out")["num_key_value_heads"] == 2
+    assert config_of(tmp_path / "out")["num_key_value_heads"] == 4
     assert any("have scales in common" in note for note in report.notes)
 
 

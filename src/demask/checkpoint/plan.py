@@ -112,6 +112,38 @@ class CheckpointPlan:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownSlices:
+    """What is known of the slices of a folder.
+
+    Attributes:
+        reduced: a config with one layer of each kind. firsts: by stack, these layers.
+        groups: the slices of such a model. coupling: its coupling. small: what decides them.
+        slices: those of all layers.
+    """
+
+    reduced: ConfigData
+    firsts: Mapping[str, Sequence[int]]
+    groups: Sequence[SliceGroup]
+    coupling: Coupling
+    small: SmallNetwork
+    slices: Sequence[LayerSlices]
+
+    @classmethod
+    def of(
+        cls, stored: StoredTensors, family: Family, data: ConfigData, step: ProgressStep
+    ) -> KnownSlices:
+        """Those of a folder. data: its config, with all keys of its class. Raises NotExportable
+        where the model cannot be captured."""
+        stacks = stored.stacks
+        reduced, firsts = reduced_config(family, data, stacks)
+        step("capturing one layer of each kind")
+        groups, coupling = find_slices(family.build(reduced), stacks, firsts)
+        small = SmallNetwork(family, reduced, stacks, firsts, groups)
+        slices = [s for group in groups for s in decide_slices(stored, small, group, stacks, step)]
+        return cls(reduced, firsts, groups, coupling, small, slices)
+
+
 def plan_checkpoint(
     stored: StoredTensors,
     family: Family,
@@ -131,17 +163,14 @@ def plan_checkpoint(
         NotExportable: the model cannot be captured.
     """
     stacks, notes = stored.stacks, list[str]()
-    reduced, firsts = reduced_config(family, data, stacks)
-    step("capturing one layer of each kind")
-    groups, coupling = find_slices(family.build(reduced), stacks, firsts)
-    small = SmallNetwork(family, reduced, stacks, firsts, groups)
-    slices = [s for group in groups for s in decide_slices(stored, small, group, stacks, step)]
+    known = KnownSlices.of(stored, family, data, step)
+    reduced, firsts, groups, slices = known.reduced, known.firsts, known.groups, known.slices
     # A config may have several layers of a kind, of which the first one's slices are decided.
     room: dict[tuple[object, ...], int] = {}
     for mine in slices:
         key = _key_of(mine.group, stacks)
         room[key] = max(mine.live, room.get(key, 0))
-    layers, config = drop_layers(family, data, stacks, slices, small, stored, notes)
+    layers, config = drop_layers(family, data, stacks, slices, known.small, stored, notes)
     slices = [s for s in slices if any(k in layers[kind.stack] for kind, k in s.layers)]
     model_type = str(data.get("model_type"))
     architecture = target.architectures.get(model_type)
@@ -179,7 +208,7 @@ def plan_checkpoint(
                 notes.append(f"the {kind}s of {first} stay: no config of "
                              f"{family.model.__name__} has fewer there")  # fmt: skip
         counts = [sizes[s.group.name] for s in slices]
-    if silent := count_silent_channels(stored, coupling, firsts):
+    if silent := count_silent_channels(stored, known.coupling, firsts):
         notes.append(f"{silent} channels of the residual stream are zero in all weights that write "
                      "it, and stay: norms divide by the number of channels, so that with fewer "
                      "their weights would have to be scaled and rounded")  # fmt: skip

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from demask.checkpoint.family import ConfigData, Family, numbers_of_config, reduced_config
 from demask.checkpoint.folder import CheckpointFolder, CutFolder, read_json
-from demask.checkpoint.plan import LayerSlices, round_units
+from demask.checkpoint.plan import KnownSlices, round_units
 from demask.checkpoint.sizes import apply_changes
 from demask.checkpoint.slices import find_slices
 from demask.checkpoint.tensors import StoredTensors
 from demask.errors import BadInput, NotExportable
 from demask.failures import described
+from demask.progress import ProgressStep
 
 DROP_ZERO = "drop-zero"
 GENERATION = "generation_config.json"
@@ -184,14 +185,14 @@ def _ids_of(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     for key, value in config.items():
         if isinstance(value, dict):
             yield from _ids_of(value)
-        elif _IDS.search(key):
+        elif _IDS.search(str(key)):
             waiting = [value]
             while waiting:
                 number = waiting.pop()
                 if isinstance(number, list):
                     waiting += number
                 elif type(number) is int:
-                    yield key, number
+                    yield str(key), number
 
 
 def read_numbers(path: Path) -> list[int]:
@@ -207,14 +208,11 @@ def read_numbers(path: Path) -> list[int]:
 
 
 def drop_experts(
-    stored: StoredTensors, family: Family, data: ConfigData, slices: Sequence[LayerSlices]
+    stored: StoredTensors, family: Family, data: ConfigData, step: ProgressStep
 ) -> tuple[StoredTensors, ConfigData, str]:
     """The tensors of a folder without experts that add nothing, its config, and a note: as many
-    stay in each layer as the layer with most of them needs, and as its class can choose from.
-
-    Args:
-        slices: what is known of all slices of the folder.
-    """
+    stay in each layer as the layer with most of them needs, and as its class can choose from."""
+    slices = KnownSlices.of(stored, family, data, step).slices
     model, layers = stored.model, dict[tuple[str, int], Tensor]()
     names: dict[tuple[str, int], set[str]] = {}
     for mine in slices:
@@ -247,14 +245,16 @@ def drop_experts(
         return stored, data, f"none of {count} experts goes: a layer, or the class, needs them all"
     staying = {at: _fill_up(live, size) for at, live in layers.items()}
     cuts: dict[str, dict[int, Tensor]] = {}
-    new_names = {name: name for name in stored.folder.file_of}
+    numbered: dict[str, Tensor] = {}  # by what is in front of experts' numbers, those that stay
     for name, axis in smaller[1].items():
         own, tensor = staying[_layer_of(stored, name)], stored.name_of(name)
         if tensor is not None:
             cuts.setdefault(tensor, {})[axis] = own
         elif name in every:
-            prefix = _numbered_prefix(stored, name)
-            new_names = _renumbered(new_names, prefix, own.tolist())
+            numbered[_numbered_prefix(stored, name)] = own
+    new_names = {name: name for name in stored.folder.file_of}
+    for prefix, own in numbered.items():
+        new_names = _renumbered(new_names, prefix, own.tolist())
     dead = [int((~live).sum()) for live in layers.values()]
     note = (f"{count} -> {size} experts in {len(layers)} layers, where {min(dead)} to {max(dead)} "
             "added nothing; others are chosen in their place, which is not exact")  # fmt: skip

@@ -148,8 +148,7 @@ def slim(
             raise BadInput(f"{source} has a folder {ADAPTER}, the place of the adapter; rename it")
     try:
         if experts == "drop":
-            every = plan_checkpoint(stored, family, data, loader, multiple, progress)
-            stored, data, note = drop_experts(stored, family, data, every.slices)
+            stored, data, note = drop_experts(stored, family, data, progress)
             notes.append(note)
         reference = stored
         if vocabulary is not None:
