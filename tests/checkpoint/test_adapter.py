@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
 
+from architectures import transformers
 from demask import checkpoint
 from demask.errors import BadInput
 from demask.failures import strict
 from masked_folders import LLAMA, build, config_of, load, tensors, write
 
-peft = pytest.importorskip("peft")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of the libraries, on each other
+    transformers()
+    peft = pytest.importorskip("peft")
 LIMIT = 1e-5
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]  # of the libraries, on each other
 
 
 @pytest.fixture(autouse=True)
