@@ -31,7 +31,7 @@ from demask.checkpoint.targets import GgufArchitecture, LoaderTarget
 from demask.checkpoint.tensors import StoredTensors
 from demask.progress import ProgressStep
 from demask.prune.coupling.coupling import Coupling
-from demask.prune.coupling.roles import LOOKUP, READS, ROWS, find_roles
+from demask.prune.coupling.roles import LOOKUP, ROWS, find_roles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,38 +224,36 @@ def count_silent_channels(
 
     layers: as of `find_slices`.
     """
-    ties, written = coupling.ties, list[tuple[str, int]]()
-    cells: dict[int, list[tuple[str, int, set[str]]]] = defaultdict(list)
-    for target, axes in find_roles(ties).items():
+    ties, every = coupling.ties, find_roles(coupling.ties)
+    writers: dict[int, list[tuple[str, int, set[str]]]] = defaultdict(list)  # by cell
+    for target, axes in every.items():
         constant = coupling.program.constants[target]
-        name = (constant.aliases or (constant.name,))[0]
         for axis, pairs in axes.items():
-            own = {role for _, role in pairs}
-            for cell in ties.leaves(ties.constant(target)[axis]) if own - {READS} else ():
-                cells[cell].append((name, axis, own))
-    for cell, own in cells.items():
-        if ties.cells.forced(cell) and any(LOOKUP in roles for _, _, roles in own):
-            written += [(name, axis) for name, axis, roles in own if roles & {ROWS, LOOKUP}]
-    # An embedding, which is large, is read last, and only if need be.
-    written.sort(key=lambda row: not any(stack.split(row[0]) for stack in stored.stacks))
-    silent: Tensor | None = None
-    for name, axis in written:
-        names = [name]
-        for stack in stored.stacks:
-            if (split := stack.split(name)) is not None:
-                first = layers[stack.path][split[0]]
-                names = [stack.name(k, split[1]) for k, own in enumerate(stack.kinds)
-                         if own == first]  # fmt: skip
-        for full in (*names, *map(bias_of, names)):
-            if full not in stored.shapes:
-                continue
-            zeros = stored.zeros(full, axis if full in names else 0)
-            if zeros is None or (silent is not None and zeros.shape[-1] != len(silent)):
-                return 0
-            silent = zeros.all(0) if silent is None else silent & zeros.all(0)
-            if not silent.any():
-                return 0
-    return 0 if silent is None else int(silent.sum())
+            roles = {role for _, role in pairs}
+            for cell in ties.leaves(ties.constant(target)[axis]) if roles & {ROWS, LOOKUP} else ():
+                writers[cell].append(((constant.aliases or (constant.name,))[0], axis, roles))
+    silent = 0
+    for cell, own in writers.items():
+        lookups = [row for row in own if LOOKUP in row[2]]
+        products = [row for row in own if LOOKUP not in row[2]]
+        if not (lookups and products and ties.cells.forced(cell)):
+            continue
+        both: Tensor | None = None
+        for name, axis, _ in (*products, *lookups):  # embeddings are large: only if need be
+            names = [name]
+            for stack in stored.stacks:
+                if (split := stack.split(name)) is not None:
+                    first = layers[stack.path][split[0]]
+                    names = [stack.name(k, split[1]) for k, own in enumerate(stack.kinds)
+                             if own == first]  # fmt: skip
+            places = [(name, axis) for name in names] + [(bias_of(name), 0) for name in names]
+            for parameter, k in places:
+                if parameter in stored.shapes and (both is None or both.any()):
+                    zeros = stored.zeros(parameter, k)
+                    zeros = torch.zeros(1, 1, dtype=torch.bool) if zeros is None else zeros
+                    both = zeros.all(0) if both is None else both & zeros.all(0)
+        silent = max(silent, 0 if both is None else int(both.sum()))
+    return silent
 
 
 def round_units(live: int, size: int, multiple: int) -> int:

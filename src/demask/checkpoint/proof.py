@@ -167,7 +167,7 @@ def _run(
 
 
 def _vocabulary(model: StreamedModel) -> int:
-    """The number of tokens that a model tells apart; 0 if none."""
+    """The number of tokens in a model's vocabulary; 0 if it has none."""
     return getattr(model.model.config.get_text_config(), "vocab_size", None) or 0
 
 

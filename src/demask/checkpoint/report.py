@@ -94,7 +94,7 @@ def describe_plan(
     stored: StoredTensors,
     plan: CheckpointPlan,
     out: Path,
-    whole: CheckpointFolder,
+    original: CheckpointFolder,
     written: tuple[int, int],
     proof: CheckpointProof | None,
     notes: Sequence[str],
@@ -102,7 +102,8 @@ def describe_plan(
     """The report of a plan that was written.
 
     Args:
-        stored: the tensors that the plan is of: those of `whole` but for what goes on request.
+        stored: the tensors that the plan is of: those of `original` without what is removed on
+            request.
         written: bytes and elements.
     """
     groups: dict[str, list[LayerSlices]] = defaultdict(list)
@@ -126,7 +127,7 @@ def describe_plan(
             kind, layer = widest.layers[0]
             costs.append((saved, f"{kind.stack}.{layer} has {max(live)} live {group.kind}s, the "
                                  f"others at most {second}"))  # fmt: skip
-    before, after = whole.parameters, written[1]
+    before, after = original.parameters, written[1]
     dropped = before - stored.folder.parameters + sum(
         math.prod(stored.folder.stored(n).shape) for n in stored.folder.file_of
         if (at := stored.layer_of(n)) is not None and at[1] not in plan.layers[at[0].path]
@@ -143,7 +144,7 @@ def describe_plan(
         saved, text = max(costs)
         advice = f"{text}: masked alike, {saved / before:.1%} more would go"
     return CheckpointReport(
-        out, (whole.nbytes, written[0]), (before, after),
+        out, (original.nbytes, written[0]), (before, after),
         {s.path: (len(s.kinds), len(plan.layers[s.path])) for s in stored.stacks},
         tuple(rows), removable, (before - after) / before, llama_cpp, advice,
         (*plan.notes, *notes), proof,

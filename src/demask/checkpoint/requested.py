@@ -82,7 +82,7 @@ def _seen_with(
     config = copies.deepcopy(dict(stored.folder.config))
     apply_changes(config, before, after)
     folder = CutFolder.of(stored.folder, config, names, cuts)
-    adapter = None if stored.adapter is None else stored.adapter.cut_with(stored, cuts)
+    adapter = None if stored.adapter is None else stored.adapter.cut_with(stored.parameter_of, cuts)
     return StoredTensors(folder, family.build(after), stored.stacks, adapter)
 
 
@@ -117,6 +117,7 @@ def cut_vocabulary(
     tensors = {stored.name_of(name): axis for name, axis in smaller[1].items()}
     tensors = {name: axis for name, axis in tensors.items() if name is not None}
     used, user = _last_used(stored.folder, data, rows)
+    numbers = [n for n in unused if type(n) is int and 0 <= n < rows]
     if unused == DROP_ZERO:
         going = torch.ones(rows, dtype=torch.bool)
         for name, axis in tensors.items():
@@ -124,7 +125,6 @@ def cut_vocabulary(
         going[: used + 1] = False
     else:
         going = torch.zeros(rows, dtype=torch.bool)
-        numbers = [n for n in unused if type(n) is int and 0 <= n < rows]
         if isinstance(unused, str) or len(numbers) != len(unused) or not numbers:
             raise BadInput(f"expected {DROP_ZERO!r} or numbers of rows from 0 to {rows - 1}, got "
                            f"{unused!r:.80}")  # fmt: skip
@@ -139,8 +139,8 @@ def cut_vocabulary(
     size = round_units(last + 1, rows, multiple)
     smaller = smaller_config(family, data, model, [embedding], size) if size < rows else None
     if smaller is None:
-        return stored, data, (f"none of {rows} rows of the vocabulary goes: the last that stays is "
-                              f"{last}, in multiples of {multiple}")  # fmt: skip
+        note = f"none of {rows} rows of the vocabulary is removed: number {last} stays"
+        return stored, data, note
     cuts = {name: {axis: torch.arange(size)} for name, axis in tensors.items()}
     same = {name: name for name in stored.folder.file_of}
     note = f"{rows} -> {size} rows of the vocabulary: logits of the others are no longer computed"
@@ -225,11 +225,11 @@ def drop_experts(
             names.setdefault(at, set()).update(n for m, n in mine.parameters() if m.rank == 3)
     every = {name for own in names.values() for name in own}
     if not every:
-        return stored, data, "no experts go: none are known, or their units are not"
+        return stored, data, "no expert is removed: none are known, or their units are not"
     count = len(next(iter(layers.values())))
     smaller = smaller_config(family, data, model, every, count - 1)
     if smaller is None or any(_layer_of(stored, name) not in layers for name in smaller[1]):
-        return stored, data, "no experts go: no number of the config says how many there are"
+        return stored, data, "no expert is removed: no number of the config says how many there are"
     modules = {name.rpartition(".")[0] for name in every}
     for name, axis in smaller[1].items():
         # What an expert adds without its units is alive: its row of a bias.
@@ -242,10 +242,14 @@ def drop_experts(
         if smaller is not None and _runs(family, smaller[0], stored):
             break
     else:
-        return stored, data, f"none of {count} experts goes: a layer, or the class, needs them all"
+        return (
+            stored,
+            data,
+            f"none of {count} experts is removed: a layer, or the class, needs them all",
+        )
     staying = {at: _fill_up(live, size) for at, live in layers.items()}
     cuts: dict[str, dict[int, Tensor]] = {}
-    numbered: dict[str, Tensor] = {}  # by what is in front of experts' numbers, those that stay
+    numbered: dict[str, Tensor] = {}  # by the names before experts' numbers, those that stay
     for name, axis in smaller[1].items():
         own, tensor = staying[_layer_of(stored, name)], stored.name_of(name)
         if tensor is not None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from demask.checkpoint.adapter import Adapter
+from demask.checkpoint.adapter import LoraAdapter
 from demask.checkpoint.folder import (
     CONFIG,
     INDEX,
@@ -134,12 +134,12 @@ def slim(
     progress("reading the headers")
     family, data, stored = open_checkpoint(source)
     architecture = check_gguf(stored.model) if loader.architectures else None
-    whole, others, notes = stored.folder, stored.folder.others, list[str]()
+    original, others, notes = stored.folder, stored.folder.others, list[str]()
     if adapter is not None:
-        stored = StoredTensors(whole, stored.model, stored.stacks,
-                               Adapter.read(Path(adapter), stored))  # fmt: skip
+        own = LoraAdapter.read(Path(adapter), stored.model, stored.parameter_of.values())
+        stored = StoredTensors(original, stored.model, stored.stacks, own)
         if architecture is not None:
-            raise BadInput(f"{final}: a file has no adapter beside it; merge it into the folder")
+            raise BadInput(f"{final}: it has no place for an adapter; merge that into the folder")
         here, root = Path(adapter).resolve(), source.resolve()
         if root in here.parents:
             inside = here.relative_to(root).as_posix() + "/"
@@ -158,43 +158,46 @@ def slim(
     except CallFailed as error:
         raise NotExportable(f"what its zeros make useless is not known ({error})", "unknown",
                             "its checkpoint stays as it is") from error  # fmt: skip
-    original = StreamedModel(family, reference.folder) if check else None
+    expected = StreamedModel(family, reference.folder) if check else None
     if architecture is not None:
         size, proof, more = write_gguf(
-            stored, plan, architecture, family, final, original, progress
+            stored, plan, architecture, family, final, expected, progress
         )
-        return describe_plan(stored, plan, final, whole, size, proof, (*notes, *more))
+        return describe_plan(stored, plan, final, original, size, proof, (*notes, *more))
     config = copies.deepcopy(dict(stored.folder.config))
     apply_changes(config, data, plan.config)
     if KEY in config:
         config[KEY] = renumbered(stored, plan, config[KEY])
-    if whole.left:
-        first = ", ".join(whole.left[:5]) + ", ..." * (len(whole.left) > 5)
+    if original.left:
+        first = ", ".join(original.left[:5]) + ", ..." * (len(original.left) > 5)
         notes.append(f"not copied, as weights in other formats, links or hidden: {first}")
     partial = final.with_name(final.name + ".partial")
     own = stored.adapter
     options = (target, multiple, experts, repr(vocabulary), str(adapter),
                own.file.modified if own is not None else 0)  # fmt: skip
-    with unfinished_folder(partial, fingerprint(whole, *options)):
+    with unfinished_folder(partial, fingerprint(original, *options)):
         write_tensors(stored, plan, partial, progress)
         copy_files(source, others, partial)
         if stored.adapter is not None:
-            stored.adapter.write(stored, plan, final, partial / ADAPTER)
+            own = stored.adapter.cut_with(stored.parameter_of, plan.cuts)
+            own.write(partial / ADAPTER, final, stored.stacks, plan.layers)
         write_json(partial / CONFIG, config)
         proof = None
-        if original is not None:
-            before = StreamedModel(family, whole) if reference.folder is not whole else None
+        if expected is not None:
+            before = StreamedModel(family, original) if reference.folder is not original else None
             written = StreamedModel(family, CheckpointFolder.read(partial))
-            proof = prove(original, written, bool(plan.added), progress, before)
+            proof = prove(expected, written, bool(plan.added), progress, before)
             if reference.adapter is not None:
-                original.change = reference.adapter.applied
-                written.change = Adapter.read(partial / ADAPTER, written.stored).applied
-                notes.append(f"with the adapter: {prove(original, written, False, progress)}")
+                expected.change = reference.adapter.applied
+                written.change = LoraAdapter.read(
+                    partial / ADAPTER, written.stored.model, written.stored.parameter_of.values()
+                ).applied
+                notes.append(f"with the adapter: {prove(expected, written, False, progress)}")
         os.replace(partial, final)
         (final / STATE).unlink()
     new = CheckpointFolder.read(final)
     size = new.nbytes, new.parameters
-    return describe_plan(stored, plan, final, whole, size, proof, notes)
+    return describe_plan(stored, plan, final, original, size, proof, notes)
 
 
 def renumbered(stored: StoredTensors, plan: CheckpointPlan, value: Any) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demask.checkpoint.adapter import Adapter
+from demask.checkpoint.adapter import LoraAdapter
 from demask.checkpoint.family import LayerStack
 from demask.checkpoint.folder import CheckpointFolder
 from demask.compat.transformers_names import parameters_of_files, tensors_of_files
@@ -66,7 +66,7 @@ class StoredTensors:
         folder: CheckpointFolder,
         model: Any,
         stacks: Sequence[LayerStack],
-        adapter: Adapter | None = None,
+        adapter: LoraAdapter | None = None,
     ):
         self.folder, self.model, self.stacks, self.adapter = folder, model, stacks, adapter
         self.parameter_of = parameters_of_files(model, folder.file_of)
