@@ -36,6 +36,7 @@ def _no_gradients():
 
 def spread(scales: Tensor, shape: torch.Size) -> Tensor:
     """Scales, one for each number of a weight."""
+    scales = scales.reshape(-1, 1) if scales.ndim == 1 else scales
     for axis, n in enumerate(shape):
         scales = scales.repeat_interleave(n // scales.shape[axis], axis)
     return scales
@@ -53,7 +54,7 @@ def quantize(path: Path, kind: str) -> Path:
             scales = largest / (127 if dtype == torch.int8 else 448)
             numbers = weight / spread(scales, weight.shape)
             own[name] = (numbers.round() if dtype == torch.int8 else numbers).to(dtype)
-            own[name + suffix] = scales
+            own[name + suffix] = scales if any(blocks) else scales[0]
     save_file(own, path / "model.safetensors", {"format": "pt"})
     config = config_of(path)
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))

@@ -171,6 +171,9 @@ def slim(
     if original.left:
         first = ", ".join(original.left[:5]) + ", ..." * (len(original.left) > 5)
         notes.append(f"not copied, as weights in other formats, links or hidden: {first}")
+    if original.scales:
+        notes.append("compared with weights as numbers times scales: a runtime that also quantizes "
+                     "activations by row may round them otherwise than before")  # fmt: skip
     partial = final.with_name(final.name + ".partial")
     own = stored.adapter
     options = (target, multiple, experts, repr(vocabulary), str(adapter),
