@@ -218,6 +218,42 @@ def test_more_than_the_class_has(single: Path, tmp_path: Path) -> None:
     assert torch.equal(tensors(out)["speculator.weight"], torch.ones(3))
 
 
+def test_folders_inside(single: Path, tmp_path: Path) -> None:
+    source, out = Path(shutil.copytree(single, tmp_path / "in")), tmp_path / "out"
+    dense = {"linear.weight": torch.ones(2, 3)}
+    copied = {"1_Pooling/config.json": b"{}", "2_Dense/config.json": b"{}", "a/b/c/notes.md": b"c",
+              "onnx/config.json": b"[]"}  # fmt: skip
+    left = {"onnx/model.onnx": b"o", "original/consolidated.00.pth": b"p", ".cache/x": b"x",
+            "pytorch_model.bin": b"b"}  # fmt: skip
+    for name, data in {**copied, **left}.items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(data)
+    save_file(dense, source / "2_Dense" / "model.safetensors")
+    modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}, {}, 3, {"path": 4}]
+    (source / "modules.json").write_text(json.dumps(modules))
+    (source / "more").symlink_to(source / "a", target_is_directory=True)
+    (source / "a" / "linked.md").symlink_to("../1_Pooling/config.json")
+    report = checkpoint.slim(source, out, multiple=4, check=False)
+    copied |= {"a/linked.md": b"{}", "modules.json": json.dumps(modules).encode()}
+    for name, data in copied.items():
+        assert (out / name).read_bytes() == data and not (out / name).is_symlink()
+    assert tensors(out / "2_Dense").keys() == dense.keys()
+    assert not any((out / name).exists() for name in (*left, "more"))
+    (note,) = (note for note in report.notes if note.startswith("not copied"))
+    assert note.endswith(": .cache, more, onnx/model.onnx, original/consolidated.00.pth, "
+                         "pytorch_model.bin")  # fmt: skip
+    checkpoint.slim(out, tmp_path / "again", multiple=4, check=False)
+
+
+def test_a_link_in_a_folder_inside(single: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(single, tmp_path / "in"))
+    (tmp_path / "secret").write_text("outside")
+    (source / "a").mkdir()
+    (source / "a" / "notes.md").symlink_to("../../secret")
+    with strict(False), pytest.raises(RefusedFile, match="outside of the folder"):
+        checkpoint.slim(source, tmp_path / "out", multiple=4, check=False)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_numbers_that_are_not_finite(single: Path, tmp_path: Path, value: float) -> None:
     source, out = Path(shutil.copytree(single, tmp_path / "in")), tmp_path / "out"
@@ -265,11 +301,14 @@ def test_killed_at_any_time(masked: Path, tmp_path: Path) -> None:
                     progress=lambda title, done=1: titles.append(title))  # fmt: skip
     first = next(k for k, title in enumerate(titles) if title.startswith("writing file"))
     # Of another multiple first: nothing of it may stay.
+    below = out.with_name("out.partial") / "1_Pooling"
     for step, multiple in ((first + 2, 8), (0, 4), (first, 4), (len(titles) - 1, 4)):
         process = context.Process(target=run_until, args=(masked, out, step, multiple))
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL and not out.exists()
+        if multiple == 8:
+            below.mkdir()
     (out.with_name("out.partial") / ".demask-0.part").write_text("of a killed process")
     checkpoint.slim(masked, out, multiple=4, check=False)
     assert {p.name: p.read_bytes() for p in out.iterdir()} == {

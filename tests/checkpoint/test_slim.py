@@ -208,6 +208,24 @@ def test_lists_with_an_entry_per_layer(tmp_path):
     ).abs().max()
 
 
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPTNeoXForCausalLM"])
+def test_silent_channels_stay(tmp_path, name):
+    kind = {"LlamaForCausalLM": "llama", "GPTNeoXForCausalLM": "gpt_neox"}[name]
+    model = build(name, kind, **{**LLAMA, "num_hidden_layers": 2, "num_key_value_heads": 4})
+    ends = ("o_proj.weight", "down_proj.weight", "attention.dense.weight", "4h_to_h.weight",
+            "attention.dense.bias", "4h_to_h.bias")  # fmt: skip
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith(ends):
+            parameter[[3, 7]] = 0
+        if parameter_name.endswith(("embed_tokens.weight", "embed_in.weight")):
+            parameter[:, [2, 3, 7]] = 0
+    source = write(model, tmp_path / "in")
+    report = checkpoint.slim(source, tmp_path / "out", multiple=4, check=False)
+    (note,) = report.notes
+    assert note.startswith("2 channels of the residual stream are zero")
+    assert config_of(tmp_path / "out")["hidden_size"] == 32
+
+
 def test_layers_of_a_kind_that_a_config_names_together(tmp_path):
     sizes = {"hidden_size": 32, "num_heads": 4, "intermediate_size": 24, "vocab_size": 40}
     model = build("GPTNeoForCausalLM", "gpt_neo", num_layers=4, max_position_embeddings=64,

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -382,6 +383,28 @@ def test_the_example_in_the_help_runs(run, saved, few_digits, tmp_path, command)
     for words in found:
         outcome = run(*words[1:])
         assert outcome.code == 0, outcome.err
+
+
+def test_what_is_removed_from_a_folder_on_request(run, saved, tmp_path, monkeypatch):
+    from demask import checkpoint
+
+    calls, report = [], SimpleNamespace(to_dict=dict)
+    monkeypatch.setattr(checkpoint, "slim", lambda *_, **options: calls.append(options) or report)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.txt").write_text("12 13\n14\n")
+    (tmp_path / "words.txt").write_text("twelve")
+    for words in (["--vocabulary", "drop-zero"], ["--vocabulary", "rows.txt"],
+                  ["--experts", "drop", "--adapter", "lora"], []):  # fmt: skip
+        run("slim", "model", "-o", "out", *words)
+    names = ("vocabulary", "experts", "adapter")
+    assert [tuple(options[name] for name in names) for options in calls] == [
+        ("drop-zero", "keep", None), ([12, 13, 14], "keep", None), (None, "drop", Path("lora")),
+        (None, "keep", None),
+    ]  # fmt: skip
+    outcome = run("slim", "model", "-o", "out", "--vocabulary", "words.txt")
+    assert outcome.code == 2 and "words.txt: expected numbers" in outcome.err
+    outcome = run("slim", saved / "masked.pt2", "-o", "out.pt2", "--experts", "drop")
+    assert outcome.code == 2 and "--experts: for folders" in outcome.err
 
 
 def blocks(language):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from demask.checkpoint.quantized import Scale, find_scales
 from demask.errors import BadInput, RefusedFile
 from demask.files import atomic_write as atomic
 from demask.files.bounded_read import MAX_JSON_BYTES, open_plain, parse_json
 from demask.files.weight_file import StoredTensor, WeightFile
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MODULES = "modules.json"  # of sentence-transformers: a list of modules, with their folders
 STATE = "demask-partial.txt"  # in an unfinished folder: a hash of its origin
 BLOCK_BYTES = 16 * 2**20  # of a tensor that is read in blocks
 # Files of weights in other formats, which describe the network with its zeros.
@@ -39,7 +42,10 @@ class CheckpointFolder:
         config: its config.json.
         files: by name, its files of tensors, in the order of the index.
         file_of: by tensor, the name of its file.
-        others: the names of files that are copied: the tokenizer's, the generation config, texts.
+        others: the files that are copied, also from folders in it: the tokenizer's, the generation
+            config, texts, and the modules that sentence-transformers runs after this one.
+        left: files and folders that are not copied: weights in other formats, links to folders.
+        scales: by weight of 8 bits, its scales.
     """
 
     path: Path
@@ -47,6 +53,8 @@ class CheckpointFolder:
     files: Mapping[str, WeightFile]
     file_of: Mapping[str, str]
     others: tuple[str, ...]
+    left: tuple[str, ...]
+    scales: Mapping[str, Scale]
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> CheckpointFolder:
@@ -89,21 +97,24 @@ class CheckpointFolder:
                            f"is in {file_of.get(tensor)}; write the index again")  # fmt: skip
         if not file_of:
             raise BadInput(f"{folder}: its files have no tensors")
-        others = sorted(
-            entry.name for entry in os.scandir(folder)
-            if entry.is_file() and entry.name not in (CONFIG, INDEX, STATE)
-            and not entry.name.endswith((*_OTHER_WEIGHTS, ".index.json"))
-        )  # fmt: skip
-        for name in others:
-            _inside(folder, name)
-        return cls(folder, config, files, file_of, tuple(others))
+        others, left = find_others(folder, names)
+        shapes = {tensor: files[name].tensors[tensor] for tensor, name in file_of.items()}
+        scales = find_scales(folder, config, shapes)
+        return cls(folder, config, files, file_of, others, left, scales)
 
     def stored(self, name: str) -> StoredTensor:
         """What the headers say of a tensor."""
         return self.files[self.file_of[name]].tensors[name]
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, in new memory."""
+        """The values of a tensor, in new memory: of a weight of 8 bits the products with its
+        scales, float32."""
+        scale = self.scales.get(name)
+        values = self.written(name)
+        return values if scale is None else scale.values(values, self.written(scale.name))
+
+    def written(self, name: str) -> Tensor:
+        """A tensor as it is in its file, in new memory."""
         return self.files[self.file_of[name]].tensor(self.stored(name))
 
     def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
@@ -133,17 +144,139 @@ class CheckpointFolder:
                    for t in file.tensors.values())  # fmt: skip
 
 
+@dataclass(frozen=True)
+class CutFolder(CheckpointFolder):
+    """A folder as if it had fewer tensors, or smaller ones.
+
+    Attributes:
+        origin: the folder that is read.
+        names: by tensor, its name there.
+        cuts: by tensor there and axis, the positions that stay, as in `CheckpointPlan`.
+    """
+
+    origin: CheckpointFolder
+    names: Mapping[str, str]
+    cuts: Mapping[str, Mapping[int, Tensor]]
+
+    @classmethod
+    def of(
+        cls,
+        origin: CheckpointFolder,
+        config: Mapping[str, Any],
+        names: Mapping[str, str],
+        cuts: Mapping[str, Mapping[int, Tensor]],
+    ) -> CutFolder:
+        """A folder with another config and the tensors of `names`, in the files of `origin`. The
+        scales of a tensor are cut with it."""
+        cuts = with_scales(cuts, origin.scales)
+        files: dict[str, WeightFile] = {}
+        for name, file in origin.files.items():
+            own = {new: replace(file.tensors[old], name=new,
+                                shape=cut_shape(file.tensors[old].shape, cuts.get(old, {})))
+                   for new, old in names.items() if old in file.tensors}  # fmt: skip
+            files[name] = replace(file, tensors=own)
+        file_of = {new: origin.file_of[old] for new, old in names.items()}
+        new_names = {old: new for new, old in names.items()}
+        scales = {new_names[old]: replace(scale, name=new_names[scale.name])
+                  for old, scale in origin.scales.items() if old in new_names}  # fmt: skip
+        return cls(origin.path, config, files, file_of, origin.others, origin.left, scales,
+                   origin, names, cuts)  # fmt: skip
+
+    def written(self, name: str) -> Tensor:
+        old = self.names[name]
+        return cut(self.origin.written(old), self.cuts.get(old, {}))
+
+    def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        if self.names[name] in self.cuts:
+            return iter([(0, self.written(name))])
+        return self.origin.blocks(self.names[name])
+
+
+def cut_shape(shape: Sequence[int], cuts: Mapping[int, Tensor]) -> tuple[int, ...]:
+    """The shape of a tensor of which some positions stay."""
+    return tuple(cuts[axis].shape[-1] if axis in cuts else n for axis, n in enumerate(shape))
+
+
+def cut(tensor: Tensor, cuts: Mapping[int, Tensor]) -> Tensor:
+    """A tensor of which some positions stay. cuts: by axis, int64 [positions]; of a tensor of three
+    axes, for each position of the first: [first axis, positions]."""
+    for axis, positions in cuts.items():
+        if positions.ndim == 1:
+            tensor = tensor.index_select(axis, positions)
+        else:
+            tensor = torch.stack([t.index_select(axis - 1, p)
+                                  for t, p in zip(tensor, positions, strict=True)])  # fmt: skip
+    return tensor
+
+
+def with_scales(
+    cuts: Mapping[str, Mapping[int, Tensor]], scales: Mapping[str, Scale]
+) -> dict[str, Mapping[int, Tensor]]:
+    """Cuts of tensors, and of the scales of those that have some."""
+    every = dict(cuts)
+    for name, axes in cuts.items():
+        if (scale := scales.get(name)) is not None:
+            every[scale.name] = scale.cuts(axes)
+    return every
+
+
+def copy_files(folder: Path, names: Iterable[str], target: Path) -> None:
+    """Copy files of a folder, by their paths in it."""
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, target / name)
+
+
+def find_others(folder: Path, weights: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The files of a folder and of folders in it that are copied, and what is not. weights: the
+    names of the files of its model."""
+    modules = _paths_of_modules(folder)
+    others, left = list[str](), list[str]()
+    waiting = [""]
+    while waiting:
+        prefix = waiting.pop()
+        for entry in sorted(os.scandir(folder / prefix), key=lambda e: e.name):
+            name = prefix + entry.name
+            is_other = entry.name.endswith((*_OTHER_WEIGHTS, ".index.json"))
+            if not prefix and name in (CONFIG, INDEX, STATE, *weights):
+                continue
+            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                waiting.append(name + "/")
+            elif entry.is_file() and (not is_other or prefix in modules):
+                _no_link_outside(folder, folder / name)
+                others.append(name)
+            else:
+                left.append(name)
+    return tuple(sorted(others)), tuple(sorted(left))
+
+
+def _paths_of_modules(folder: Path) -> set[str]:
+    """The folders of the modules that sentence-transformers runs after a model, each with a "/"."""
+    modules: Any = []
+    if (folder / MODULES).is_file():
+        modules = _parse(folder, MODULES)
+    paths = [m.get("path") for m in modules if isinstance(m, dict)] if isinstance(
+        modules, list) else []  # fmt: skip
+    return {f"{path.strip('/')}/" for path in paths if isinstance(path, str)}
+
+
 def _inside(folder: Path, name: str) -> Path:
     """The path of a file in a folder. Raises RefusedFile for a name with a path, and for a link
-    that leaves the folder, except into the `blobs` of a hub's cache, which consists of links."""
-    path, real = folder / name, folder.resolve()
+    that leaves the folder."""
+    path = folder / name
     if Path(name).name != name or "\0" in name:
         raise RefusedFile(f"{folder / INDEX}: expected the name of a file in the folder, "
                           f"got {name!r:.80}")  # fmt: skip
     if not path.is_file():
         raise BadInput(f"{path}: no such file, though {INDEX} names it; copy it again")
-    target = path.resolve()
-    if target.parent not in (real, real.parent.parent / "blobs"):
+    return _no_link_outside(folder, path)
+
+
+def _no_link_outside(folder: Path, path: Path) -> Path:
+    """A file of a folder. Raises RefusedFile for a link that leaves it, except into the `blobs` of
+    a hub's cache, which consists of links."""
+    target, real = path.resolve(), folder.resolve()
+    if real not in target.parents and target.parent != real.parent.parent / "blobs":
         raise RefusedFile(f"{path}: a link to {target}, outside of the folder; copy the file")
     return path
 
@@ -152,14 +285,18 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """A JSON object of a folder."""
     if not (folder / name).exists():
         raise BadInput(f"{folder}: expected a checkpoint folder; it has no {name}")
+    value = _parse(folder, name)
+    if not isinstance(value, dict) or (name == INDEX and "weight_map" not in value):
+        raise BadInput(f"{folder / name}: expected a JSON object, as transformers writes it")
+    return value
+
+
+def _parse(folder: Path, name: str) -> Any:
     with open_plain(_inside(folder, name)) as file:
         data = file.read(MAX_JSON_BYTES + 1)
     if len(data) > MAX_JSON_BYTES:
         raise RefusedFile(f"{folder / name}: expected at most {MAX_JSON_BYTES:,} bytes")
-    value = parse_json(data, str(folder / name))
-    if not isinstance(value, dict) or (name == INDEX and "weight_map" not in value):
-        raise BadInput(f"{folder / name}: expected a JSON object, as transformers writes it")
-    return value
+    return parse_json(data, str(folder / name))
 
 
 def write_json(path: Path, value: Any) -> None:

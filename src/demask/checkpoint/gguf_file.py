@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from demask.checkpoint.family import Family
+from demask.checkpoint.folder import cut_shape
 from demask.checkpoint.gguf_vocabulary import add_vocabulary
-from demask.checkpoint.plan import CheckpointPlan, cut_shape, cut_tensor
+from demask.checkpoint.plan import CheckpointPlan, cut_tensor
 from demask.checkpoint.proof import CheckpointProof, prove
 from demask.checkpoint.streamed import StreamedModel
 from demask.checkpoint.targets import TARGETS, GgufArchitecture
@@ -113,7 +114,8 @@ def find_parts(
             raise BadInput(f"llama.cpp: its {architecture.name} has no {parameter}; {_CONVERT}")
         base, _, leaf = name.rpartition(".")
         prefix, _, own = base.rpartition(".")
-        shape, heads, order = cut_shape(stored, plan, tensor), 0, 0
+        shape = cut_shape(stored.folder.stored(tensor).shape, plan.cuts.get(tensor, {}))
+        heads = order = 0
         if own in ("attn_q", "attn_k") and architecture.pairs:
             heads = shape[0] // _head_size(config)
         if own in _QKV and architecture.fused:
@@ -133,10 +135,13 @@ def write_gguf(
     architecture: GgufArchitecture,
     family: Family,
     out: Path,
-    check: bool,
+    original: StreamedModel | None,
     step: ProgressStep,
 ) -> tuple[tuple[int, int], CheckpointProof | None, list[str]]:
     """Write a GGUF file, complete or not at all, one tensor in memory at a time.
+
+    Args:
+        original: what it is compared with, if at all.
 
     Returns:
         Bytes and elements of its tensors, how it was compared with the original, and notes.
@@ -185,8 +190,7 @@ def write_gguf(
             writer.write_tensor_data(value.view(-1).view(torch.uint8).numpy())
         file.flush()
         proof = None
-        if check:
-            original = StreamedModel(family, stored.folder.path)
+        if original is not None:
             slim = GgufModel(family, stored, plan, parts, file)
             proof = prove(original, slim, bool(plan.added), step)
     return (total, count), proof, notes
@@ -248,7 +252,7 @@ class GgufModel(StreamedModel):
     ):
         import gguf
 
-        super().__init__(family, stored.folder.path)
+        super().__init__(family, stored.folder)
         self.plan = plan
         self.file: Any = file
         reader: Any = gguf.GGUFReader

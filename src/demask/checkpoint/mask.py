@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from demask.checkpoint.decide import bias_of
 from demask.checkpoint.family import LayerStack
-from demask.checkpoint.folder import CONFIG, INDEX, STATE, CheckpointFolder
+from demask.checkpoint.folder import CONFIG, INDEX, STATE, CheckpointFolder, copy_files
 from demask.checkpoint.slices import ReducedModel
 from demask.checkpoint.slim import fingerprint, unfinished_folder
 from demask.checkpoint.source import check_output, open_checkpoint
@@ -115,7 +115,7 @@ def checkpoint(
     check_output(source, final)
     family, data, stored = open_checkpoint(source)
     chosen: Score = L1() if score is None else score
-    streamed = StreamedModel(family, source)
+    streamed = StreamedModel(family, stored.folder)
     rows = _rows(text, source) if text is not None else None
     needs_text = structure == "layer" or bool(getattr(chosen, "needs_inputs", False))
     if needs_text and rows is None:
@@ -156,7 +156,8 @@ def checkpoint(
     partial = final.with_name(final.name + ".partial")
     with unfinished_folder(partial, state):
         _write(stored, zeros, added, partial, progress)
-        for name in (*stored.folder.others, CONFIG, INDEX):
+        copy_files(source, stored.folder.others, partial)
+        for name in (CONFIG, INDEX):
             if (source / name).exists():
                 shutil.copyfile(source / name, partial / name)
         os.replace(partial, final)
@@ -378,7 +379,7 @@ def _write(
 
     def read(name: str) -> Tensor:
         parameter = stored.parameter_of.get(name) or ""
-        values = _masked(folder.tensor(name), own.get(name, {}))
+        values = _masked(folder.written(name), own.get(name, {}))
         if parameter in added:
             values = (values.double() + added[parameter]).to(values.dtype)
         return values

@@ -11,18 +11,21 @@ import copy as copies
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from demask.checkpoint.decide import Fate, SlicePattern, SmallNetwork, bias_of
 from demask.checkpoint.family import ConfigData, Family, LayerStack, keep_layers
+from demask.checkpoint.folder import cut, with_scales
 from demask.checkpoint.sizes import apply_changes, choose_sizes
 from demask.checkpoint.slices import KINDS, LayerKind, ReducedModel, SliceGroup, SliceMember
 from demask.checkpoint.targets import GgufArchitecture, LoaderTarget
 from demask.checkpoint.tensors import StoredTensors
 from demask.progress import ProgressStep
+from demask.prune.coupling.coupling import Coupling
+from demask.prune.coupling.roles import LOOKUP, ROWS, find_roles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +106,33 @@ class CheckpointPlan:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownSlices:
+    """What is known of the slices of a folder.
+
+    Attributes:
+        reduced: a model with one layer of each kind. small: what decides its slices.
+        slices: those of all layers.
+    """
+
+    reduced: ReducedModel
+    small: SmallNetwork
+    slices: Sequence[LayerSlices]
+
+    @classmethod
+    def of(
+        cls, stored: StoredTensors, family: Family, data: ConfigData, step: ProgressStep
+    ) -> KnownSlices:
+        """Those of a folder. data: its config, with all keys of its class. Raises NotExportable
+        where the model cannot be captured."""
+        reduced = ReducedModel(family, data, stored.stacks)
+        step("capturing one layer of each kind")
+        small = SmallNetwork(reduced)
+        slices = [s for group in reduced.groups
+                  for s in decide_slices(stored, small, group, stored.stacks, step)]  # fmt: skip
+        return cls(reduced, small, slices)
+
+
 def plan_checkpoint(
     stored: StoredTensors,
     family: Family,
@@ -122,20 +152,19 @@ def plan_checkpoint(
         NotExportable: the model cannot be captured.
     """
     stacks, notes = stored.stacks, list[str]()
-    reduced = ReducedModel(family, data, stacks)
-    step("capturing one layer of each kind")
-    groups, small = reduced.groups, SmallNetwork(reduced)
+    known = KnownSlices.of(stored, family, data, step)
+    reduced, slices = known.reduced, known.slices
+    groups = reduced.groups
     if not groups:
         notes.append(f"the layers of {family.model.__name__} have no units or heads of their own")
     for module, reason in reduced.coupling.heads_that_stay().items():
         notes.append(f"the heads of {module} stay: {reason}")
-    slices = [s for group in groups for s in decide_slices(stored, small, group, stacks, step)]
     # A config may have several layers of a kind, of which the first one's slices are decided.
     room: dict[tuple[object, ...], int] = {}
     for mine in slices:
         key = _key_of(mine.group, stacks)
         room[key] = max(mine.live, room.get(key, 0))
-    layers, config = drop_layers(family, data, stacks, slices, small, stored, notes)
+    layers, config = drop_layers(family, data, stacks, slices, known.small, stored, notes)
     slices = [s for s in slices if any(k in layers[kind.stack] for kind, k in s.layers)]
     model_type = str(data.get("model_type"))
     architecture = target.architectures.get(model_type)
@@ -145,8 +174,15 @@ def plan_checkpoint(
         full = {group.name: group.size for group in groups}
         live = {group.name: room.get(_key_of(group, stacks), group.size) for group in groups}
         for group in groups:
-            if group.kind == "unit":
-                live[group.name] = round_units(live[group.name], group.size, multiple)
+            shared = max((_per_block(stored, s) for s in slices if s.group is group), default=1)
+            if shared > 1 and (group.kind != "unit" or group.size % shared):
+                if live[group.name] < group.size:
+                    notes.append(f"the {group.kind}s of {group.name} stay: they have scales in "
+                                 "common that cannot be cut between them")  # fmt: skip
+                live[group.name] = group.size
+            elif group.kind == "unit":
+                whole = math.lcm(multiple, shared)
+                live[group.name] = round_units(live[group.name], group.size, whole)
             elif not target.cuts_heads(model_type):
                 if live[group.name] < group.size:
                     notes.append(f"{target.name} loads no {model_type} with fewer heads: those of "
@@ -168,12 +204,56 @@ def plan_checkpoint(
                 notes.append(f"the {kind}s of {first} stay: no config of "
                              f"{family.model.__name__} has fewer there")  # fmt: skip
         counts = [sizes[s.group.name] for s in slices]
+    if silent := count_silent_channels(stored, reduced.coupling, reduced.layers):
+        notes.append(f"{silent} channels of the residual stream are zero in all weights that write "
+                     "it, and stay: norms divide by the number of channels, so that with fewer "
+                     "their weights would have to be scaled and rounded")  # fmt: skip
     cuts, added = cut_tensors(stored, slices, counts)
     return CheckpointPlan(config, layers, slices, counts, cuts, added, tuple(notes))
 
 
 def _stacks_of(group: SliceGroup) -> set[str]:
     return {kind.stack for kind in group.kinds}
+
+
+def count_silent_channels(
+    stored: StoredTensors, coupling: Coupling, layers: Mapping[str, Sequence[int]]
+) -> int:
+    """How many channels of the embedding, and of what is added to it, are zero in all weights that
+    compute them. They must stay if a call needs the whole axis.
+
+    layers: as of `ReducedModel`.
+    """
+    ties, every = coupling.ties, find_roles(coupling.ties)
+    writers: dict[int, list[tuple[str, int, set[str]]]] = defaultdict(list)  # by cell
+    for target, axes in every.items():
+        constant = coupling.program.constants[target]
+        for axis, pairs in axes.items():
+            roles = {role for _, role in pairs}
+            for cell in ties.leaves(ties.constant(target)[axis]) if roles & {ROWS, LOOKUP} else ():
+                writers[cell].append(((constant.aliases or (constant.name,))[0], axis, roles))
+    silent = 0
+    for cell, own in writers.items():
+        lookups = [row for row in own if LOOKUP in row[2]]
+        products = [row for row in own if LOOKUP not in row[2]]
+        if not (lookups and products and ties.cells.forced(cell)):
+            continue
+        both: Tensor | None = None
+        for name, axis, _ in (*products, *lookups):  # embeddings are large: only if need be
+            names = [name]
+            for stack in stored.stacks:
+                if (split := stack.split(name)) is not None:
+                    first = layers[stack.path][split[0]]
+                    names = [stack.name(k, split[1]) for k, own in enumerate(stack.kinds)
+                             if own == first]  # fmt: skip
+            places = [(name, axis) for name in names] + [(bias_of(name), 0) for name in names]
+            for parameter, k in places:
+                if parameter in stored.shapes and (both is None or both.any()):
+                    zeros = stored.zeros(parameter, k)
+                    zeros = torch.zeros(1, 1, dtype=torch.bool) if zeros is None else zeros
+                    both = zeros.all(0) if both is None else both & zeros.all(0)
+        silent = max(silent, 0 if both is None else int(both.sum()))
+    return silent
 
 
 def round_units(live: int, size: int, multiple: int) -> int:
@@ -247,9 +327,55 @@ def decide_slices(
                                      if z is not None], values, ties)
             for e in range(count)
         ]  # fmt: skip
-        if group.is_shared or count > 1:  # no single bias takes their constants
+        # No single bias takes the constants of several, nor those that an adapter changes.
+        adapter = stored.adapter
+        is_changed = adapter is not None and adapter.changes(tuple(prefixes))
+        if group.is_shared or count > 1 or is_changed:
             fates = [[fate if not fate.constant else Fate(False) for fate in f] for f in fates]
-        yield LayerSlices(group, tuple(mine), tuple(map(tuple, fates)))
+        yield _with_whole_blocks(stored, LayerSlices(group, tuple(mine), tuple(map(tuple, fates))))
+
+
+def _with_whole_blocks(stored: StoredTensors, slices: LayerSlices) -> LayerSlices:
+    """Slices that are alive also where others are that have a scale in common with them."""
+    blocks = list(_blocks_of(stored, slices))
+    if not blocks:
+        return slices
+    fates: list[tuple[Fate, ...]] = []
+    for e, own in enumerate(slices.fates):
+        alive = torch.tensor([not fate.dead for fate in own])
+        before = -1
+        while before < (before := int(alive.sum())):
+            for expert, owner, block in blocks:
+                if expert in (None, e):
+                    stays = torch.zeros(int(block[-1]) + 1, dtype=torch.bool)
+                    stays[block[(owner < 0) | alive[owner]]] = True
+                    mine = owner[stays[block]]
+                    alive[mine[mine >= 0]] = True
+        fates.append(tuple(Fate(False) if live else fate
+                           for fate, live in zip(own, alive.tolist(), strict=True)))  # fmt: skip
+    return replace(slices, fates=tuple(fates))
+
+
+def _per_block(stored: StoredTensors, slices: LayerSlices) -> int:
+    """The largest number of slices that have a scale in common."""
+    counts = [torch.stack([owner, block])[:, owner >= 0].unique(dim=1)[1].bincount().max()
+              for _, owner, block in _blocks_of(stored, slices)]  # fmt: skip
+    return max(map(int, counts), default=1)
+
+
+def _blocks_of(
+    stored: StoredTensors, slices: LayerSlices
+) -> Iterator[tuple[int | None, Tensor, Tensor]]:
+    """By tensor with scales that several positions have in common, its expert, and for each of its
+    positions, the slice (-1: none) and the block, int64."""
+    for member, parameter in slices.parameters():
+        owner = torch.full((stored.shapes[parameter][member.axis],), -1)
+        owner[member.positions] = torch.arange(slices.group.size).view(-1, 1)
+        for part in stored.parts(parameter, member.axis):
+            scale = stored.folder.scales.get(part.tensor)
+            if scale is not None and scale.blocks[part.axis] > 1:
+                own = owner if part.positions is None else owner[part.positions]
+                yield part.expert, own, torch.arange(len(own)) // scale.blocks[part.axis]
 
 
 def other_zeros(
@@ -323,7 +449,7 @@ def drop_layers(
 
 def cut_tensors(
     stored: StoredTensors, slices: Sequence[LayerSlices], counts: Sequence[int]
-) -> tuple[dict[str, dict[int, Tensor]], dict[str, Tensor]]:
+) -> tuple[dict[str, Mapping[int, Tensor]], dict[str, Tensor]]:
     """The positions of tensors that stay, and what is added to biases, as in `CheckpointPlan`."""
     masks: dict[tuple[str, int], Tensor] = {}
     added: dict[str, Tensor] = {}
@@ -357,7 +483,7 @@ def cut_tensors(
             cuts[name][axis] = mask.nonzero()[:, 0]
         else:
             cuts[name][axis] = torch.stack([m.nonzero()[:, 0] for m in mask])
-    return dict(cuts), added
+    return with_scales(cuts, stored.folder.scales), added
 
 
 def _add_constants(
@@ -379,23 +505,9 @@ def _add_constants(
     added[bias] = added[bias] + total if bias in added else total
 
 
-def cut_shape(stored: StoredTensors, plan: CheckpointPlan, name: str) -> tuple[int, ...]:
-    """The shape of a tensor that is written."""
-    shape = list(stored.folder.stored(name).shape)
-    for axis, positions in plan.cuts.get(name, {}).items():
-        shape[axis] = positions.shape[-1]
-    return tuple(shape)
-
-
 def cut_tensor(stored: StoredTensors, plan: CheckpointPlan, name: str) -> Tensor:
     """A tensor that is written."""
-    tensor = stored.folder.tensor(name)
-    for axis, positions in plan.cuts.get(name, {}).items():
-        if positions.ndim == 1:
-            tensor = tensor.index_select(axis, positions)
-        else:
-            tensor = torch.stack([t.index_select(axis - 1, p)
-                                  for t, p in zip(tensor, positions, strict=True)])  # fmt: skip
+    tensor = cut(stored.folder.written(name), plan.cuts.get(name, {}))
     if name in plan.added:
         tensor = (tensor.double() + plan.added[name]).to(tensor.dtype)
     return tensor

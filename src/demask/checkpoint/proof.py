@@ -34,27 +34,38 @@ class CheckpointProof:
         tokens: how many tokens were generated one by one; 0 for models that generate none.
         flips: at how many of them the original prefers another token by less than it moves when it
             is computed in the dtype of the files instead of float32.
+        requested: the same difference between the original and the original without what was
+            removed on request; None if nothing was that changes outputs.
     """
 
     difference: float
     dtype: str
     tokens: int = 0
     flips: int = 0
+    requested: float | None = None
 
     def __str__(self) -> str:
         text = f"outputs differ by {self.difference:.1e} of the largest in {self.dtype}"
         if self.tokens:
             text += f", {self.tokens} tokens generated one by one are the same"
-        return text + (f" but for {self.flips} that rounding decides" if self.flips else "")
+        text += f" but for {self.flips} that rounding decides" if self.flips else ""
+        if self.requested is not None:
+            text += f"; what was removed on request changes outputs by {self.requested:.1e}"
+        return text
 
 
 def prove(
-    original: StreamedModel, slim: StreamedModel, rounds: bool, step: ProgressStep
+    original: StreamedModel,
+    slim: StreamedModel,
+    rounds: bool,
+    step: ProgressStep,
+    whole: StreamedModel | None = None,
 ) -> CheckpointProof:
-    """Compare a slim model with the original.
+    """Compare a slim model with the original, of whose logits it may have the first ones alone.
 
     Args:
         rounds: whether constants were added to biases, and rounded to their dtype.
+        whole: the original with what was removed on request.
 
     Raises:
         Mismatch: an output or a token differs, or the new folder lacks a tensor.
@@ -65,9 +76,8 @@ def prove(
         more = sorted(set(getattr(slim, attribute)) - set(getattr(original, attribute)))
         if more:
             raise Mismatch(f"the new folder has {attribute} tensors: {more[0]}")
-    examples = [
-        _example(original.model, length, padded=length == LENGTHS[-1]) for length in LENGTHS
-    ]
+    examples = [_example(slim.model, length, padded=length == LENGTHS[-1]) for length in LENGTHS]
+    rows = _vocabulary(slim)
     prompt = _example(slim.model, 5, padded=False)
     tokens = _generate(slim, original, prompt, step)
     if tokens is not None:
@@ -77,11 +87,12 @@ def prove(
                                           if not isinstance(v, Tensor)}  # fmt: skip
         examples.append({**rest, name: tokens})
     worst, used = 0.0, torch.float32
+    requested = None if whole is None else 0.0
     expected: list[dict[str, Tensor]] = []
     for k, example in enumerate(examples, 1):
         step(f"comparing text {k} of {len(examples)}")
         try:
-            expected.append(_run(original, example, torch.float32))
+            expected.append(_run(original, example, torch.float32, rows))
         except Exception as error:
             raise NotExportable(f"the original cannot be run: {described(error)}", "unknown",
                                 "check=False writes without a comparison") from error  # fmt: skip
@@ -98,20 +109,23 @@ def prove(
         limit = ULPS * torch.finfo(torch.float32).eps
         if relative > limit and not text:
             step(f"comparing text {k} in float64")
-            exact = _run(original, example, torch.float64)
+            exact = _run(original, example, torch.float64, rows)
             relative, text = _difference(exact, _run(slim, example, torch.float64))
             used, limit = torch.float64, RELATIVE
             if rounds and relative > limit:
-                limit = _difference(exact, _run(original, example, None))[0]
+                limit = _difference(exact, _run(original, example, None, rows))[0]
         if text or not relative <= limit:
             raise Mismatch(f"the result computes something else: {text or f'{relative:.1e}'} on "
                            f"text {k}")  # fmt: skip
         worst = max(worst, relative)
+        if whole is not None and requested is not None:
+            before = _run(whole, example, torch.float32, rows)
+            requested = max(requested, _difference(before, expected[-1])[0])
     name = str(used).removeprefix("torch.")
     if tokens is None:
-        return CheckpointProof(worst, name)
+        return CheckpointProof(worst, name, requested=requested)
     flips = _count_flips(original, tokens, examples[-1], expected[-1])
-    return CheckpointProof(worst, name, TOKENS, flips)
+    return CheckpointProof(worst, name, TOKENS, flips, requested)
 
 
 def _count_flips(
@@ -124,7 +138,7 @@ def _count_flips(
     gaps = scores.amax(-1) - scores.gather(-1, tokens[:, -TOKENS:, None])[..., 0]
     if not gaps.any():
         return 0
-    rounded = _run(original, example, None)
+    rounded = _run(original, example, None, logits.shape[-1])
     other = next(v for k, v in rounded.items() if "logits" in k)[:, -TOKENS - 1 : -1]
     noise = 2 * (other.float() - scores).abs().amax()
     if bool((gaps > noise).any()):
@@ -133,19 +147,28 @@ def _count_flips(
 
 
 def _run(
-    model: StreamedModel, example: dict[str, Any], dtype: torch.dtype | None
+    model: StreamedModel, example: dict[str, Any], dtype: torch.dtype | None, rows: int = 0
 ) -> dict[str, Tensor]:
     """The floating-point outputs of a model, by their names; without those of padding, at which
-    attention to nothing may be anything."""
+    attention to nothing may be anything. rows: of the logits of more tokens, how many first ones
+    are wanted; 0: all."""
     kind = dtype or model.dtype
     inputs = {name: v.to(kind) if isinstance(v, Tensor) and v.is_floating_point() else v
               for name, v in example.items()}  # fmt: skip
     with torch.no_grad(), model.streaming(dtype) as network:
         outputs = network(**inputs)
     mask = inputs.get("attention_mask", torch.ones(0))
-    return {name: value[mask.bool()] if value.shape[:2] == mask.shape else value
-            for name, value in named_leaves(outputs)
-            if isinstance(value, Tensor) and value.is_floating_point()}  # fmt: skip
+    every = {name: value[mask.bool()] if value.shape[:2] == mask.shape else value
+             for name, value in named_leaves(outputs)
+             if isinstance(value, Tensor) and value.is_floating_point()}  # fmt: skip
+    more = 0 < rows < (all_rows := _vocabulary(model))
+    return {name: value[..., :rows] if more and value.shape[-1] == all_rows else value
+            for name, value in every.items()}  # fmt: skip
+
+
+def _vocabulary(model: StreamedModel) -> int:
+    """The number of tokens in a model's vocabulary; 0 if it has none."""
+    return getattr(model.model.config.get_text_config(), "vocab_size", None) or 0
 
 
 def _difference(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> tuple[float, str]:

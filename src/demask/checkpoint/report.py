@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from demask.checkpoint.folder import CheckpointFolder
 from demask.checkpoint.gguf_file import check_gguf
 from demask.checkpoint.plan import CheckpointPlan, LayerSlices, fit_alone
 from demask.checkpoint.proof import CheckpointProof
@@ -98,11 +99,18 @@ def describe_plan(
     stored: StoredTensors,
     plan: CheckpointPlan,
     out: Path,
+    original: CheckpointFolder,
     written: tuple[int, int],
     proof: CheckpointProof | None,
-    notes: Sequence[str] = (),
+    notes: Sequence[str],
 ) -> CheckpointReport:
-    """The report of a plan that was written. written: bytes and elements."""
+    """The report of a plan that was written.
+
+    Args:
+        stored: the tensors that the plan is of: those of `original` without what is removed on
+            request.
+        written: bytes and elements.
+    """
     groups: dict[str, list[LayerSlices]] = defaultdict(list)
     counts: dict[str, list[int]] = defaultdict(list)
     for mine, count in zip(plan.slices, plan.counts, strict=True):
@@ -124,8 +132,8 @@ def describe_plan(
             kind, layer = widest.layers[0]
             costs.append((saved, f"{kind.stack}.{layer} has {max(live)} live {group.kind}s, the "
                                  f"others at most {second}"))  # fmt: skip
-    before, after = stored.folder.parameters, written[1]
-    dropped = sum(
+    before, after = original.parameters, written[1]
+    dropped = before - stored.folder.parameters + sum(
         math.prod(stored.folder.stored(n).shape) for n in stored.folder.file_of
         if (at := stored.layer_of(n)) is not None and at[1] not in plan.layers[at[0].path]
     )  # fmt: skip
@@ -141,7 +149,7 @@ def describe_plan(
         saved, text = max(costs)
         advice = f"{text}: masked alike, {saved / before:.1%} more would go"
     return CheckpointReport(
-        out, (stored.folder.nbytes, written[0]), (before, after),
+        out, (original.nbytes, written[0]), (before, after),
         {s.path: (len(s.kinds), len(plan.layers[s.path])) for s in stored.stacks},
         tuple(rows), removable, (before - after) / before, llama_cpp, advice,
         (*plan.notes, *notes), proof, peak_memory(),

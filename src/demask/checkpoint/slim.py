@@ -13,27 +13,34 @@ import copy as copies
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from demask.checkpoint.adapter import LoraAdapter
 from demask.checkpoint.folder import (
     CONFIG,
     INDEX,
     SINGLE,
     STATE,
     CheckpointFolder,
+    copy_files,
+    cut_shape,
     write_index,
     write_json,
 )
 from demask.checkpoint.gguf_file import check_gguf, write_gguf
-from demask.checkpoint.plan import CheckpointPlan, cut_shape, cut_tensor, plan_checkpoint
+from demask.checkpoint.plan import CheckpointPlan, cut_tensor, plan_checkpoint
 from demask.checkpoint.proof import prove
+from demask.checkpoint.quantized import KEY
 from demask.checkpoint.report import CheckpointReport, describe_plan
+from demask.checkpoint.requested import cut_vocabulary, drop_experts
 from demask.checkpoint.sizes import apply_changes
 from demask.checkpoint.source import check_output, open_checkpoint
 from demask.checkpoint.streamed import StreamedModel
@@ -46,6 +53,9 @@ from demask.files.weight_file import WeightFile
 from demask.machine.allocator import release_free_memory
 from demask.progress import ProgressStep, no_progress
 
+EXPERTS = ("keep", "drop")
+ADAPTER = "adapter"  # the folder in the new one
+
 
 @public
 def slim(
@@ -54,6 +64,9 @@ def slim(
     *,
     target: str = "transformers",
     multiple: int | None = None,
+    vocabulary: str | Sequence[int] | None = None,
+    experts: str = "keep",
+    adapter: str | os.PathLike[str] | None = None,
     check: bool = True,
     progress: ProgressStep = no_progress,
 ) -> CheckpointReport:
@@ -77,6 +90,14 @@ def slim(
             and Qwen3 (with tied embeddings).
         multiple: units are rounded up to a multiple of it: libraries that quantize or multiply in
             blocks take no others. By default 64, for llama.cpp 32 (its K-quants take 256).
+        vocabulary: rows of the vocabulary that may go: "drop-zero", those that are zero and that no
+            token of the tokenizer has, or their numbers. Only rows at the end go, and tokens keep
+            their numbers; logits of the removed ones are no longer computed.
+        experts: "keep" (default), or "drop" those that add nothing, with their rows of the router.
+            That is not exact: other experts are chosen in their place. The report says by how much
+            outputs change.
+        adapter: the folder of a LoRA adapter, as peft writes it, that is cut with `folder`, into
+            `out`/adapter. What it makes of zeros counts: a unit that it computes stays.
         check: whether the result is loaded with transformers and compared with the original, for
             texts of two lengths, with padding, and 32 tokens one by one, before it appears. Of a
             GGUF file the tensors are.
@@ -103,6 +124,8 @@ def slim(
         raise BadInput(f"expected a multiple of at least 1, got {multiple}")
     if target not in TARGETS:
         raise BadInput(f"expected a target of {', '.join(TARGETS)}, got {target!r}")
+    if experts not in EXPERTS:
+        raise BadInput(f"expected experts to be {' or '.join(EXPERTS)}, got {experts!r}")
     loader = TARGETS[target]
     multiple = loader.multiple if multiple is None else multiple
     if loader.architectures and final.suffix != ".gguf":
@@ -111,30 +134,93 @@ def slim(
     progress("reading the headers")
     family, data, stored = open_checkpoint(source)
     architecture = check_gguf(stored.model) if loader.architectures else None
+    original, others, notes = stored.folder, stored.folder.others, list[str]()
+    if adapter is not None:
+        own = LoraAdapter.read(Path(adapter), stored.model, stored.parameter_of.values())
+        stored = StoredTensors(original, stored.model, stored.stacks, own)
+        if architecture is not None:
+            raise BadInput(f"{final}: it has no place for an adapter; merge that into the folder")
+        here, root = Path(adapter).resolve(), source.resolve()
+        if root in here.parents:
+            inside = here.relative_to(root).as_posix() + "/"
+            others = tuple(name for name in others if not name.startswith(inside))
+        if any(name.startswith(f"{ADAPTER}/") for name in others):
+            raise BadInput(f"{source} has a folder {ADAPTER}, the place of the adapter; rename it")
     try:
+        if experts == "drop":
+            stored, data, note = drop_experts(stored, family, data, progress)
+            notes.append(note)
+        reference = stored
+        if vocabulary is not None:
+            stored, data, note = cut_vocabulary(stored, family, data, vocabulary, multiple)
+            notes.append(note)
         plan = plan_checkpoint(stored, family, data, loader, multiple, progress)
     except CallFailed as error:
         raise NotExportable(f"what its zeros make useless is not known ({error})", "unknown",
                             "its checkpoint stays as it is") from error  # fmt: skip
+    expected = StreamedModel(family, reference.folder) if check else None
     if architecture is not None:
-        gguf = write_gguf(stored, plan, architecture, family, final, check, progress)
-        return describe_plan(stored, plan, final, *gguf)
+        size, proof, more = write_gguf(
+            stored, plan, architecture, family, final, expected, progress
+        )
+        return describe_plan(stored, plan, final, original, size, proof, (*notes, *more))
     config = copies.deepcopy(dict(stored.folder.config))
     apply_changes(config, data, plan.config)
+    if KEY in config:
+        config[KEY] = renumbered(stored, plan, config[KEY])
+    if original.left:
+        first = ", ".join(original.left[:5]) + ", ..." * (len(original.left) > 5)
+        notes.append(f"not copied, as weights in other formats, links or hidden: {first}")
+    if original.scales:
+        notes.append("compared with weights as numbers times scales: a runtime that also quantizes "
+                     "activations by row may round them otherwise than before")  # fmt: skip
     partial = final.with_name(final.name + ".partial")
-    with unfinished_folder(partial, fingerprint(stored.folder, target, multiple)):
+    own = stored.adapter
+    options = (target, multiple, experts, repr(vocabulary), str(adapter),
+               own.file.modified if own is not None else 0)  # fmt: skip
+    with unfinished_folder(partial, fingerprint(original, *options)):
         write_tensors(stored, plan, partial, progress)
-        for name in stored.folder.others:
-            shutil.copyfile(source / name, partial / name)
+        copy_files(source, others, partial)
+        if stored.adapter is not None:
+            own = stored.adapter.cut_with(stored.parameter_of, plan.cuts)
+            own.write(partial / ADAPTER, final, stored.stacks, plan.layers)
         write_json(partial / CONFIG, config)
         proof = None
-        if check:
-            models = StreamedModel(family, source), StreamedModel(family, partial)
-            proof = prove(*models, bool(plan.added), progress)
+        if expected is not None:
+            before = StreamedModel(family, original) if reference.folder is not original else None
+            written = StreamedModel(family, CheckpointFolder.read(partial))
+            proof = prove(expected, written, bool(plan.added), progress, before)
+            if reference.adapter is not None:
+                expected.change = reference.adapter.applied
+                written.change = LoraAdapter.read(
+                    partial / ADAPTER, written.stored.model, written.stored.parameter_of.values()
+                ).applied
+                notes.append(f"with the adapter: {prove(expected, written, False, progress)}")
         os.replace(partial, final)
         (final / STATE).unlink()
-    written = CheckpointFolder.read(final)
-    return describe_plan(stored, plan, final, (written.nbytes, written.parameters), proof)
+    new = CheckpointFolder.read(final)
+    size = new.nbytes, new.parameters
+    return describe_plan(stored, plan, final, original, size, proof, notes)
+
+
+def renumbered(stored: StoredTensors, plan: CheckpointPlan, value: Any) -> Any:
+    """Settings with the names of modules as they are in the new folder, without those of layers
+    that are removed. Raises BadInput for a pattern that names layers by their numbers."""
+    if isinstance(value, dict):
+        return {k: renumbered(stored, plan, v) for k, v in value.items()}
+    if isinstance(value, list):
+        every = [renumbered(stored, plan, v) for v in value]
+        return [
+            new for new, old in zip(every, value, strict=True) if new is not None or old is None
+        ]
+    if not isinstance(value, str):
+        return value
+    same = all(len(plan.layers[stack.path]) == len(stack.kinds) for stack in stored.stacks)
+    if not same and value.startswith("re:") and re.search(r"\W\d+(\W|$)", value):
+        raise BadInput(f"{stored.folder.path / CONFIG}: {value!r:.80} names layers by number, and "
+                       "some are removed; name the modules there")  # fmt: skip
+    name = new_name(stored, plan, value + ".weight")
+    return None if name is None else name.removesuffix(".weight")
 
 
 def fingerprint(folder: CheckpointFolder, *options: str | int) -> str:
@@ -156,7 +242,8 @@ def unfinished_folder(path: Path, state: str) -> Iterator[None]:
             raise BadInput(f"{path}: exists, and no unfinished folder of demask; remove it")
         if names and (path / STATE).read_text() != state:
             for entry in os.scandir(path):
-                os.unlink(entry)
+                remove = shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink
+                remove(entry)
         with atomic.write(path / STATE) as file:
             file.write(state.encode())
         yield
@@ -175,8 +262,9 @@ def write_tensors(
             if new is not None:
                 names[new] = name
         step(f"writing file {number} of {len(folder.files)}")
-        hollow = {new: torch.empty(cut_shape(stored, plan, name), dtype=folder.stored(name).dtype,
-                                   device="meta") for new, name in names.items()}  # fmt: skip
+        hollow = {new: torch.empty(cut_shape(file.tensors[name].shape, plan.cuts.get(name, {})),
+                                   dtype=file.tensors[name].dtype, device="meta")
+                  for new, name in names.items()}  # fmt: skip
         path = target / file_name
         if path.exists():
             written[file_name] = WeightFile.read(path)

@@ -19,13 +19,9 @@ BUFFER_BYTES = 2**32  # of tables that a class computes, more than those of any
 
 def open_checkpoint(source: Path) -> tuple[Family, ConfigData, StoredTensors]:
     """A folder's class, its config with all keys, and its tensors. Raises BadInput for a folder
-    that is incomplete, damaged, quantized, or of no class of transformers."""
+    that is incomplete, damaged, quantized in a way that cannot be cut, or of no class of
+    transformers."""
     folder = CheckpointFolder.read(source)
-    if "quantization_config" in folder.config:
-        kind = folder.config["quantization_config"]
-        name = kind.get("quant_method", "?") if isinstance(kind, dict) else "?"
-        raise BadInput(f"{source}: its weights are quantized ({name}), which are not cut; slim the "
-                       "folder that they were quantized from, and quantize the result")  # fmt: skip
     check_counts(folder)
     family = Family.of(source, folder.config)
     data = family.full_config(folder.config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy as copies
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ class StreamedModel:
 
     Args:
         family: its class.
-        path: the folder.
+        folder: the folder.
 
     Attributes:
         model: the model.
@@ -36,8 +35,7 @@ class StreamedModel:
         unused: tensors of the folder that the model does not have.
     """
 
-    def __init__(self, family: Family, path: Path):
-        folder = CheckpointFolder.read(path)
+    def __init__(self, family: Family, folder: CheckpointFolder):
         data = family.full_config(folder.config)
         with _parameters_on_meta():
             self.model: Any = family.model(family.config.from_dict(copies.deepcopy(data))).eval()
@@ -63,7 +61,7 @@ class StreamedModel:
                 buffer.copy_(self.stored.folder.tensor(stored))
         # As from_pretrained: that of the config, else that of the first tensor.
         floats = (d for f in folder.files.values() for t in f.tensors.values()
-                  if (d := t.dtype).is_floating_point)  # fmt: skip
+                  if (d := t.dtype).is_floating_point and d.itemsize > 1)  # fmt: skip
         self.dtype = self.model.config.dtype or next(floats, torch.float32)
         self._convert(self.dtype, "_parameters")
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from demask.checkpoint.adapter import LoraAdapter
 from demask.checkpoint.family import LayerStack
 from demask.checkpoint.folder import CheckpointFolder
 from demask.compat.transformers_names import parameters_of_files, tensors_of_files
@@ -57,10 +58,17 @@ class StoredTensors:
         folder: the folder.
         model: its model, on the meta device.
         stacks: the model's stacks of layers.
+        adapter: changes of parameters that may be applied or not: what is zero is so in both cases.
     """
 
-    def __init__(self, folder: CheckpointFolder, model: Any, stacks: Sequence[LayerStack]):
-        self.folder, self.model, self.stacks = folder, model, stacks
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        model: Any,
+        stacks: Sequence[LayerStack],
+        adapter: LoraAdapter | None = None,
+    ):
+        self.folder, self.model, self.stacks, self.adapter = folder, model, stacks, adapter
         self.parameter_of = parameters_of_files(model, folder.file_of)
         self.shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
         self._name_of = {p: t for t, p in self.parameter_of.items() if p is not None}
@@ -116,12 +124,13 @@ class StoredTensors:
 
     def merged(self, parameter: str) -> Tensor:
         """The values of a parameter that is several tensors."""
-        parts = self.parts(parameter, 1)
-        first = self.folder.stored(parts[0].tensor)
-        result = torch.empty(self.shapes[parameter], dtype=first.dtype)
-        for part in parts:
+        result: Tensor | None = None
+        for part in self.parts(parameter, 1):
             values = self.folder.tensor(part.tensor)
+            if result is None:
+                result = torch.empty(self.shapes[parameter], dtype=values.dtype)
             result[part.expert, part.positions] = values if part.axis == 0 else values.T
+        assert result is not None
         return result
 
     def is_stored(self, parameter: str) -> bool:
@@ -131,7 +140,13 @@ class StoredTensors:
     def pattern(self, name: str) -> ZeroPattern:
         """Where a tensor of the folder is zero. It is read once, in blocks."""
         if name not in self._patterns:
-            self._patterns[name] = _read_pattern(self.folder, name)
+            pattern, parameter = _read_pattern(self.folder, name), self.parameter_of.get(name)
+            if self.adapter is not None and parameter is not None:
+                for zeros in self.adapter.zeros(parameter):
+                    axes = {k: z & zeros[k] if k in zeros else z for k, z in pattern.axes.items()}
+                    everywhere = pattern.everywhere and all(bool(z.all()) for z in zeros.values())
+                    pattern = ZeroPattern(everywhere, axes)
+            self._patterns[name] = pattern
         return self._patterns[name]
 
     def is_zero(self, parameter: str) -> bool:

@@ -159,6 +159,29 @@ def slim(
             help="For folders: round units up to this. Default: 64, for llama.cpp 32.",
         ),
     ] = None,
+    vocabulary: Annotated[
+        str | None,
+        typer.Option(
+            metavar="drop-zero|FILE",
+            help="For folders: remove rows at the end of the vocabulary that are zero and no "
+            "token's, or those whose numbers are in FILE.",
+        ),
+    ] = None,
+    experts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="drop",
+            help="For folders: remove experts that add nothing. Others are chosen in their place; "
+            "the report says what that changes.",
+        ),
+    ] = None,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="For folders: a LoRA adapter of MODEL, which is cut with it, into OUTPUT/adapter.",
+        ),
+    ] = None,
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Replace MODEL, a .onnx file, by the result.")
     ] = False,
@@ -224,14 +247,20 @@ def slim(
         with progress("reading the headers") as step:
             from demask import checkpoint
 
+            rows = vocabulary
+            if vocabulary is not None and vocabulary != checkpoint.DROP_ZERO:
+                rows = checkpoint.read_numbers(Path(vocabulary))
             report = checkpoint.slim(
                 model, output, target=loader or "transformers", multiple=multiple,
+                vocabulary=rows, experts=experts or "keep", adapter=adapter,
                 check=check is Switch.on, progress=step,
             )  # fmt: skip
         show(report, report.to_dict(), as_json)
         return
-    if loader is not None or multiple is not None:
-        raise BadInput(f"--for and --multiple: for folders; {model} is none")
+    others = {"--for": loader, "--multiple": multiple, "--vocabulary": vocabulary,
+              "--experts": experts, "--adapter": adapter}  # fmt: skip
+    if wrong := [name for name, value in others.items() if value is not None]:
+        raise BadInput(f"{' and '.join(wrong)}: for folders; {model} is none")
     if in_place and model.suffix != ".onnx":
         raise BadInput(f"--in-place is for .onnx files, got {model}: give --output FILE")
     output = model if output is None else output
