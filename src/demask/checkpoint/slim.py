@@ -17,10 +17,19 @@ import shutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from demask.checkpoint.blocks import (
+    CODE,
+    CODE_FILE,
+    BlockModel,
+    check_blocks,
+    config_of_blocks,
+    fit_blocks,
+)
 from demask.checkpoint.folder import (
     CONFIG,
     INDEX,
@@ -31,7 +40,13 @@ from demask.checkpoint.folder import (
     write_json,
 )
 from demask.checkpoint.gguf_file import check_gguf, write_gguf
-from demask.checkpoint.plan import CheckpointPlan, cut_shape, cut_tensor, plan_checkpoint
+from demask.checkpoint.plan import (
+    CheckpointPlan,
+    cut_shape,
+    cut_tensor,
+    new_name,
+    plan_checkpoint,
+)
 from demask.checkpoint.proof import prove
 from demask.checkpoint.report import CheckpointReport, describe_plan
 from demask.checkpoint.sizes import apply_changes
@@ -53,6 +68,7 @@ def slim(
     out: str | os.PathLike[str],
     *,
     target: str = "transformers",
+    per_layer: bool = False,
     multiple: int | None = None,
     check: bool = True,
     progress: ProgressStep = no_progress,
@@ -75,6 +91,9 @@ def slim(
         target: what is to load it: "transformers" (default), "vllm" or "mlx", which differ in
             whether they load a family with fewer heads, or "llama.cpp", for LLaMA, Mistral, Qwen2
             and Qwen3 (with tied embeddings).
+        per_layer: whether a folder for vLLM or mlx is of the class nemotron-nas, which has sizes by
+            layer: of a LLaMA, or Mistral without a sliding window, without biases. transformers has
+            no such class, and vLLM loads it with `trust_remote_code`.
         multiple: units are rounded up to a multiple of it: libraries that quantize or multiply in
             blocks take no others. By default 64, for llama.cpp 32 (its K-quants take 256).
         check: whether the result is loaded with transformers and compared with the original, for
@@ -104,6 +123,10 @@ def slim(
     if target not in TARGETS:
         raise BadInput(f"expected a target of {', '.join(TARGETS)}, got {target!r}")
     loader = TARGETS[target]
+    if per_layer and not (loader.blocks or loader.architectures):
+        raise BadInput(
+            f"per_layer: {target} loads no folder with sizes by layer; expected vllm or mlx"
+        )
     multiple = loader.multiple if multiple is None else multiple
     if loader.architectures and final.suffix != ".gguf":
         raise BadInput(f"expected the name of a .gguf file for {target}, got {final}")
@@ -111,26 +134,41 @@ def slim(
     progress("reading the headers")
     family, data, stored = open_checkpoint(source)
     architecture = check_gguf(stored.model) if loader.architectures else None
+    blocks = check_blocks(stored.model, loader) if per_layer and architecture is None else None
     try:
-        plan = plan_checkpoint(stored, family, data, loader, multiple, progress)
+        plan = plan_checkpoint(
+            stored, family, data, loader, architecture or blocks, multiple, progress
+        )
     except CallFailed as error:
         raise NotExportable(f"what its zeros make useless is not known ({error})", "unknown",
                             "its checkpoint stays as it is") from error  # fmt: skip
     if architecture is not None:
         gguf = write_gguf(stored, plan, architecture, family, final, check, progress)
         return describe_plan(stored, plan, final, *gguf)
-    config = copies.deepcopy(dict(stored.folder.config))
-    apply_changes(config, data, plan.config)
+    if blocks is not None:
+        plan = fit_blocks(stored, plan, blocks)
+        config = config_of_blocks(stored, plan, blocks)
+    else:
+        config = copies.deepcopy(dict(stored.folder.config))
+        apply_changes(config, data, plan.config)
+    if loader.flat_rotation and isinstance(rotation := plan.config.get("rope_parameters"), dict):
+        config |= flat_rotation(rotation)
     partial = final.with_name(final.name + ".partial")
-    with unfinished_folder(partial, fingerprint(stored.folder, target, multiple)):
+    with unfinished_folder(partial, fingerprint(stored.folder, target, per_layer, multiple)):
         write_tensors(stored, plan, partial, progress)
         for name in stored.folder.others:
             shutil.copyfile(source / name, partial / name)
         write_json(partial / CONFIG, config)
+        if blocks is not None and blocks.code:
+            (partial / CODE_FILE).write_text(CODE)
         proof = None
         if check:
-            models = StreamedModel(family, source), StreamedModel(family, partial)
-            proof = prove(*models, bool(plan.added), progress)
+            slim = (
+                StreamedModel(plan.family, partial)
+                if blocks is None
+                else BlockModel(family, partial, stored, blocks)
+            )
+            proof = prove(StreamedModel(family, source), slim, bool(plan.added), progress)
         os.replace(partial, final)
         (final / STATE).unlink()
     written = CheckpointFolder.read(final)
@@ -168,6 +206,7 @@ def write_tensors(
     """Write the tensors that stay into files of the same names, and their index. Files that are
     complete stay."""
     folder, written = stored.folder, dict[str, WeightFile]()
+    zeros = new_zeros(stored, plan)
     for number, (file_name, file) in enumerate(folder.files.items(), 1):
         names: dict[str, str] = {}
         for name in file.tensors:
@@ -177,6 +216,8 @@ def write_tensors(
         step(f"writing file {number} of {len(folder.files)}")
         hollow = {new: torch.empty(cut_shape(stored, plan, name), dtype=folder.stored(name).dtype,
                                    device="meta") for new, name in names.items()}  # fmt: skip
+        if number == len(folder.files):
+            hollow |= zeros
         path = target / file_name
         if path.exists():
             written[file_name] = WeightFile.read(path)
@@ -184,6 +225,8 @@ def write_tensors(
 
         def read(new: str, names: Mapping[str, str] = names) -> Tensor:
             release_free_memory()
+            if new in zeros:
+                return torch.zeros(zeros[new].shape, dtype=zeros[new].dtype)
             return cut_tensor(stored, plan, names[new])
 
         written[file_name] = WeightFile.write(path, hollow, read, file.metadata)
@@ -191,11 +234,27 @@ def write_tensors(
         write_index(target, written)
 
 
-def new_name(stored: StoredTensors, plan: CheckpointPlan, name: str) -> str | None:
-    """The name of a tensor in the new folder; None for one in a layer that is removed."""
-    at = stored.layer_of(name)
-    if at is None:
-        return name
-    stack, layer = at
-    layers = list(plan.layers[stack.path])
-    return stored.renumbered(name, layers.index(layer)) if layer in layers else None
+def new_zeros(stored: StoredTensors, plan: CheckpointPlan) -> dict[str, Tensor]:
+    """By name in the new folder, what only its class has, on the meta device: zeros."""
+    if plan.family.model is type(stored.model):
+        return {}
+    zeros: dict[str, Tensor] = {}
+    for parameter, value in plan.family.build(plan.config).state_dict().items():
+        if parameter not in stored.shapes:
+            path, _, leaf = parameter.rpartition(".")
+            name = stored.name_of(f"{path}.weight")
+            assert name is not None
+            dtype = stored.folder.stored(name).dtype
+            zeros[name.removesuffix("weight") + leaf] = value.to(dtype)
+    return zeros
+
+
+def flat_rotation(rotation: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` of a config, in the keys of transformers 4."""
+    full = rotation.get("full_attention", rotation)
+    scaling = {name: value for name, value in full.items() if name != "rope_theta"}
+    is_scaled = scaling.get("rope_type", "default") != "default"
+    flat = {"rope_theta": full["rope_theta"], "rope_scaling": scaling if is_scaled else None}
+    if "sliding_attention" in rotation:
+        flat["rope_local_base_freq"] = rotation["sliding_attention"]["rope_theta"]
+    return flat

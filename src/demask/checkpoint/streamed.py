@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy as copies
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ class StreamedModel:
     Args:
         family: its class.
         path: the folder.
+        config: its config, if it is another than config.json says.
 
     Attributes:
         model: the model.
@@ -36,9 +37,9 @@ class StreamedModel:
         unused: tensors of the folder that the model does not have.
     """
 
-    def __init__(self, family: Family, path: Path):
+    def __init__(self, family: Family, path: Path, config: Mapping[str, Any] | None = None):
         folder = CheckpointFolder.read(path)
-        data = family.full_config(folder.config)
+        data = family.full_config(config or folder.config)
         with _parameters_on_meta():
             self.model: Any = family.model(family.config.from_dict(copies.deepcopy(data))).eval()
         self.model.tie_weights()

@@ -151,6 +151,13 @@ def slim(
             "llama.cpp.",
         ),
     ] = None,
+    per_layer: Annotated[
+        bool,
+        typer.Option(
+            "--per-layer",
+            help="For folders, --for vllm or mlx: every layer has sizes of its own (nemotron-nas).",
+        ),
+    ] = False,
     multiple: Annotated[
         int | None,
         typer.Option(
@@ -225,13 +232,13 @@ def slim(
             from demask import checkpoint
 
             report = checkpoint.slim(
-                model, output, target=loader or "transformers", multiple=multiple,
-                check=check is Switch.on, progress=step,
+                model, output, target=loader or "transformers", per_layer=per_layer,
+                multiple=multiple, check=check is Switch.on, progress=step,
             )  # fmt: skip
         show(report, report.to_dict(), as_json)
         return
-    if loader is not None or multiple is not None:
-        raise BadInput(f"--for and --multiple: for folders; {model} is none")
+    if loader is not None or multiple is not None or per_layer:
+        raise BadInput(f"--for, --per-layer and --multiple: for folders; {model} is none")
     if in_place and model.suffix != ".onnx":
         raise BadInput(f"--in-place is for .onnx files, got {model}: give --output FILE")
     output = model if output is None else output
