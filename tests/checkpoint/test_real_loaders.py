@@ -28,7 +28,7 @@ KNOWN = {
     "vllm": ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma2", "gemma3_text", "phi3",
              "gpt2", "opt", "olmo2", "stablelm", "qwen2_moe", "qwen3_moe"),
     "mlx": ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma2", "gemma3_text", "phi3",
-            "gpt2", "gpt_neox", "olmo2", "stablelm", "qwen2_moe", "qwen3_moe"),
+            "gpt_neox", "olmo2", "stablelm", "qwen2_moe", "qwen3_moe"),
 }  # fmt: skip
 PROMPT = [5, 9, 21, 7, 33, 12, 30, 6]
 
@@ -43,7 +43,10 @@ def masked(name: str, path: Path, **more: Any) -> tuple[Any, Path]:
     """A masked model of five layers, and its folder, with a tokenizer of words."""
     kind, config = {**FAMILIES, **OTHERS}[name]
     config = {k: v * SCALES.get(k, 1) if isinstance(v, int) else v for k, v in config.items()}
-    config |= {key: 5 for key in LAYERS if key in config}
+    if name == "gpt_neox":  # mlx-lm loads no other width
+        config["intermediate_size"] = 4 * config["hidden_size"]
+    layers = 7 if name == "gemma3_text" else 5  # mlx-lm wants one of its sixth layers
+    config |= {key: layers for key in LAYERS if key in config}
     model = build(kind, name, **{**config, "dtype": "float32", **more})
     mask_model(model, "read", UNITS, HEADS)
     model.save_pretrained(path)
@@ -71,7 +74,7 @@ def test_loader_generates_the_same(name: str, loader: Loader, tmp_path: Path) ->
         report = slim(source, tmp_path / "out", target=loader.name)
         (answer,) = loader.answers(tmp_path / "out", [PROMPT])
         assert answer["tokens"] == expected(model)
-    assert report.removed > 0
+    assert report.removed > 0 or name in TARGETS[loader.name].full_units
 
 
 @pytest.mark.nightly

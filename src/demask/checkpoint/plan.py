@@ -148,7 +148,9 @@ def plan_checkpoint(
     for mine in slices:
         key = _key_of(mine.group, stacks)
         room[key] = max(mine.live, room.get(key, 0))
-    layers, config = drop_layers(family, data, stacks, slices, small, stored, notes)
+    model_type = str(data.get("model_type"))
+    numbered = model_type in target.numbered
+    layers, config = drop_layers(family, data, stacks, slices, small, stored, numbered, notes)
     slices = [s for s in slices if any(k in layers[kind.stack] for kind, k in s.layers)]
     dropped: frozenset[str] = frozenset()
     if own is not None:
@@ -160,8 +162,12 @@ def plan_checkpoint(
             if group.kind == "unit":
                 live[group.name] = round_units(live[group.name], group.size, multiple)
             live[group.name] = max(live[group.name], 1)
-        heads = [g.name for g in groups if g.kind == "head" and live[g.name] < g.size]
-        model_type = str(data.get("model_type"))
+        units, heads = ([g.name for g in groups if g.kind == kind and live[g.name] < g.size]
+                        for kind in KINDS)  # fmt: skip
+        if units and model_type in target.full_units:
+            notes.append(f"{target.name} loads no {model_type} with fewer units: those of "
+                         f"{_first(units)} stay")  # fmt: skip
+            live |= {name: full[name] for name in units}
         if heads and not target.cuts_heads(model_type):
             other = target.other_classes.get(family.model.__name__)
             fewer = full
@@ -320,10 +326,12 @@ def drop_layers(
     slices: Sequence[LayerSlices],
     small: SmallNetwork,
     stored: StoredTensors,
+    numbered: bool,
     notes: list[str],
 ) -> tuple[dict[str, list[int]], ConfigData]:
     """The layers that stay, by stack, and the config that says so. A layer is removed if it returns
-    its input, and the others are what they were with their new numbers."""
+    its input, and the others are what they were with their new numbers. numbered: whether what
+    loads them computes that from their numbers."""
     layers = {s.path: list(range(len(s.kinds))) for s in stacks}
     config = data
     for stack in stacks:
@@ -340,7 +348,7 @@ def drop_layers(
         if len(dead) == len(stack.kinds):
             dead = dead[1:]
         going: list[int] = []
-        for more in (dead, *([k] for k in dead)) if dead else ():
+        for more in (dead, *([k] for k in dead)) if dead and not numbered else ():
             tried = {
                 **layers,
                 stack.path: [k for k in layers[stack.path] if k not in (*going, *more)],

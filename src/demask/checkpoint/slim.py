@@ -17,7 +17,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from demask.checkpoint.blocks import (
     config_of_blocks,
     fit_blocks,
 )
+from demask.checkpoint.family import ConfigData
 from demask.checkpoint.folder import (
     CONFIG,
     INDEX,
@@ -151,8 +151,8 @@ def slim(
     else:
         config = copies.deepcopy(dict(stored.folder.config))
         apply_changes(config, data, plan.config)
-    if loader.flat_rotation and isinstance(rotation := plan.config.get("rope_parameters"), dict):
-        config |= flat_rotation(rotation)
+    if loader.old_keys is not None:
+        add_old_keys(config, plan.config, loader.old_keys.get(plan.config["model_type"], {}))
     partial = final.with_name(final.name + ".partial")
     with unfinished_folder(partial, fingerprint(stored.folder, target, per_layer, multiple)):
         write_tensors(stored, plan, partial, progress)
@@ -249,12 +249,21 @@ def new_zeros(stored: StoredTensors, plan: CheckpointPlan) -> dict[str, Tensor]:
     return zeros
 
 
-def flat_rotation(rotation: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` of a config, in the keys of transformers 4."""
-    full = rotation.get("full_attention", rotation)
-    scaling = {name: value for name, value in full.items() if name != "rope_theta"}
-    is_scaled = scaling.get("rope_type", "default") != "default"
-    flat = {"rope_theta": full["rope_theta"], "rope_scaling": scaling if is_scaled else None}
-    if "sliding_attention" in rotation:
-        flat["rope_local_base_freq"] = rotation["sliding_attention"]["rope_theta"]
-    return flat
+def add_old_keys(config: ConfigData, full: ConfigData, others: Mapping[str, str]) -> None:
+    """Add to a config, in place, keys of transformers 4: those of rotations, and `others`, with the
+    values of which keys. full: the config with all keys of its class."""
+    rotation = full.get("rope_parameters")
+    if isinstance(rotation, dict):
+        own = rotation.get("full_attention", rotation)
+        scaling = {name: value for name, value in own.items()
+                   if name not in ("rope_theta", "partial_rotary_factor")}  # fmt: skip
+        is_scaled = scaling.get("rope_type", "default") != "default"
+        config |= {name: own[name] for name in ("rope_theta", "partial_rotary_factor")
+                   if name in own}  # fmt: skip
+        config["rope_scaling"] = scaling if is_scaled else None
+        if "sliding_attention" in rotation:
+            config["rope_local_base_freq"] = rotation["sliding_attention"]["rope_theta"]
+    for new, old in others.items():
+        value = config.get(old, full.get(old))
+        if value is not None:
+            config.setdefault(new, value)

@@ -73,9 +73,12 @@ class LoaderTarget:
     Attributes:
         name: as `checkpoint.slim` takes it.
         multiple: of units, unless the user says another: what its kernels and quantizers take.
-        flat_rotation: whether it reads numbers of rotations where transformers 4 wrote them.
+        old_keys: by model type, more keys of transformers 4 that it reads, and those whose values
+            they have; None: it reads those of transformers 5. Of rotations it reads the old ones.
         cut_heads: the model types of which it loads fewer heads than the width has room for; None:
             all that the class of transformers takes.
+        full_units: those of which it loads no fewer units than a multiple of the width.
+        numbered: those of which the number of a layer says what the layer computes.
         other_classes: by class of others, one that computes the same, of which it loads fewer
             heads, and what the config then says; its other parameters are zero.
         architectures: of a loader of GGUF files, by model type, those that it loads; a loader of
@@ -85,8 +88,10 @@ class LoaderTarget:
 
     name: str
     multiple: int = 64
-    flat_rotation: bool = False
+    old_keys: Mapping[str, Mapping[str, str]] | None = None
     cut_heads: frozenset[str] | None = None
+    full_units: frozenset[str] = frozenset()
+    numbered: frozenset[str] = frozenset()
     other_classes: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
     architectures: Mapping[str, GgufArchitecture] = field(default_factory=dict)
     blocks: Mapping[str, BlockFormat] = field(default_factory=dict)
@@ -115,7 +120,14 @@ TARGETS: Mapping[str, LoaderTarget] = {
             other_classes=_AS_LLAMA, blocks={"llama": _VLLM, "mistral": _VLLM},
         ),
         LoaderTarget(
-            "mlx", flat_rotation=True,
+            "mlx",
+            old_keys={
+                "gpt_neox": {"rotary_emb_base": "rope_theta",
+                             "rotary_pct": "partial_rotary_factor"},
+                "qwen3_moe": {"num_experts": "num_local_experts"},
+            },
+            full_units=frozenset({"gpt2", "gpt_neox"}),
+            numbered=frozenset({"gemma3", "gemma3_text", "cohere2", "exaone4"}),
             cut_heads=frozenset({"llama", "qwen3", "gemma2", "gemma3", "gemma3_text"}),
             other_classes=_AS_LLAMA, blocks={"llama": _MLX, "mistral": _MLX},
         ),
