@@ -232,3 +232,32 @@ def test_qwen2_stays_where_no_heads_go_or_a_window_slides(tmp_path):
         layer.mlp.down_proj.weight[:, 100:] = 0
     report = slim(write(model, tmp_path / "in2"), tmp_path / "out2", target="vllm")
     assert config_of(tmp_path / "out2")["model_type"] == "qwen2" and not report.notes
+
+
+def test_what_mlx_does_not_read_stays(tmp_path):
+    """The number of a layer, units of GPT-NeoX; and keys of transformers 4 are added."""
+    sizes = {**SIZES, "head_dim": HEAD, "num_hidden_layers": 3, "sliding_window": 16}
+    del sizes["rope_parameters"]
+    model = build("Gemma3ForCausalLM", "gemma3_text", **sizes)
+    dead = model.model.layers[1]
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        dead.get_submodule(name).weight[:] = 0
+    source = write(model, tmp_path / "in")
+    report = slim(source, tmp_path / "vllm", target="vllm", check=False)
+    assert config_of(tmp_path / "vllm")["num_hidden_layers"] == 2
+    report = slim(source, tmp_path / "mlx", target="mlx", check=False)
+    config = config_of(tmp_path / "mlx")
+    assert config["num_hidden_layers"] == 3 and any("stay: what" in note for note in report.notes)
+    rotations = config["rope_parameters"]
+    assert config["rope_theta"] == rotations["full_attention"]["rope_theta"]
+    assert config["rope_local_base_freq"] == rotations["sliding_attention"]["rope_theta"]
+
+    model = build("GPTNeoXForCausalLM", "gpt_neox", **{**sizes, "intermediate_size": 256})
+    for layer in model.gpt_neox.layers:
+        layer.mlp.dense_4h_to_h.weight[:, 100:] = 0
+    source = write(model, tmp_path / "in2")
+    report = slim(source, tmp_path / "out2", target="mlx", check=False)
+    config = config_of(tmp_path / "out2")
+    assert config["intermediate_size"] == 256 and config["rotary_pct"] == 0.25
+    assert config["rotary_emb_base"] == config["rope_theta"]
+    assert report.notes[0].startswith("mlx loads no gpt_neox with fewer units: those of")
