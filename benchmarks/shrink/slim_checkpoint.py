@@ -64,6 +64,12 @@ def write_folder(folder: Path, layers: int, masked: bool = True) -> None:
         "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
+    # llama.cpp's server runs no file without a tokenizer.
+    texts = ["t", "1", "t1", *(f"w{k}" for k in range(3, VOCABULARY))]
+    words = {"type": "BPE", "vocab": {text: k for k, text in enumerate(texts)}, "merges": ["t 1"]}
+    level = {"type": "ByteLevel", "add_prefix_space": False}
+    tokenizer = {"model": words, "added_tokens": [], "pre_tokenizer": level}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     size, draw = WIDTH // HEADS, torch.Generator().manual_seed(0)
     shapes = {"model.embed_tokens.weight": (VOCABULARY, WIDTH), "model.norm.weight": (WIDTH,),
               "lm_head.weight": (VOCABULARY, WIDTH)}  # fmt: skip
