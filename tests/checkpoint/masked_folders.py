@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from architectures import transformers
+from demask.checkpoint.family import Family, find_stacks
+from demask.checkpoint.slices import ReducedModel, SliceGroup
 
 TEXT = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 40, "pad_token_id": 0,
         "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64}  # fmt: skip
@@ -44,6 +47,42 @@ def llama(**config: Any) -> Any:
     first.self_attn.o_proj.weight[:, 2 * HEAD :] = 0
     third.self_attn.o_proj.weight[:, : 2 * HEAD] = 0
     return model
+
+
+def mask_slices(model: Any, group: SliceGroup, layer: int, dead: torch.Tensor, how: str) -> None:
+    """Zero slices in a layer: where they are computed, or where they are read."""
+    tensors = dict(model.named_parameters())
+    for member in group.members:
+        name = f"{member.kind.stack}.{layer}.{member.name}" if member.kind else member.name
+        is_left = how == "computed-but-biases" and member.rank == 1
+        if name in tensors and member.produces == (how != "read") and not is_left:
+            positions = member.positions[dead].reshape(-1)
+            tensors[name].data.movedim(member.axis, 0)[positions] = 0
+
+
+def mask_model(
+    model: Any,
+    how: str,
+    units: Sequence[float] = (0.5, 0.3, 0.6, 1.0),
+    heads: Sequence[float] = (0.5, 0.5, 0.25, 1.0),
+) -> None:
+    """Mask slices of all layers. units, heads: the shares that are dead, by layer, in turn."""
+    data = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    family = Family.of(Path("in"), data)
+    data = family.full_config(data)
+    stacks = find_stacks(family, data, family.build(data))
+    groups = ReducedModel(family, data, stacks).groups
+    generator = torch.Generator().manual_seed(2)
+    for group in groups:
+        alike = torch.randperm(group.size, generator=generator)[: group.size // 4]
+        for kind in sorted(group.kinds):
+            kinds = next(s.kinds for s in stacks if s.path == kind.stack)
+            for layer in (k for k, first in enumerate(kinds) if first == kind.layer):
+                shares = units if group.kind == "unit" else heads
+                share = shares[layer % len(shares)]
+                order = torch.randperm(group.size, generator=generator)
+                dead = alike if group.is_shared else order[: int(group.size * share)]
+                mask_slices(model, group, layer, dead, how)
 
 
 def write(model: Any, path: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:

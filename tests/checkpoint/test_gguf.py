@@ -2,9 +2,6 @@
 LLaMA that is written here and, in the nightly suite, by llama.cpp."""
 
 import json
-import subprocess
-import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ from torch.nn import functional as F
 from architectures import transformers
 from demask.checkpoint import slim
 from demask.errors import BadInput
+from loaders import running
 
 gguf = pytest.importorskip("gguf")
 
@@ -164,7 +162,7 @@ def test_file_has_sizes_by_layer_and_computes_the_same(kind, tmp_path):
     assert [row.by_layer for row in report.slices] == [tuple(live), (128, 64, 32, 32)]
     assert report.parameters[1] == sum(w.numel() for w in file.weights.values())
     assert report.layers == {"model.layers": (5, 4)} and report.proof.tokens == 32
-    assert report.llama_cpp == pytest.approx(report.removed, abs=0.002)  # norms of no attention
+    assert report.by_layer["llama.cpp"] == pytest.approx(report.removed, abs=1e-4)
     assert {file.types[n] for n in file.types if n.endswith(("norm.weight", ".bias"))} == {"F32"}
     assert file.types["token_embd.weight"] == ("BF16" if kind == "tied" else "F32")
     tokens = torch.tensor([5, 9, 21, 7, 33, 12, 30, 6])
@@ -205,8 +203,9 @@ def test_file_is_named_so_and_new(tmp_path):
 
 def test_a_report_says_what_sizes_by_layer_would_save(tmp_path):
     report = slim(write(build("llama"), tmp_path / "in"), tmp_path / "out")
-    assert report.removed < report.llama_cpp < report.removable
-    assert f"in a file for llama.cpp {report.llama_cpp:.1%}" in str(report)
+    assert list(report.by_layer) == ["vllm", "llama.cpp"]
+    assert report.removed < report.by_layer["llama.cpp"] < report.removable
+    assert f"llama.cpp {report.by_layer['llama.cpp']:.1%}" in str(report)
 
 
 @pytest.mark.sampled(2)
@@ -232,51 +231,24 @@ def test_tokenizer_that_llama_cpp_does_not_know(tmp_path):
 
 
 # llama.cpp itself. Its texts leave out tokens that are no whole characters: `words` has none.
-SERVER = """
-import json, os, sys, xllamacpp as x
-params, kind = x.CommonParams(), x.ggml_type.GGML_TYPE_F32
-params.model.path, params.n_ctx, params.n_parallel, params.warmup = sys.argv[1], 256, 1, False
-params.cache_type_k = params.cache_type_v = kind
-params.n_gpu_layers, params.cpuparams.n_threads = 0, 1
-params.flash_attn_type = x.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-server = x.Server(params)
-for prompt in json.loads(sys.argv[2]):
-    options = {"n_predict": 16, "temperature": 0.0, "n_probs": 500, "cache_prompt": False}
-    print("ANSWER", json.dumps(server.handle_completions({"prompt": prompt, **options})))
-sys.stdout.flush()
-os._exit(0)
-"""
-needs_llama_cpp = pytest.mark.skipif(
-    find_spec("xllamacpp") is None, reason="needs llama.cpp: pip install xllamacpp"
-)
-
-
-def answers(path, prompts):
-    """By prompt, the tokens that llama.cpp generates, the logarithms of probabilities of the first,
-    and how many tokens the prompt has."""
-    call = [sys.executable, "-c", SERVER, str(path), json.dumps(prompts)]
-    ran = subprocess.run(call, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    lines = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")]
-    for answer in map(json.loads, (line.removeprefix("ANSWER ") for line in lines)):
-        content = answer["choices"][0]["logprobs"]["content"]
-        first = {entry["id"]: entry["logprob"] for entry in content[0]["top_logprobs"]}
-        yield [entry["id"] for entry in content], first, answer["usage"]["prompt_tokens"]
+@pytest.fixture(scope="module")
+def llama_cpp(tmp_path_factory):
+    with running("llama", tmp_path_factory.mktemp("llama")) as loader:
+        yield loader
 
 
 @pytest.mark.nightly
-@needs_llama_cpp
 @pytest.mark.parametrize("kind", CASES)
-def test_llama_cpp_computes_the_same(kind, tmp_path):
+def test_llama_cpp_computes_the_same(kind, llama_cpp, tmp_path):
     model = build(kind)
     slim(write(model, tmp_path / "in"), tmp_path / "out.gguf", target="llama.cpp")
     prompt = [5, 9, 21, 7, 33, 12, 30, 6]
-    (found,) = answers(tmp_path / "out.gguf", [prompt])
+    (found,) = llama_cpp.answers(tmp_path / "out.gguf", [prompt])
     tokens = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False,
                             pad_token_id=0)  # fmt: skip
-    assert found[0] == tokens[0, len(prompt) :].tolist()
+    assert found["tokens"] == tokens[0, len(prompt) :].tolist()
     expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
-    actual = torch.tensor([found[1][k] for k in range(VOCABULARY)])
+    actual = torch.tensor([found["first"][str(k)] for k in range(VOCABULARY)])
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -320,8 +292,7 @@ def tokenizers():
 
 
 @pytest.mark.nightly
-@needs_llama_cpp
-def test_llama_cpp_splits_texts_into_the_same_tokens(tmp_path):
+def test_llama_cpp_splits_texts_into_the_same_tokens(llama_cpp, tmp_path):
     text = "The lazy fox's 12345 networks, é 漢  it's  \n\n the same!<think> back"
     model = build("llama", vocab_size=400)
     for name, tokenizer in tokenizers():
@@ -330,5 +301,5 @@ def test_llama_cpp_splits_texts_into_the_same_tokens(tmp_path):
         report = slim(folder, file, target="llama.cpp", check=False)
         assert not report.notes and Llama(file).fields["tokenizer.ggml.pre"] == name
         tokens = tokenizer.encode(text, add_special_tokens=False).ids
-        by_text, by_number = answers(file, [text, tokens])
-        assert by_text == by_number and by_text[2] == len(tokens)
+        by_text, by_number = llama_cpp.answers(file, [text, tokens])
+        assert by_text == by_number and by_text["prompt"] == len(tokens)

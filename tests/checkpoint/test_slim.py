@@ -73,7 +73,7 @@ def test_units_groups_and_a_layer_of_llama(tmp_path):
     assert report.parameters == tuple(sum(t.numel() for t in f.values()) for f in (before, after))
     assert report.removed == pytest.approx(1 - report.parameters[1] / report.parameters[0])
     assert report.removed < report.removable < 1
-    assert "model.layers.2 has 18 live units, the others at most 14" in report.advice
+    assert "model.layers.2 costs the difference: mask it to 16 units to save" in report.advice
     assert report.proof.tokens == 32 and report.proof.flips == 0 and report.proof.difference < LIMIT
     assert json.loads(json.dumps(report.to_dict()))["removed"] == report.removed
     assert "3 -> 2 layers" in str(report)

@@ -87,6 +87,25 @@ class Family:
             ) from error
 
 
+def as_class(
+    family: Family, data: ConfigData, name: str, changes: Mapping[str, Any]
+) -> tuple[Family, ConfigData]:
+    """Another class and its config, with all its keys: what a config says, and `changes`, without
+    the keys that only the class before has."""
+    changed = {**copies.deepcopy(data), "architectures": [name], **changes}
+    other = Family.of(Path(name), changed)
+    gone = family.config().to_dict().keys() - other.config().to_dict().keys()
+    return other, other.full_config({k: v for k, v in changed.items() if k not in gone})
+
+
+def slides(config: Any) -> bool:
+    """Whether a layer attends to fewer tokens than all, in a window that slides."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return any(kind != "full_attention" for kind in kinds)
+    return getattr(config, "sliding_window", None) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class LayerStack:
     """A list of layers in a model.

@@ -198,11 +198,13 @@ def cut_shape(shape: Sequence[int], cuts: Mapping[int, Tensor]) -> tuple[int, ..
 
 
 def cut(tensor: Tensor, cuts: Mapping[int, Tensor]) -> Tensor:
-    """A tensor of which some positions stay. cuts: by axis, int64 [positions]; of a tensor of three
-    axes, for each position of the first: [first axis, positions]."""
+    """A tensor of which some positions stay. cuts: by axis, int64 [positions], -1 where there are
+    zeros; of a tensor of three axes, for each position of the first: [first axis, positions]."""
     for axis, positions in cuts.items():
         if positions.ndim == 1:
-            tensor = tensor.index_select(axis, positions)
+            tensor = tensor.index_select(axis, positions.clamp(min=0))
+            if (positions < 0).any():
+                tensor.index_fill_(axis, (positions < 0).nonzero()[:, 0], 0)
         else:
             tensor = torch.stack([t.index_select(axis - 1, p)
                                   for t, p in zip(tensor, positions, strict=True)])  # fmt: skip

@@ -18,9 +18,14 @@ import torch
 from torch import Tensor
 
 from demask.checkpoint.family import Family
-from demask.checkpoint.folder import cut_shape
 from demask.checkpoint.gguf_vocabulary import add_vocabulary
-from demask.checkpoint.plan import CheckpointPlan, cut_tensor
+from demask.checkpoint.llama_like import (
+    differs_from_llama,
+    frequency_factors,
+    has_biases,
+    head_size,
+)
+from demask.checkpoint.plan import CheckpointPlan, cut_tensor, new_shape
 from demask.checkpoint.proof import CheckpointProof, prove
 from demask.checkpoint.streamed import StreamedModel
 from demask.checkpoint.targets import TARGETS, GgufArchitecture
@@ -31,7 +36,6 @@ from demask.machine.allocator import release_free_memory
 from demask.progress import ProgressStep
 
 _TYPES = {torch.float32: ("F32", 0), torch.float16: ("F16", 1), torch.bfloat16: ("BF16", 32)}
-_ROTATIONS = ("default", "linear", "llama3")  # whose frequencies do not depend on the text
 _QKV = ("attn_q", "attn_k", "attn_v")
 _CONVERT = "write the folder for transformers, and convert that with llama.cpp's own script"
 
@@ -51,45 +55,19 @@ def check_gguf(model: Any) -> GgufArchitecture:
     the reason, where none with sizes by layer computes what the model does."""
     config, kind = model.config, type(model).__name__
     architecture = TARGETS["llama.cpp"].architectures.get(config.model_type)
-    if architecture is None or not kind.endswith("ForCausalLM"):
-        problem = f"it has no architecture with sizes by layer for {kind}"
-    elif config.hidden_act != "silu":
-        problem = f"its {architecture.name} applies silu, not {config.hidden_act}"
-    elif _slides(config):
-        problem = f"its {architecture.name} attends to all tokens, not to a sliding window"
-    elif config.rope_parameters["rope_type"] not in _ROTATIONS:
-        problem = f"rotations of type {config.rope_parameters['rope_type']} are not written"
-    elif len(factors := _frequency_factors(model)) * 2 != _head_size(config):
-        problem = f"its {architecture.name} rotates all of a head"
-    elif not architecture.frequencies and not bool((factors == 1).all()):
-        problem = f"its {architecture.name} takes no scaled rotation"
-    elif not architecture.untied and not config.tie_word_embeddings:
-        problem = f"its {architecture.name} has no output weight but the embedding"
-    elif not architecture.biases and any(n.endswith(".bias") for n, _ in model.named_parameters()):
-        problem = f"its {architecture.name} has no biases"
-    else:
-        return architecture
-    raise BadInput(f"llama.cpp: {problem}; {_CONVERT}")
-
-
-def _slides(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return any(kind != "full_attention" for kind in kinds)
-    return getattr(config, "sliding_window", None) is not None
-
-
-def _head_size(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _frequency_factors(model: Any) -> Tensor:
-    """By how much the frequencies of a model's rotation are smaller than without scaling."""
-    rotary = type(model.model.rotary_emb)(model.config)
-    size = 2 * len(rotary.inv_freq)
-    base = model.config.rope_parameters["rope_theta"]
-    unscaled = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)
-    return unscaled / rotary.inv_freq
+    if architecture is None:
+        raise BadInput(f"llama.cpp: it has no architecture with sizes by layer for {kind}; "
+                       f"{_CONVERT}")  # fmt: skip
+    problem = differs_from_llama(model)
+    if not problem and not architecture.frequencies and bool((frequency_factors(model) != 1).any()):
+        problem = "takes no scaled rotation"
+    elif not problem and not architecture.untied and not config.tie_word_embeddings:
+        problem = "has no output weight but the embedding"
+    elif not problem and not architecture.biases and has_biases(model):
+        problem = "has no biases"
+    if problem:
+        raise BadInput(f"llama.cpp: its {architecture.name} {problem}; {_CONVERT}")
+    return architecture
 
 
 def find_parts(
@@ -105,6 +83,8 @@ def find_parts(
     for tensor, parameter in stored.parameter_of.items():
         if parameter is None or (parameter == "lm_head.weight" and config.tie_word_embeddings):
             continue
+        if tensor in plan.dropped:
+            continue
         split = stack.split(parameter)
         if split is not None and split[0] not in layers:
             continue
@@ -114,19 +94,14 @@ def find_parts(
             raise BadInput(f"llama.cpp: its {architecture.name} has no {parameter}; {_CONVERT}")
         base, _, leaf = name.rpartition(".")
         prefix, _, own = base.rpartition(".")
-        shape = cut_shape(stored.folder.stored(tensor).shape, plan.cuts.get(tensor, {}))
+        shape = new_shape(stored, plan, tensor)
         heads = order = 0
         if own in ("attn_q", "attn_k") and architecture.pairs:
-            heads = shape[0] // _head_size(config)
+            heads = shape[0] // head_size(config)
         if own in _QKV and architecture.fused:
             name, order = f"{prefix}.attn_qkv.{leaf}", _QKV.index(own)
         by_name.setdefault(name, {})[order] = GgufPart(tensor, shape, heads)
-    headless = {name.rpartition("attn_output")[0] for name, parts in by_name.items()
-                if name.endswith("attn_output.weight") and parts[0].shape[1] == 0}  # fmt: skip
-    return {
-        name: [parts[k] for k in sorted(parts)] for name, parts in by_name.items()
-        if name.rpartition("attn_")[0] not in headless or "attn_" not in name
-    }  # fmt: skip
+    return {name: [parts[k] for k in sorted(parts)] for name, parts in by_name.items()}
 
 
 def write_gguf(
@@ -155,7 +130,7 @@ def write_gguf(
     writer: Any = gguf.GGUFWriter(None, architecture.name)
     _add_sizes(writer, stored.model, len(plan.layers[stored.stacks[0].path]), parts)
     notes = add_vocabulary(writer, stored.folder.path, stored.model.config.vocab_size)
-    factors = _frequency_factors(stored.model)
+    factors = frequency_factors(stored.model)
     scaled = {"rope_freqs.weight": factors} if not bool((factors == 1).all()) else {}
     total = count = 0
     kinds: list[torch.dtype] = []
@@ -200,7 +175,7 @@ def _add_sizes(
     writer: Any, model: Any, layers: int, parts: Mapping[str, Sequence[GgufPart]]
 ) -> None:
     """Add what the config says, and the sizes of each layer."""
-    config, size = model.config, _head_size(model.config)
+    config, size = model.config, head_size(model.config)
 
     def heads(layer: int, name: str) -> int:
         every = parts.get(f"blk.{layer}.attn_output.weight")

@@ -1,8 +1,8 @@
 """What becomes of a folder's tensors: slices that stay, layers that go, biases that take constants.
 
 A config has one size for all layers. So every layer is cut to the smallest size that a config can
-say and that has room for the live slices of all layers: some dead slices stay, as they are. In a
-GGUF file each layer has a size of its own.
+say and that has room for the live slices of all layers: some dead slices stay, as they are. In
+other formats each layer has a size of its own.
 """
 
 from __future__ import annotations
@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 
 from demask.checkpoint.decide import Fate, SlicePattern, SmallNetwork, bias_of
-from demask.checkpoint.family import ConfigData, Family, LayerStack, keep_layers
-from demask.checkpoint.folder import cut, with_scales
+from demask.checkpoint.family import (
+    ConfigData,
+    Family,
+    LayerStack,
+    as_class,
+    keep_layers,
+    slides,
+)
+from demask.checkpoint.folder import cut, cut_shape, with_scales
 from demask.checkpoint.sizes import apply_changes, choose_sizes
 from demask.checkpoint.slices import KINDS, LayerKind, ReducedModel, SliceGroup, SliceMember
-from demask.checkpoint.targets import GgufArchitecture, LoaderTarget
+from demask.checkpoint.targets import HALVES, LayerFormat, LoaderTarget
 from demask.checkpoint.tensors import StoredTensors
 from demask.progress import ProgressStep
 from demask.prune.coupling.coupling import Coupling
@@ -88,22 +95,28 @@ class CheckpointPlan:
     """What is written.
 
     Attributes:
+        family: the class, another than the folder's where only that can say the sizes.
         config: the config, with all keys of its class.
         layers: by stack, the layers that stay.
         slices: what is known of all slices. counts: how many of each of them stay.
-        cuts: by tensor and axis, the positions that stay, int64 [positions]; of a tensor of three
-            axes, for each position of the first: [first axis, positions].
+        cuts: by tensor and axis, the positions that stay, int64 [positions], -1 for zeros; of a
+            tensor of three axes, for each position of the first: [first axis, positions].
         added: by tensor, float64 numbers that are added to it.
-        notes: what could be removed and is not, and why.
+        multiple: units are rounded up to a multiple of it.
+        notes: what could be removed and is not, and why; what is another class now.
+        dropped: tensors in layers that stay, without counterpart.
     """
 
+    family: Family
     config: ConfigData
     layers: Mapping[str, Sequence[int]]
     slices: Sequence[LayerSlices]
     counts: Sequence[int]
     cuts: Mapping[str, Mapping[int, Tensor]]
     added: Mapping[str, Tensor]
+    multiple: int
     notes: tuple[str, ...] = ()
+    dropped: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,6 +151,7 @@ def plan_checkpoint(
     family: Family,
     data: ConfigData,
     target: LoaderTarget,
+    own: LayerFormat | None,
     multiple: int,
     step: ProgressStep,
 ) -> CheckpointPlan:
@@ -146,6 +160,7 @@ def plan_checkpoint(
     Args:
         data: the config, with all keys of its class.
         target: what is to load the folder.
+        own: the format, if layers have sizes of their own.
         multiple: units are rounded up to a multiple of it.
 
     Raises:
@@ -164,12 +179,13 @@ def plan_checkpoint(
     for mine in slices:
         key = _key_of(mine.group, stacks)
         room[key] = max(mine.live, room.get(key, 0))
-    layers, config = drop_layers(family, data, stacks, slices, known.small, stored, notes)
-    slices = [s for s in slices if any(k in layers[kind.stack] for kind, k in s.layers)]
     model_type = str(data.get("model_type"))
-    architecture = target.architectures.get(model_type)
-    if architecture is not None:
-        counts = [fit_alone(s, architecture, layers, multiple, stored) for s in slices]
+    numbered = model_type in target.numbered
+    layers, config = drop_layers(family, data, stacks, slices, known.small, stored, numbered, notes)
+    slices = [s for s in slices if any(k in layers[kind.stack] for kind, k in s.layers)]
+    dropped: frozenset[str] = frozenset()
+    if own is not None:
+        counts, dropped = fit_layers(stored, slices, layers, own, multiple)
     else:
         full = {group.name: group.size for group in groups}
         live = {group.name: room.get(_key_of(group, stacks), group.size) for group in groups}
@@ -183,33 +199,53 @@ def plan_checkpoint(
             elif group.kind == "unit":
                 whole = math.lcm(multiple, shared)
                 live[group.name] = round_units(live[group.name], group.size, whole)
-            elif not target.cuts_heads(model_type):
-                if live[group.name] < group.size:
-                    notes.append(f"{target.name} loads no {model_type} with fewer heads: those of "
-                                 f"{group.name} stay")  # fmt: skip
-                live[group.name] = group.size
             live[group.name] = max(live[group.name], 1)
+        units, heads = ([g.name for g in groups if g.kind == kind and live[g.name] < g.size]
+                        for kind in KINDS)  # fmt: skip
+        if units and model_type in target.full_units:
+            notes.append(f"{target.name} loads no {model_type} with fewer units: those of "
+                         f"{_first(units)} stay")  # fmt: skip
+            live |= {name: full[name] for name in units}
+        if heads and not target.cuts_heads(model_type):
+            other = target.other_classes.get(family.model.__name__)
+            fewer, like = full, reduced
+            if other is not None and not slides(stored.model.config):
+                like = ReducedModel(*as_class(family, data, *other), stacks)
+                fewer, _ = choose_sizes(like, live)
+            text = f"{target.name} loads no {model_type} with fewer heads: "
+            if other is not None and any(fewer[name] < full[name] for name in heads):
+                notes.append(f"{text}the folder is of {other[0]}, which computes the same")
+                reduced = like
+                family, config = as_class(family, config, *other)
+            else:
+                notes.append(f"{text}those of {_first(heads)} stay")
+                live |= {name: full[name] for name in heads}
         sizes = full
         if live != full:
             sizes, changed = choose_sizes(reduced, live)
             config = copies.deepcopy(config)
             apply_changes(config, reduced.data, changed)
         for kind in KINDS:
-            own = [g for g in groups if g.kind == kind]
-            names = [g.name for g in own if live[g.name] < sizes[g.name] == g.size and not any(
+            alike = [g for g in groups if g.kind == kind]
+            names = [g.name for g in alike if live[g.name] < sizes[g.name] == g.size and not any(
                 live[o.name] == o.size == g.size and _stacks_of(o) & _stacks_of(g)
-                for o in own)]  # fmt: skip
+                for o in alike)]  # fmt: skip
             if names:
-                first = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-                notes.append(f"the {kind}s of {first} stay: no config of "
+                notes.append(f"the {kind}s of {_first(names)} stay: no config of "
                              f"{family.model.__name__} has fewer there")  # fmt: skip
         counts = [sizes[s.group.name] for s in slices]
     if silent := count_silent_channels(stored, reduced.coupling, reduced.layers):
         notes.append(f"{silent} channels of the residual stream are zero in all weights that write "
                      "it, and stay: norms divide by the number of channels, so that with fewer "
                      "their weights would have to be scaled and rounded")  # fmt: skip
-    cuts, added = cut_tensors(stored, slices, counts)
-    return CheckpointPlan(config, layers, slices, counts, cuts, added, tuple(notes))
+    cuts, added = find_cuts(stored, slices, counts), fold_constants(stored, slices, counts)
+    return CheckpointPlan(
+        family, config, layers, slices, counts, cuts, added, multiple, tuple(notes), dropped
+    )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
 def _stacks_of(group: SliceGroup) -> set[str]:
@@ -261,21 +297,36 @@ def round_units(live: int, size: int, multiple: int) -> int:
     return min(size, -(-max(live, 1) // multiple) * multiple)
 
 
-def fit_alone(
-    slices: LayerSlices,
-    architecture: GgufArchitecture,
-    layers: Mapping[str, Sequence[int]],
-    multiple: int,
+def fit_layers(
     stored: StoredTensors,
-) -> int:
-    """How many slices of a layer stay where each layer has sizes of its own."""
-    if slices.group.kind == "unit":
-        return round_units(slices.live, slices.group.size, multiple)
-    kind, layer = slices.layers[0]
-    biases = [stored.name_of(bias_of(name)) for m, name in slices.parameters() if not m.produces]
-    can_go = architecture.headless and slices.is_silent and layer != layers[kind.stack][0]
-    can_go = can_go and all(name is None or stored.pattern(name).everywhere for name in biases)
-    return max(slices.live, int(not can_go))
+    slices: Sequence[LayerSlices],
+    layers: Mapping[str, Sequence[int]],
+    own: LayerFormat,
+    multiple: int,
+) -> tuple[list[int], frozenset[str]]:
+    """How many of all slices stay in a format in which each layer has sizes of its own, and the
+    tensors of the halves of layers that go."""
+    counts: list[int] = []
+    halves: list[str] = []
+    for mine in slices:
+        kind, layer = mine.layers[0]
+        biases = [stored.name_of(bias_of(name)) for m, name in mine.parameters() if not m.produces]
+        none = mine.is_silent and all(
+            name is None or stored.pattern(name).everywhere for name in biases
+        )
+        if mine.group.kind == "unit":
+            none = none and own.unitless
+            count = round_units(mine.live, mine.group.size, multiple)
+        else:
+            number = layers[kind.stack].index(layer)
+            none = none and own.headless is not None and number >= own.headless
+            count = max(mine.live, 1)
+        counts.append(0 if none else count)
+        if none:
+            halves += [f"{kind.stack}.{layer}.{name}" for name in HALVES[mine.group.kind]]
+    dropped = (tensor for tensor, parameter in stored.parameter_of.items()
+               if parameter is not None and parameter.startswith(tuple(halves)))  # fmt: skip
+    return counts, frozenset(dropped)
 
 
 def _key_of(group: SliceGroup, stacks: Sequence[LayerStack]) -> tuple[object, ...]:
@@ -409,10 +460,12 @@ def drop_layers(
     slices: Sequence[LayerSlices],
     small: SmallNetwork,
     stored: StoredTensors,
+    numbered: bool,
     notes: list[str],
 ) -> tuple[dict[str, list[int]], ConfigData]:
     """The layers that stay, by stack, and the config that says so. A layer is removed if it returns
-    its input, and the others are what they were with their new numbers."""
+    its input, and the others are what they were with their new numbers. numbered: whether what
+    loads them computes that from their numbers."""
     layers = {s.path: list(range(len(s.kinds))) for s in stacks}
     config = data
     for stack in stacks:
@@ -430,7 +483,7 @@ def drop_layers(
         alive = {first for k, first in enumerate(stack.kinds) if k not in dead}
         dead = [k for k in dead if stack.kinds[k] in alive or k != stack.kinds[k]]
         going: list[int] = []
-        for more in (dead, *([k] for k in dead)) if dead else ():
+        for more in (dead, *([k] for k in dead)) if dead and not numbered else ():
             tried = {
                 **layers,
                 stack.path: [k for k in layers[stack.path] if k not in (*going, *more)],
@@ -447,19 +500,16 @@ def drop_layers(
     return layers, config
 
 
-def cut_tensors(
+def find_cuts(
     stored: StoredTensors, slices: Sequence[LayerSlices], counts: Sequence[int]
-) -> tuple[dict[str, Mapping[int, Tensor]], dict[str, Tensor]]:
-    """The positions of tensors that stay, and what is added to biases, as in `CheckpointPlan`."""
+) -> dict[str, Mapping[int, Tensor]]:
+    """The positions of tensors that stay, as in `CheckpointPlan`."""
     masks: dict[tuple[str, int], Tensor] = {}
-    added: dict[str, Tensor] = {}
     for mine, count in zip(slices, counts, strict=True):
-        staying = mine.staying(count)
-        gone = [
-            torch.ones(mine.group.size, dtype=torch.bool).index_fill(0, k, False) for k in staying
-        ]
-        if not any(g.any() for g in gone):
+        if count == mine.group.size:
             continue
+        gone = [torch.ones(mine.group.size, dtype=torch.bool).index_fill(0, k, False)
+                for k in mine.staying(count)]  # fmt: skip
         for member, parameter in mine.parameters():
             length = stored.shapes[parameter][member.axis]
             stays = torch.ones(len(gone), length, dtype=torch.bool)
@@ -472,18 +522,28 @@ def cut_tensors(
                     own = stays[part.expert][part.positions]
                 key = part.tensor, part.axis
                 masks[key] = masks[key] & own if key in masks else own
-        for m, member in enumerate(mine.group.members):
-            columns = {k: mine.fates[0][k].constant[m] for k in gone[0].nonzero()[:, 0].tolist()
-                       if m in mine.fates[0][k].constant}  # fmt: skip
-            if columns:
-                _add_constants(stored, mine, member, columns, added)
     cuts: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for (name, axis), mask in masks.items():
         if mask.ndim == 1:
             cuts[name][axis] = mask.nonzero()[:, 0]
         else:
             cuts[name][axis] = torch.stack([m.nonzero()[:, 0] for m in mask])
-    return with_scales(cuts, stored.folder.scales), added
+    return with_scales(cuts, stored.folder.scales)
+
+
+def fold_constants(
+    stored: StoredTensors, slices: Sequence[LayerSlices], counts: Sequence[int]
+) -> dict[str, Tensor]:
+    """What is added to biases in place of constant slices that go, as in `CheckpointPlan`."""
+    added: dict[str, Tensor] = {}
+    for mine, count in zip(slices, counts, strict=True):
+        fates, stays = mine.fates[0], set(mine.staying(count)[0].tolist())
+        for m, member in enumerate(mine.group.members):
+            columns = {k: fate.constant[m] for k, fate in enumerate(fates)
+                       if k not in stays and m in fate.constant}  # fmt: skip
+            if columns:
+                _add_constants(stored, mine, member, columns, added)
+    return added
 
 
 def _add_constants(
@@ -503,6 +563,23 @@ def _add_constants(
     read = stored.folder.tensor(weight).index_select(member.axis, positions).double()
     total = (read @ values) if member.axis == 1 else (values @ read)
     added[bias] = added[bias] + total if bias in added else total
+
+
+def new_name(stored: StoredTensors, plan: CheckpointPlan, name: str) -> str | None:
+    """The name of a tensor in the new folder; None for one in a layer that is removed."""
+    at = stored.layer_of(name)
+    if name in plan.dropped:
+        return None
+    if at is None:
+        return name
+    stack, layer = at
+    layers = list(plan.layers[stack.path])
+    return stored.renumbered(name, layers.index(layer)) if layer in layers else None
+
+
+def new_shape(stored: StoredTensors, plan: CheckpointPlan, name: str) -> tuple[int, ...]:
+    """The shape of a tensor that is written."""
+    return cut_shape(stored.folder.stored(name).shape, plan.cuts.get(name, {}))
 
 
 def cut_tensor(stored: StoredTensors, plan: CheckpointPlan, name: str) -> Tensor:

@@ -5,16 +5,24 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from demask.checkpoint.blocks import check_blocks, fit_blocks
 from demask.checkpoint.folder import CheckpointFolder
 from demask.checkpoint.gguf_file import check_gguf
-from demask.checkpoint.plan import CheckpointPlan, LayerSlices, fit_alone
+from demask.checkpoint.plan import (
+    CheckpointPlan,
+    LayerSlices,
+    find_cuts,
+    fit_layers,
+    new_name,
+    new_shape,
+    round_units,
+)
 from demask.checkpoint.proof import CheckpointProof
-from demask.checkpoint.targets import TARGETS
+from demask.checkpoint.targets import TARGETS, BlockFormat
 from demask.checkpoint.tensors import StoredTensors
 from demask.errors import BadInput
 from demask.machine.byte_sizes import format_bytes, peak_memory
@@ -49,8 +57,8 @@ class CheckpointReport:
         slices: by group, what there was and is.
         removable: the share of parameters that zeros make useless, in each layer by itself.
         removed: the share that the result does not have.
-        llama_cpp: the share that a GGUF file of llama.cpp, with sizes by layer, would not have;
-            None for families of which it has none.
+        by_layer: by loader, the share that the format with sizes by layer that it loads would not
+            have; without loaders that have none for the class.
         advice: what the difference comes from; "" if there is none.
         notes: what stays, and why.
         proof: how it was compared with the original; None if it was not.
@@ -65,7 +73,7 @@ class CheckpointReport:
     slices: tuple[SliceCount, ...]
     removable: float
     removed: float
-    llama_cpp: float | None
+    by_layer: Mapping[str, float]
     advice: str
     notes: tuple[str, ...]
     proof: CheckpointProof | None
@@ -86,8 +94,10 @@ class CheckpointReport:
         lines = [f"{self.out}: {numbers} parameters, {sizes}"]
         lines += [f"{path}: {a} -> {b} layers" for path, (a, b) in self.layers.items() if a != b]
         shares = f"removable {self.removable:.1%}, in this format {self.removed:.1%}"
-        if self.llama_cpp is not None and self.llama_cpp > self.removed + LITTLE:
-            shares += f", in a file for llama.cpp {self.llama_cpp:.1%}"
+        more = [f"{name} {share:.1%}" for name, share in self.by_layer.items()
+                if share > self.removed + LITTLE]  # fmt: skip
+        if more:
+            shares += f", with sizes by layer: {', '.join(more)}"
         lines.append(shares + (f"; {self.advice}" if self.advice else ""))
         lines.append(str(self.proof or "not compared with the original"))
         if self.memory is not None:
@@ -125,35 +135,57 @@ def describe_plan(
                                (min(live), max(live)), max(counts[name]),
                                tuple(counts[name])))  # fmt: skip
         useless += sum((group.size - n) * width for n in live)
-        second = sorted(live)[-2] if len(live) > 1 else max(live)
         widest = max(every, key=lambda mine: mine.live)
-        saved = (max(live) - second) * width * len(live)
-        if saved and len(set(counts[name])) == 1:
+        second = max((mine.live for mine in every if mine is not widest), default=widest.live)
+        multiple = plan.multiple if group.kind == "unit" else 1
+        fits = [round_units(count, group.size, multiple) for count in (second, widest.live)]
+        if fits[0] < fits[1] and set(counts[name]) == {fits[1]}:
             kind, layer = widest.layers[0]
-            costs.append((saved, f"{kind.stack}.{layer} has {max(live)} live {group.kind}s, the "
-                                 f"others at most {second}"))  # fmt: skip
+            costs.append(((fits[1] - fits[0]) * width * len(live),
+                          f"{kind.stack}.{layer} costs the difference: mask it to {fits[0]} "
+                          f"{group.kind}s"))  # fmt: skip
     before, after = original.parameters, written[1]
     dropped = before - stored.folder.parameters + sum(
         math.prod(stored.folder.stored(n).shape) for n in stored.folder.file_of
         if (at := stored.layer_of(n)) is not None and at[1] not in plan.layers[at[0].path]
     )  # fmt: skip
     removable = min(1.0, (useless + dropped) / before)
-    llama_cpp = None
-    with suppress(BadInput):
-        architecture, loader = check_gguf(stored.model), TARGETS["llama.cpp"]
-        gone = sum((s.group.size - fit_alone(s, architecture, plan.layers, loader.multiple, stored))
-                   * s.width(stored.shapes) for s in plan.slices)  # fmt: skip
-        llama_cpp = (gone + dropped) / before
     advice = ""
     if costs and removable - (before - after) / before > LITTLE:
         saved, text = max(costs)
-        advice = f"{text}: masked alike, {saved / before:.1%} more would go"
+        advice = f"{text} to save {saved / before:.1%} more"
     return CheckpointReport(
         out, (original.nbytes, written[0]), (before, after),
         {s.path: (len(s.kinds), len(plan.layers[s.path])) for s in stored.stacks},
-        tuple(rows), removable, (before - after) / before, llama_cpp, advice,
+        tuple(rows), removable, (before - after) / before,
+        _shares_by_layer(stored, plan, before), advice,
         (*plan.notes, *notes), proof, peak_memory(),
     )  # fmt: skip
+
+
+def _shares_by_layer(stored: StoredTensors, plan: CheckpointPlan, before: int) -> dict[str, float]:
+    """By loader, the share that its format with sizes by layer would not have of `before` elements."""
+    if stored.folder.scales or stored.adapter is not None:
+        return {}
+    shares: dict[str, float] = {}
+    for name, loader in TARGETS.items():
+        try:
+            own = (
+                check_gguf(stored.model)
+                if loader.architectures
+                else check_blocks(stored.model, loader)
+            )
+        except BadInput:
+            continue
+        counts, dropped = fit_layers(stored, plan.slices, plan.layers, own, loader.multiple)
+        other = replace(plan, counts=counts, dropped=dropped,
+                        cuts=find_cuts(stored, plan.slices, counts))  # fmt: skip
+        if isinstance(own, BlockFormat):
+            other = fit_blocks(stored, other, own)
+        left = sum(math.prod(new_shape(stored, other, tensor)) for tensor in stored.folder.file_of
+                   if new_name(stored, other, tensor) is not None)  # fmt: skip
+        shares[name] = 1 - left / before
+    return shares
 
 
 def _without_number(mine: LayerSlices) -> str:

@@ -106,6 +106,8 @@ def _sizes_in(
 
 def apply_changes(config: ConfigData, before: ConfigData, after: ConfigData) -> None:
     """Set in a config, in place, what differs between two others, which have fewer layers."""
+    for key in before.keys() - after.keys():
+        config.pop(key, None)
     for key, value in after.items():
         if value == before.get(key):
             continue

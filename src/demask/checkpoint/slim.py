@@ -24,6 +24,15 @@ import torch
 from torch import Tensor
 
 from demask.checkpoint.adapter import LoraAdapter
+from demask.checkpoint.blocks import (
+    CODE,
+    CODE_FILE,
+    BlockModel,
+    check_blocks,
+    config_of_blocks,
+    fit_blocks,
+)
+from demask.checkpoint.family import ConfigData
 from demask.checkpoint.folder import (
     CONFIG,
     INDEX,
@@ -36,7 +45,7 @@ from demask.checkpoint.folder import (
     write_json,
 )
 from demask.checkpoint.gguf_file import check_gguf, write_gguf
-from demask.checkpoint.plan import CheckpointPlan, cut_tensor, plan_checkpoint
+from demask.checkpoint.plan import CheckpointPlan, cut_tensor, new_name, plan_checkpoint
 from demask.checkpoint.proof import prove
 from demask.checkpoint.quantized import KEY
 from demask.checkpoint.report import CheckpointReport, describe_plan
@@ -63,6 +72,7 @@ def slim(
     out: str | os.PathLike[str],
     *,
     target: str = "transformers",
+    per_layer: bool = False,
     multiple: int | None = None,
     vocabulary: str | Sequence[int] | None = None,
     experts: str = "keep",
@@ -88,6 +98,9 @@ def slim(
         target: what is to load it: "transformers" (default), "vllm" or "mlx", which differ in
             whether they load a family with fewer heads, or "llama.cpp", for LLaMA, Mistral, Qwen2
             and Qwen3 (with tied embeddings).
+        per_layer: whether a folder for vLLM or mlx is of the class nemotron-nas, which has sizes by
+            layer: of a LLaMA, or Mistral without a sliding window, without biases. transformers has
+            no such class, and vLLM loads it with `trust_remote_code`.
         multiple: units are rounded up to a multiple of it: libraries that quantize or multiply in
             blocks take no others. By default 64, for llama.cpp 32 (its K-quants take 256).
         vocabulary: rows of the vocabulary that may go: "drop-zero", those that are zero and that no
@@ -127,6 +140,10 @@ def slim(
     if experts not in EXPERTS:
         raise BadInput(f"expected experts to be {' or '.join(EXPERTS)}, got {experts!r}")
     loader = TARGETS[target]
+    if per_layer and not (loader.blocks or loader.architectures):
+        raise BadInput(
+            f"per_layer: {target} loads no folder with sizes by layer; expected vllm or mlx"
+        )
     multiple = loader.multiple if multiple is None else multiple
     if loader.architectures and final.suffix != ".gguf":
         raise BadInput(f"expected the name of a .gguf file for {target}, got {final}")
@@ -134,12 +151,18 @@ def slim(
     progress("reading the headers")
     family, data, stored = open_checkpoint(source)
     architecture = check_gguf(stored.model) if loader.architectures else None
+    blocks = check_blocks(stored.model, loader) if per_layer and architecture is None else None
+    layer_format = architecture or blocks
     original, others, notes = stored.folder, stored.folder.others, list[str]()
+    if layer_format is not None and original.scales:
+        raise BadInput(f"{source}: its weights have scales, which the format does not; give a "
+                       "folder that is not quantized")  # fmt: skip
     if adapter is not None:
         own = LoraAdapter.read(Path(adapter), stored.model, stored.parameter_of.values())
         stored = StoredTensors(original, stored.model, stored.stacks, own)
-        if architecture is not None:
-            raise BadInput(f"{final}: it has no place for an adapter; merge that into the folder")
+        if layer_format is not None:
+            raise BadInput(f"{final}: its format has no place for an adapter; merge that into the "
+                           "folder")  # fmt: skip
         here, root = Path(adapter).resolve(), source.resolve()
         if root in here.parents:
             inside = here.relative_to(root).as_posix() + "/"
@@ -154,7 +177,7 @@ def slim(
         if vocabulary is not None:
             stored, data, note = cut_vocabulary(stored, family, data, vocabulary, multiple)
             notes.append(note)
-        plan = plan_checkpoint(stored, family, data, loader, multiple, progress)
+        plan = plan_checkpoint(stored, family, data, loader, layer_format, multiple, progress)
     except CallFailed as error:
         raise NotExportable(f"what its zeros make useless is not known ({error})", "unknown",
                             "its checkpoint stays as it is") from error  # fmt: skip
@@ -164,8 +187,14 @@ def slim(
             stored, plan, architecture, family, final, expected, progress
         )
         return describe_plan(stored, plan, final, original, size, proof, (*notes, *more))
-    config = copies.deepcopy(dict(stored.folder.config))
-    apply_changes(config, data, plan.config)
+    if blocks is not None:
+        plan = fit_blocks(stored, plan, blocks)
+        config = config_of_blocks(stored, plan, blocks)
+    else:
+        config = copies.deepcopy(dict(stored.folder.config))
+        apply_changes(config, data, plan.config)
+    if loader.old_keys is not None:
+        add_old_keys(config, plan.config, loader.old_keys.get(plan.config["model_type"], {}))
     if KEY in config:
         config[KEY] = renumbered(stored, plan, config[KEY])
     if original.left:
@@ -176,7 +205,7 @@ def slim(
                      "activations by row may round them otherwise than before")  # fmt: skip
     partial = final.with_name(final.name + ".partial")
     own = stored.adapter
-    options = (target, multiple, experts, repr(vocabulary), str(adapter),
+    options = (target, per_layer, multiple, experts, repr(vocabulary), str(adapter),
                own.file.modified if own is not None else 0)  # fmt: skip
     with unfinished_folder(partial, fingerprint(original, *options)):
         write_tensors(stored, plan, partial, progress)
@@ -185,10 +214,17 @@ def slim(
             own = stored.adapter.cut_with(stored.parameter_of, plan.cuts)
             own.write(partial / ADAPTER, final, stored.stacks, plan.layers)
         write_json(partial / CONFIG, config)
+        if blocks is not None and blocks.code:
+            (partial / CODE_FILE).write_text(CODE)
         proof = None
         if expected is not None:
             before = StreamedModel(family, original) if reference.folder is not original else None
-            written = StreamedModel(family, CheckpointFolder.read(partial))
+            folder_written = CheckpointFolder.read(partial)
+            written = (
+                StreamedModel(plan.family, folder_written)
+                if blocks is None
+                else BlockModel(family, folder_written, stored, blocks)
+            )
             proof = prove(expected, written, bool(plan.added), progress, before)
             if reference.adapter is not None:
                 expected.change = reference.adapter.applied
@@ -255,6 +291,7 @@ def write_tensors(
     """Write the tensors that stay into files of the same names, and their index. Files that are
     complete stay."""
     folder, written = stored.folder, dict[str, WeightFile]()
+    zeros = new_zeros(stored, plan)
     for number, (file_name, file) in enumerate(folder.files.items(), 1):
         names: dict[str, str] = {}
         for name in file.tensors:
@@ -265,6 +302,8 @@ def write_tensors(
         hollow = {new: torch.empty(cut_shape(file.tensors[name].shape, plan.cuts.get(name, {})),
                                    dtype=file.tensors[name].dtype, device="meta")
                   for new, name in names.items()}  # fmt: skip
+        if number == len(folder.files):
+            hollow |= zeros
         path = target / file_name
         if path.exists():
             written[file_name] = WeightFile.read(path)
@@ -272,6 +311,8 @@ def write_tensors(
 
         def read(new: str, names: Mapping[str, str] = names) -> Tensor:
             release_free_memory()
+            if new in zeros:
+                return torch.zeros(zeros[new].shape, dtype=zeros[new].dtype)
             return cut_tensor(stored, plan, names[new])
 
         written[file_name] = WeightFile.write(path, hollow, read, file.metadata)
@@ -279,11 +320,36 @@ def write_tensors(
         write_index(target, written)
 
 
-def new_name(stored: StoredTensors, plan: CheckpointPlan, name: str) -> str | None:
-    """The name of a tensor in the new folder; None for one in a layer that is removed."""
-    at = stored.layer_of(name)
-    if at is None:
-        return name
-    stack, layer = at
-    layers = list(plan.layers[stack.path])
-    return stored.renumbered(name, layers.index(layer)) if layer in layers else None
+def new_zeros(stored: StoredTensors, plan: CheckpointPlan) -> dict[str, Tensor]:
+    """By name in the new folder, what only its class has, on the meta device: zeros."""
+    if plan.family.model is type(stored.model):
+        return {}
+    zeros: dict[str, Tensor] = {}
+    for parameter, value in plan.family.build(plan.config).state_dict().items():
+        if parameter not in stored.shapes:
+            path, _, leaf = parameter.rpartition(".")
+            name = stored.name_of(f"{path}.weight")
+            assert name is not None
+            dtype = stored.folder.stored(name).dtype
+            zeros[name.removesuffix("weight") + leaf] = value.to(dtype)
+    return zeros
+
+
+def add_old_keys(config: ConfigData, full: ConfigData, others: Mapping[str, str]) -> None:
+    """Add to a config, in place, keys of transformers 4: those of rotations, and `others`, with the
+    values of which keys. full: the config with all keys of its class."""
+    rotation = full.get("rope_parameters")
+    if isinstance(rotation, dict):
+        own = rotation.get("full_attention", rotation)
+        scaling = {name: value for name, value in own.items()
+                   if name not in ("rope_theta", "partial_rotary_factor")}  # fmt: skip
+        is_scaled = scaling.get("rope_type", "default") != "default"
+        config |= {name: own[name] for name in ("rope_theta", "partial_rotary_factor")
+                   if name in own}  # fmt: skip
+        config["rope_scaling"] = scaling if is_scaled else None
+        if "sliding_attention" in rotation:
+            config["rope_local_base_freq"] = rotation["sliding_attention"]["rope_theta"]
+    for new, old in others.items():
+        value = config.get(old, full.get(old))
+        if value is not None:
+            config.setdefault(new, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy as copies
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ class StreamedModel:
     Args:
         family: its class.
         folder: the folder.
+        config: its config, if it is another than config.json says.
 
     Attributes:
         model: the model.
@@ -35,8 +36,10 @@ class StreamedModel:
         unused: tensors of the folder that the model does not have.
     """
 
-    def __init__(self, family: Family, folder: CheckpointFolder):
-        data = family.full_config(folder.config)
+    def __init__(
+        self, family: Family, folder: CheckpointFolder, config: Mapping[str, Any] | None = None
+    ):
+        data = family.full_config(config or folder.config)
         with _parameters_on_meta():
             self.model: Any = family.model(family.config.from_dict(copies.deepcopy(data))).eval()
         self.model.tie_weights()

@@ -9,15 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+# By kind of slices, the beginnings of names, in a layer of LLaMA, of the half that has them: all
+# formats with sizes by layer describe layers that are built so.
+HALVES = {"head": ("self_attn.", "input_layernorm."), "unit": ("mlp.", "post_attention_layernorm.")}
 
 
 @dataclass(frozen=True, slots=True)
-class GgufArchitecture:
-    """An architecture of llama.cpp in which every layer has sizes of its own.
+class LayerFormat:
+    """A format in which every layer has sizes of its own.
 
     Attributes:
-        name: as in the file.
-        headless: whether layers without heads load: not the first one, whose heads tell their size.
+        name: of the architecture, as in the file.
+        headless: the number of the first layer that may have no heads; None: all have some.
+        unitless: whether layers without units load.
+    """
+
+    name: str
+    headless: int | None
+    unitless: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArchitecture(LayerFormat):
+    """An architecture of llama.cpp.
+
+    Attributes:
         pairs: whether the two rows of q and k that are rotated together are neighbors.
         fused: whether q, k and v are one tensor, one below the other.
         biases: whether products have biases.
@@ -25,13 +43,27 @@ class GgufArchitecture:
         frequencies: whether the file says by what factors the frequencies of rotation differ.
     """
 
-    name: str
-    headless: bool
-    pairs: bool
+    pairs: bool = False
     fused: bool = False
     biases: bool = True
     untied: bool = True
     frequencies: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat(LayerFormat):
+    """A folder whose config lists its layers (`block_configs`): all have as many queries, and each
+    has its own number of keys and values, which divides that of the queries.
+
+    Attributes:
+        multiple: of units: the config has them as a share of the width, which is rounded up.
+        own_head_size: whether the config says how wide a head is, so that queries may go.
+        code: whether the folder needs the code of its config's class.
+    """
+
+    multiple: int = 1
+    own_head_size: bool = False
+    code: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,37 +73,63 @@ class LoaderTarget:
     Attributes:
         name: as `checkpoint.slim` takes it.
         multiple: of units, unless the user says another: what its kernels and quantizers take.
+        old_keys: by model type, more keys of transformers 4 that it reads, and those whose values
+            they have; None: it reads those of transformers 5. Of rotations it reads the old ones.
         cut_heads: the model types of which it loads fewer heads than the width has room for; None:
             all that the class of transformers takes.
+        full_units: those of which it loads no fewer units than a multiple of the width.
+        numbered: those of which the number of a layer says what the layer computes.
+        other_classes: by class of others, one that computes the same, of which it loads fewer
+            heads, and what the config then says; its other parameters are zero.
         architectures: of a loader of GGUF files, by model type, those that it loads; a loader of
             folders has none.
+        blocks: by model type, the folder with sizes by layer that it loads.
     """
 
     name: str
     multiple: int = 64
+    old_keys: Mapping[str, Mapping[str, str]] | None = None
     cut_heads: frozenset[str] | None = None
+    full_units: frozenset[str] = frozenset()
+    numbered: frozenset[str] = frozenset()
+    other_classes: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
     architectures: Mapping[str, GgufArchitecture] = field(default_factory=dict)
+    blocks: Mapping[str, BlockFormat] = field(default_factory=dict)
 
     def cuts_heads(self, model_type: str) -> bool:
         """Whether it loads models of a type with fewer heads."""
         return self.cut_heads is None or model_type in self.cut_heads
 
 
-_DECI = GgufArchitecture("deci", headless=True, pairs=True)
-_OPENELM = GgufArchitecture(
-    "openelm", headless=False, pairs=False, fused=True, biases=False, untied=False,
-    frequencies=False,
-)  # fmt: skip
+_DECI = GgufArchitecture("deci", 1, pairs=True)
+_OPENELM = GgufArchitecture("openelm", None, fused=True, biases=False, untied=False,
+                            frequencies=False)  # fmt: skip
+_NAS = "nemotron-nas"
+_VLLM = BlockFormat(_NAS, 1, unitless=True, own_head_size=True, code=True)
+_MLX = BlockFormat(_NAS, 0, unitless=True, multiple=256)
+_AS_LLAMA = {
+    "Qwen2ForCausalLM": ("LlamaForCausalLM", {"model_type": "llama", "attention_bias": True})
+}
 
 TARGETS: Mapping[str, LoaderTarget] = {
     target.name: target
     for target in (
         LoaderTarget("transformers"),
         LoaderTarget(
-            "vllm", cut_heads=frozenset({"llama", "mistral", "mixtral", "qwen3", "gemma2"})
+            "vllm", cut_heads=frozenset({"llama", "mistral", "mixtral", "qwen3", "gemma2"}),
+            other_classes=_AS_LLAMA, blocks={"llama": _VLLM, "mistral": _VLLM},
         ),
         LoaderTarget(
-            "mlx", cut_heads=frozenset({"llama", "qwen3", "gemma2", "gemma3", "gemma3_text"})
+            "mlx",
+            old_keys={
+                "gpt_neox": {"rotary_emb_base": "rope_theta",
+                             "rotary_pct": "partial_rotary_factor"},
+                "qwen3_moe": {"num_experts": "num_local_experts"},
+            },
+            full_units=frozenset({"gpt2", "gpt_neox"}),
+            numbered=frozenset({"gemma3", "gemma3_text", "cohere2", "exaone4"}),
+            cut_heads=frozenset({"llama", "qwen3", "gemma2", "gemma3", "gemma3_text"}),
+            other_classes=_AS_LLAMA, blocks={"llama": _MLX, "mistral": _MLX},
         ),
         LoaderTarget(  # blocks of its 8-bit and 4-bit numbers are 32 wide
             "llama.cpp", 32,

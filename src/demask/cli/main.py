@@ -151,6 +151,13 @@ def slim(
             "llama.cpp.",
         ),
     ] = None,
+    per_layer: Annotated[
+        bool,
+        typer.Option(
+            "--per-layer",
+            help="For folders, --for vllm or mlx: every layer has sizes of its own (nemotron-nas).",
+        ),
+    ] = False,
     multiple: Annotated[
         int | None,
         typer.Option(
@@ -251,14 +258,15 @@ def slim(
             if vocabulary is not None and vocabulary != checkpoint.DROP_ZERO:
                 rows = checkpoint.read_numbers(Path(vocabulary))
             report = checkpoint.slim(
-                model, output, target=loader or "transformers", multiple=multiple,
-                vocabulary=rows, experts=experts or "keep", adapter=adapter,
+                model, output, target=loader or "transformers", per_layer=per_layer,
+                multiple=multiple, vocabulary=rows, experts=experts or "keep", adapter=adapter,
                 check=check is Switch.on, progress=step,
             )  # fmt: skip
         show(report, report.to_dict(), as_json)
         return
     others = {"--for": loader, "--multiple": multiple, "--vocabulary": vocabulary,
-              "--experts": experts, "--adapter": adapter}  # fmt: skip
+              "--experts": experts, "--adapter": adapter,
+              "--per-layer": per_layer or None}  # fmt: skip
     if wrong := [name for name, value in others.items() if value is not None]:
         raise BadInput(f"{' and '.join(wrong)}: for folders; {model} is none")
     if in_place and model.suffix != ".onnx":
