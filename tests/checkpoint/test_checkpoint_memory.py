@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ SIZES = {
 }  # fmt: skip
 CODE = """
 import sys
+sys.path[:0] = sys.argv[1:]
+from architectures import transformers
+transformers()
 from demask import checkpoint
 def kib(key):
     return int(next(l for l in open("/proc/self/status") if l.startswith(key)).split()[1])
@@ -70,7 +74,7 @@ def test_a_tenth_of_the_folder_in_memory(tmp_path: Path) -> None:
     with torch.no_grad():
         write(llama(), tmp_path / "small", torch.bfloat16)
         size = write_large(tmp_path / "in")
-    status, out, err = own_process.run(CODE, folder=tmp_path)
+    status, out, err = own_process.run(CODE, *sys.path, folder=tmp_path)
     assert status == 0, err
     more, reported, peak = (1024 * int(n) for n in out.split()[-3:])
     assert size > 350e6 and more < size / 10, f"{more / 1e6:.0f} MB of {size / 1e6:.0f} MB"
