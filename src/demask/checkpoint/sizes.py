@@ -146,8 +146,14 @@ def choose_config(full: Any, cuts: Mapping[str, Cut]) -> Any | None:
                 stays[at] = stays[at] | own if at in stays else own
         live[group.name] = max(int(own.sum()) for own in stays.values())
     _, changed = choose_sizes(reduced, live)
-    apply_changes(data, reduced.data, changed)
-    return family.config.from_dict(data)
+    config, before = copies.deepcopy(full.config), dict(numbers_of_config(reduced.data))
+    for keys, value in numbers_of_config(changed):
+        if before.get(keys) != value:
+            part = config
+            for key in keys[:-1]:
+                part = getattr(part, key)
+            setattr(part, keys[-1], value)
+    return config
 
 
 RUNNERS.register("config", choose_config)
