@@ -101,7 +101,7 @@ def prove(
             try:
                 exact = _run(original, example, torch.float64)
             except Exception as error:  # products by groups of rows, of experts, have no float64
-                raise Mismatch(f"the result differs by {relative:.1e} of the largest in float32, and "
+                raise Mismatch(f"the result differs by {relative:.1e} in float32, and "
                                f"float64 cannot be run: {described(error)}") from error  # fmt: skip
             relative, text = _difference(exact, _run(slim, example, torch.float64))
             used, limit = torch.float64, RELATIVE
