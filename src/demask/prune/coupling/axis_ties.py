@@ -392,7 +392,7 @@ def _combines(relation: Relation) -> bool:
 
 
 def _factors_of(relation: Relation, operand: int) -> list[int]:
-    """The operands of which a zero makes the output zero whatever a given operand is."""
+    """The operands of which a zero makes the output zero whatever another operand is."""
     entry, every = relation.entry, range(len(relation.operands))
     if entry.fill == "mix":
         factors = [entry.main]
