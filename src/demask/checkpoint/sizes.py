@@ -138,10 +138,10 @@ def choose_config(full: Any, cuts: Mapping[str, Cut]) -> Any | None:
             names = {k: f"{member.kind.stack}.{k}.{member.name}" for k, first in enumerate(kinds)
                      if member.kind and first == member.kind.layer} or {0: member.name}  # fmt: skip
             for layer, name in names.items():
-                kept = cuts[name].kept[member.axis] if name in cuts else None
+                positions = cuts[name].kept[member.axis] if name in cuts else None
                 own = torch.ones(group.size, dtype=torch.bool)
-                if kept is not None:
-                    own = torch.isin(member.positions, torch.tensor(kept)).any(1)
+                if positions is not None:
+                    own = torch.isin(member.positions, torch.tensor(positions)).any(1)
                 at = 0 if group.is_shared else layer
                 stays[at] = stays[at] | own if at in stays else own
         live[group.name] = max(int(own.sum()) for own in stays.values())
