@@ -114,6 +114,9 @@ OTHERS: Table = {
     "umt5": ("UMT5ForConditionalGeneration", T5),
     "deit": ("DeiTForImageClassification", IMAGE),
     "beit": ("BeitForImageClassification", IMAGE),
+    "dinov2": ("Dinov2ForImageClassification", {
+        "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 32,
+        "patch_size": 8, "mlp_ratio": 2}),
     "siglip": ("SiglipModel", {"text_config": {**TWO, "vocab_size": 100, "projection_size": 64},
                                "vision_config": VISION}),
     "wav2vec2": ("Wav2Vec2ForCTC", SOUND),
@@ -124,9 +127,6 @@ OTHERS: Table = {
 KEPT: Table = {
     "mpt": ("MptForCausalLM", {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 64,
                                "vocab_size": 100}),
-    "dinov2": ("Dinov2ForImageClassification", {
-        "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 32,
-        "patch_size": 8, "mlp_ratio": 2}),
     "convnext": ("ConvNextForImageClassification", {
         "hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2, "image_size": 32}),
     "mamba": ("MambaForCausalLM", {"hidden_size": 64, "num_hidden_layers": 3, "state_size": 8,

@@ -63,7 +63,7 @@ def test_experts_in_one_tensor_and_in_several(tmp_path, structure):
         assert report.layers == {"model.layers": (2, 1)}
         return
     model = load(mixtral(), source)
-    pruner = prune.Pruner(model, {"input_ids": IDS, "use_cache": False})
+    pruner = prune.Pruner(model, {"input_ids": IDS, "use_cache": False}, structure="unit")
     expected = pruner.scores()
     assert expected.keys() == masked.scores.keys() and len(expected) == 2
     for name, scores in expected.items():

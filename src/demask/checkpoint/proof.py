@@ -109,7 +109,11 @@ def prove(
         limit = ULPS * torch.finfo(torch.float32).eps
         if relative > limit and not text:
             step(f"comparing text {k} in float64")
-            exact = _run(original, example, torch.float64, rows)
+            try:
+                exact = _run(original, example, torch.float64, rows)
+            except Exception as error:  # products by groups of rows, of experts, have no float64
+                raise Mismatch(f"the result differs by {relative:.1e} in float32, and "
+                               f"float64 cannot be run: {described(error)}") from error  # fmt: skip
             relative, text = _difference(exact, _run(slim, example, torch.float64))
             used, limit = torch.float64, RELATIVE
             if rounds and relative > limit:
@@ -177,12 +181,10 @@ def _difference(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> tuple
     worst = 0.0
     for name, value in expected.items():
         other = actual.get(name)
-        if other is None or other.shape != value.shape:
-            if "key_values" in name:
-                continue
-            return worst, f"{name} has another shape"
-        if "key_values" in name:
+        if "key_values" in name or "cache" in name:
             continue
+        if other is None or other.shape != value.shape:
+            return worst, f"{name} has another shape"
         compared = compare(value, other.to(value.dtype))
         if compared.text:
             return worst, f"{name} {compared.text}"

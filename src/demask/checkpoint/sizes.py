@@ -140,16 +140,22 @@ def choose_config(full: Any, cuts: Mapping[str, Cut]) -> Any | None:
             names = {k: f"{member.kind.stack}.{k}.{member.name}" for k, first in enumerate(kinds)
                      if member.kind and first == member.kind.layer} or {0: member.name}  # fmt: skip
             for layer, name in names.items():
-                kept = cuts[name].kept[member.axis] if name in cuts else None
+                positions = cuts[name].kept[member.axis] if name in cuts else None
                 own = torch.ones(group.size, dtype=torch.bool)
-                if kept is not None:
-                    own = torch.isin(member.positions, torch.tensor(kept)).any(1)
+                if positions is not None:
+                    own = torch.isin(member.positions, torch.tensor(positions)).any(1)
                 at = 0 if group.is_shared else layer
                 stays[at] = stays[at] | own if at in stays else own
         live[group.name] = max(int(own.sum()) for own in stays.values())
     _, changed = choose_sizes(reduced, live)
-    apply_changes(data, reduced.data, changed)
-    return family.config.from_dict(data)
+    config, before = copies.deepcopy(full.config), dict(numbers_of_config(reduced.data))
+    for keys, value in numbers_of_config(changed):
+        if before.get(keys) != value:
+            part = config
+            for key in keys[:-1]:
+                part = getattr(part, key)
+            setattr(part, keys[-1], value)
+    return config
 
 
 RUNNERS.register("config", choose_config)

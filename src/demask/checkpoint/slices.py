@@ -137,6 +137,11 @@ class ReducedModel:
         model.to_empty(device="cpu")
         for parameter in model.parameters():
             parameter.requires_grad_(False)
+        for buffer in model.buffers():  # what is in new memory may be no position in a table
+            if buffer.is_floating_point():
+                buffer.uniform_(0.5, 1.5)
+            else:
+                buffer.fill_(int(buffer.dtype == torch.bool))
         try:
             coupling = Coupling.of(model, (), example_of(model))
         except NotExportable:

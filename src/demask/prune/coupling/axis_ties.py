@@ -61,7 +61,7 @@ class Move:
         return whole and bool((position[real] == steps[real]).all())
 
     def is_repeated(self, m: int, sizes: Mapping[int, int]) -> bool:
-        """Whether m equal parts of the axes, of so many positions, are moved alike."""
+        """Whether m equal parts of the axes, of so many positions, are moved in the same way."""
         if len(self.source) % m or any(size % m for size in sizes.values()):
             return False
         source, position = self.source.reshape(m, -1), self.position.reshape(m, -1)
@@ -392,7 +392,7 @@ def _combines(relation: Relation) -> bool:
 
 
 def _factors_of(relation: Relation, operand: int) -> list[int]:
-    """The operands of which a zero makes the output zero whatever a given operand is."""
+    """The operands of which a zero makes the output zero whatever another operand is."""
     entry, every = relation.entry, range(len(relation.operands))
     if entry.fill == "mix":
         factors = [entry.main]
