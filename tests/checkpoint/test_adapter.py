@@ -81,6 +81,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_of_a_slim_folder(tmp_path, case):
     model = masked()

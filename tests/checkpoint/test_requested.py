@@ -31,6 +31,7 @@ def write_tokenizer(path, words=WORDS):
     return path
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tied", [False, True])
 def test_zero_rows_at_the_end_of_the_vocabulary(tmp_path, tied):
     model = llama(tie_word_embeddings=tied)
