@@ -116,7 +116,9 @@ TARGETS: Mapping[str, LoaderTarget] = {
     for target in (
         LoaderTarget("transformers"),
         LoaderTarget(
-            "vllm", cut_heads=frozenset({"llama", "mistral", "mixtral", "qwen3", "gemma2", "phi3"}),
+            "vllm",
+            cut_heads=frozenset({"llama", "mistral", "mixtral", "qwen3", "gemma2", "gemma3_text",
+                                 "phi3"}),
             other_classes=_AS_LLAMA, blocks={"llama": _VLLM, "mistral": _VLLM},
         ),
         LoaderTarget(
