@@ -89,10 +89,12 @@ $(VENV)/bench.stamp: $(VENV)/dev.stamp
 	$(PIP) --no-deps $(TORCHVISION) "torch-simplify==1.1.4"
 	touch $@
 
-# vLLM asks for a CPU build of torch by its version: where there is none, nothing is installed.
+# vLLM asks for a CPU build of torch by its version: where there is none, nothing is installed. Of
+# torchvision and the like it takes builds for CUDA, which do not load, and which it does not need.
 .venv-%/loader.stamp:
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --no-compile --only-binary=:all: $(PACKAGES_$*) || echo "$* cannot be had: its tests are skipped"
+	.venv-$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 # Without Python 3.11 the benchmark runs without it, and says so.

@@ -116,7 +116,9 @@ TARGETS: Mapping[str, LoaderTarget] = {
     for target in (
         LoaderTarget("transformers"),
         LoaderTarget(
-            "vllm", cut_heads=frozenset({"llama", "mistral", "mixtral", "qwen3", "gemma2"}),
+            "vllm",
+            cut_heads=frozenset({"llama", "mistral", "mixtral", "qwen3", "gemma2", "gemma3_text",
+                                 "phi3"}),
             other_classes=_AS_LLAMA, blocks={"llama": _VLLM, "mistral": _VLLM},
         ),
         LoaderTarget(
@@ -128,7 +130,7 @@ TARGETS: Mapping[str, LoaderTarget] = {
             },
             full_units=frozenset({"gpt2", "gpt_neox"}),
             numbered=frozenset({"gemma3", "gemma3_text", "cohere2", "exaone4"}),
-            cut_heads=frozenset({"llama", "qwen3", "gemma2", "gemma3", "gemma3_text"}),
+            cut_heads=frozenset({"llama", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gemma3_text"}),
             other_classes=_AS_LLAMA, blocks={"llama": _MLX, "mistral": _MLX},
         ),
         LoaderTarget(  # blocks of its 8-bit and 4-bit numbers are 32 wide
