@@ -164,7 +164,7 @@ def describe_plan(
 
 
 def _shares_by_layer(stored: StoredTensors, plan: CheckpointPlan, before: int) -> dict[str, float]:
-    """By loader, the share that its format with sizes by layer would not have of `before` elements."""
+    """By loader, the share of `before` elements that its format with sizes by layer lacks."""
     if stored.folder.scales or stored.adapter is not None:
         return {}
     shares: dict[str, float] = {}
