@@ -42,6 +42,8 @@ class StreamedModel:
         data = family.full_config(config or folder.config)
         with _parameters_on_meta():
             self.model: Any = family.model(family.config.from_dict(copies.deepcopy(data))).eval()
+        if self.model._can_set_experts_implementation():  # grouped products have no float64
+            self.model.set_experts_implementation("eager")
         self.model.tie_weights()
         self.stored = StoredTensors(folder, family.build(data), ())
         tied: dict[int, list[str]] = {}
