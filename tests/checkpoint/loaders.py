@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT, SERVER = Path(__file__).parents[2], Path(__file__).with_name("loader_server.py")
-MODULES = {"vllm": "vllm", "mlx": "mlx_lm", "llama": "xllamacpp"}
+MODULES = {"vllm": "vllm", "mlx": "mlx_lm", "llama": "xllamacpp", "optimum": "optimum"}
 
 
 class Loader:
@@ -41,14 +41,19 @@ class Loader:
         return answers
 
 
-@contextmanager
-def running(name: str, folder: Path) -> Iterator[Loader]:
-    """A loader, or a skipped test where its environment cannot be had. folder: for its messages."""
+def environment_of(name: str) -> Path:
+    """The Python of an environment, or a skipped test where that cannot be had."""
     environment, module = ROOT / f".venv-{name}", MODULES[name]
     if not any(environment.glob(f"lib/python*/site-packages/{module}")):
         pytest.skip(f"{module} is not in {environment.name}: make nightly installs it")
-    log = folder / f"{name}.log"
-    call = [str(environment / "bin" / "python"), str(SERVER), name]
+    return environment / "bin" / "python"
+
+
+@contextmanager
+def running(name: str, folder: Path) -> Iterator[Loader]:
+    """A loader, or a skipped test where its environment cannot be had. folder: for its messages."""
+    python, log = environment_of(name), folder / f"{name}.log"
+    call = [str(python), str(SERVER), name]
     with (
         log.open("w") as errors,
         subprocess.Popen(

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import own_process
 from masked_folders import llama, write
 
-WIDTH, UNITS, LAYERS, SHARDS = 1024, 2560, 18, 6
+WIDTH, UNITS, LAYERS, SHARDS = 1024, 2560, 45, 15
 SIZES = {
     "hidden_size": WIDTH, "intermediate_size": UNITS, "num_hidden_layers": LAYERS,
     "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 4096,
@@ -52,7 +52,7 @@ def write_large(path: Path) -> int:
         own |= {"mlp.gate_proj": noise, "mlp.up_proj": noise, "mlp.down_proj": noise.T}
         own = {f"model.layers.{layer}.{name}.weight": t.contiguous() for name, t in own.items()}
         own[f"model.layers.{layer}.mlp.up_proj.weight"] = masked = noise.clone()
-        masked[: 1200 + 16 * layer] = 0
+        masked[: 1200 + 8 * layer] = 0
         for name in ("input_layernorm", "post_attention_layernorm"):
             own[f"model.layers.{layer}.{name}.weight"] = torch.ones(WIDTH).bfloat16()
         tensors |= own
@@ -77,5 +77,5 @@ def test_a_part_of_the_folder_is_in_memory(tmp_path: Path) -> None:
     status, out, err = own_process.run(CODE, *sys.path, folder=tmp_path)
     assert status == 0, err
     more, reported, peak = (1024 * int(n) for n in out.split()[-3:])
-    assert size > 350e6 and more < size / 4, f"{more / 1e6:.0f} MB of {size / 1e6:.0f} MB"
+    assert more < size / 10, f"{more / 1e6:.0f} MB of {size / 1e6:.0f} MB"
     assert reported >= peak - 2**20

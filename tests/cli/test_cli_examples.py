@@ -65,6 +65,9 @@ def test_a_size_may_be_computed_from_others(tmp_path):
     nodes = [("Concat", ["past", "x"], "c", {"axis": 1}), ("Mul", ["c", "mask"], "y", {})]
     decoder = write(tmp_path / "decoder.onnx", ports, nodes)
     assert shapes(read_network(decoder, ["length=3"])) == [(1, 3), (1, 1), (1, 4)]
+    cache = write(tmp_path / "cache.onnx", [ports[0], ("keys", 1, ["batch", 2, "past", 4])],
+                  [("ReduceSum", ["keys"], "s", {}), ("Add", "xs", "y", {})])  # fmt: skip
+    assert shapes(read_network(cache)) == [(1, 16), (1, 2, 1, 4)]
     assert computed_size("(a + 1) * b / 2 - 3", {"a": 5, "b": 4}) == 9
     assert computed_size("a - b", {"a": 5, "b": 9}) == 1
     for text in ("", "a.b", "a + c", "?", "f(a)", "a / 0", "a ** a", "(" * 9000):

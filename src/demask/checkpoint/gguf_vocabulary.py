@@ -63,7 +63,7 @@ def _find_split(data: dict[str, Any]) -> tuple[str | None, bool] | None:
     """What llama.cpp calls the way in which a tokenizer splits texts, None for SentencePiece's, and
     whether it puts a space in front; None if it knows no such way."""
     model, normal, pre = (data.get(key) or {} for key in ("model", "normalizer", "pre_tokenizer"))
-    if model.get("type") != "BPE":
+    if model.get("type") != "BPE" or not model.get("merges"):  # llama.cpp refuses a file of none
         return None
     steps = pre.get("pretokenizers", [pre] if pre else [])
     changes = normal.get("normalizers", [normal] if normal else [])

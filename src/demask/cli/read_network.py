@@ -250,7 +250,8 @@ def _running(
     for other, (image, length) in tried:
         # Open sizes of further inputs are those of a state, which is of one, or of the first.
         lengths = [length, *[other or length] * (len(ports) - 1)]
-        guesses = [_guessed(port, image, n) for port, n in zip(ports, lengths, strict=True)]
+        guesses = [_guessed(port, image, n, further=k > 0)
+                   for k, (port, n) in enumerate(zip(ports, lengths, strict=True))]  # fmt: skip
         shapes = _sized(ports, chosen, arrays, guesses)
         args = tuple(arrays.get(port.name, example(port, shape))
                      for port, shape in zip(ports, shapes, strict=True))  # fmt: skip
@@ -265,11 +266,15 @@ def _running(
                    f"--input FILE, or --size NAME=N for {names}")  # fmt: skip
 
 
-def _guessed(port: NetworkInput, image: tuple[int, int], length: int) -> tuple[int, ...]:
-    """Sizes to try: one at first, then images where there are four axes."""
+def _guessed(
+    port: NetworkInput, image: tuple[int, int], length: int, *, further: bool
+) -> tuple[int, ...]:
+    """Sizes to try: one at first, then images where there are four axes; but a further input whose
+    last size is known is a cache of keys or values."""
+    is_image = len(port.sizes) == 4 and not (further and isinstance(port.sizes[3], int))
     return tuple(
         size if isinstance(size, int) else 1 if axis == 0
-        else image[axis - 2] if len(port.sizes) == 4 and axis > 1 else length
+        else image[axis - 2] if is_image and axis > 1 else length
         for axis, size in enumerate(port.sizes)
     )  # fmt: skip
 
