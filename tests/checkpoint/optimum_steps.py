@@ -1,4 +1,4 @@
-"""What tests do with optimum, in its environment: `export IN OUT TASK`, `generate CLASS FOLDER ...`."""
+"""What tests do with optimum, in its environment: `export IN OUT TASK`, `generate CLASS FOLDER`.
 
 from __future__ import annotations
 
