@@ -1,4 +1,4 @@
-"""What tests do with optimum, in its environment: `export IN OUT TASK`, `generate CLASS FOLDER`.
+"""Steps in the environment of optimum: `export IN OUT TASK`, or `generate CLASS FOLDER ...`."""
 
 from __future__ import annotations
 
