@@ -81,7 +81,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_of_a_slim_folder(tmp_path, case):
     model = masked()
@@ -166,6 +166,7 @@ def test_layers_that_are_removed(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.nightly
 def test_an_adapter_and_the_vocabulary(tmp_path):
     def make():
         model = masked()

@@ -81,7 +81,7 @@ def masked() -> object:
     return model
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_and_scales_are_cut_alike(tmp_path, kind):
     source, out = quantize(write(masked(), tmp_path / "in"), kind), tmp_path / "out"

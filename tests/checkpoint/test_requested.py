@@ -120,6 +120,7 @@ def test_experts_that_add_nothing_are_dropped(tmp_path):
     assert 0.1 * report.proof.requested < change < 10 * report.proof.requested
 
 
+@pytest.mark.nightly
 def test_as_many_experts_stay_as_are_chosen(tmp_path):
     model = mixture(num_experts_per_tok=3)
     for layer in model.model.layers:

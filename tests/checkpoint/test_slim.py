@@ -167,6 +167,7 @@ def test_experts_that_are_stored_one_by_one(tmp_path):
     assert torch.equal(generated(original), generated(smaller))
 
 
+@pytest.mark.nightly
 def test_heads_that_all_layers_share(tmp_path):
     sizes = {"d_model": 32, "d_ff": 24, "d_kv": 8, "num_heads": 4, "vocab_size": 40}
     layers = {"num_layers": 1, "num_decoder_layers": 1, "decoder_start_token_id": 0}
@@ -226,6 +227,7 @@ def test_silent_channels_stay(tmp_path, name):
     assert config_of(tmp_path / "out")["hidden_size"] == 32
 
 
+@pytest.mark.nightly
 def test_layers_of_a_kind_that_a_config_names_together(tmp_path):
     sizes = {"hidden_size": 32, "num_heads": 4, "intermediate_size": 24, "vocab_size": 40}
     model = build("GPTNeoForCausalLM", "gpt_neo", num_layers=4, max_position_embeddings=64,
