@@ -197,8 +197,8 @@ def plan_checkpoint(
                                  "common that cannot be cut between them")  # fmt: skip
                 live[group.name] = group.size
             elif group.kind == "unit":
-                whole = math.lcm(multiple, shared)
-                live[group.name] = round_units(live[group.name], group.size, whole)
+                fitting = math.lcm(multiple, shared)
+                live[group.name] = round_units(live[group.name], group.size, fitting)
             live[group.name] = max(live[group.name], 1)
         units, heads = ([g.name for g in groups if g.kind == kind and live[g.name] < g.size]
                         for kind in KINDS)  # fmt: skip
@@ -226,15 +226,15 @@ def plan_checkpoint(
             config = copies.deepcopy(config)
             apply_changes(config, reduced.data, changed)
         for kind in KINDS:
-            alike = [g for g in groups if g.kind == kind]
-            names = [g.name for g in alike if live[g.name] < sizes[g.name] == g.size and not any(
+            similar = [g for g in groups if g.kind == kind]
+            names = [g.name for g in similar if live[g.name] < sizes[g.name] == g.size and not any(
                 live[o.name] == o.size == g.size and _stacks_of(o) & _stacks_of(g)
-                for o in alike)]  # fmt: skip
+                for o in similar)]  # fmt: skip
             if names:
                 notes.append(f"the {kind}s of {_first(names)} stay: no config of "
                              f"{family.model.__name__} has fewer there")  # fmt: skip
         counts = [sizes[s.group.name] for s in slices]
-    if silent := count_silent_channels(stored, reduced.coupling, reduced.layers):
+    if silent := count_silent_channels(stored, known.reduced.coupling, known.reduced.layers):
         notes.append(f"{silent} channels of the residual stream are zero in all weights that write "
                      "it, and stay: norms divide by the number of channels, so that with fewer "
                      "their weights would have to be scaled and rounded")  # fmt: skip
@@ -256,7 +256,7 @@ def count_silent_channels(
     stored: StoredTensors, coupling: Coupling, layers: Mapping[str, Sequence[int]]
 ) -> int:
     """How many channels of the embedding, and of what is added to it, are zero in all weights that
-    compute them. They must stay if a call needs the whole axis.
+    compute them. They must stay if a call needs all of the axis.
 
     layers: as of `ReducedModel`.
     """

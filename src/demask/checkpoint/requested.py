@@ -104,7 +104,7 @@ def cut_vocabulary(
 
     Raises:
         BadInput: there is no vocabulary, or rows are named that cannot go: others would have to be
-            numbered anew, and with them the tokenizer and all texts that were split by it.
+            renumbered, and with them the tokenizer and all texts that were split by it.
     """
     path, model = stored.folder.path, stored.model
     embedding = _embedding_of(model)
@@ -131,11 +131,11 @@ def cut_vocabulary(
         going[numbers] = True
         if min(numbers) <= used:
             raise BadInput(f"row {min(numbers)} of {rows} cannot go: {user} has number {used}, and "
-                           "tokens are not numbered anew")  # fmt: skip
+                           "tokens are not renumbered")  # fmt: skip
     last = int(torch.cat([torch.zeros(1, dtype=torch.int64), (~going).nonzero()[:, 0]]).max())
     if unused != DROP_ZERO and min(numbers) < last:
         raise BadInput(f"row {min(numbers)} cannot go, and row {last} stay: only rows at the end "
-                       "can, since tokens are not numbered anew")  # fmt: skip
+                       "can, since tokens are not renumbered")  # fmt: skip
     size = round_units(last + 1, rows, multiple)
     smaller = smaller_config(family, data, model, [embedding], size) if size < rows else None
     if smaller is None:
@@ -196,7 +196,7 @@ def _ids_of(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def read_numbers(path: Path) -> list[int]:
-    """The whole numbers in a text file. Raises BadInput for anything else in it."""
+    """The integers in a text file. Raises BadInput for anything else in it."""
     try:
         return [int(word) for word in path.read_text().split()]
     except (OSError, ValueError) as error:
