@@ -196,7 +196,6 @@ def test_what_blocks_cannot_say_is_refused(tmp_path, target, kind, name, changes
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-@pytest.mark.nightly
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("target", ["vllm", "mlx"])
 def test_qwen2_with_fewer_heads_is_a_llama(tmp_path, target):
@@ -222,7 +221,6 @@ def test_qwen2_with_fewer_heads_is_a_llama(tmp_path, target):
     assert torch.equal(generated(model), generated(loaded))
 
 
-@pytest.mark.nightly
 def test_qwen2_stays_where_no_heads_go_or_a_window_slides(tmp_path):
     model = masked("qwen2", "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=4,
                    max_window_layers=2)  # fmt: skip
@@ -236,7 +234,6 @@ def test_qwen2_stays_where_no_heads_go_or_a_window_slides(tmp_path):
     assert config_of(tmp_path / "out2")["model_type"] == "qwen2" and not report.notes
 
 
-@pytest.mark.nightly
 def test_what_mlx_does_not_read_stays(tmp_path):
     """The number of a layer, units of GPT-NeoX; and keys of transformers 4 are added."""
     sizes = {**SIZES, "head_dim": HEAD, "num_hidden_layers": 3, "sliding_window": 16}
