@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import demask
 from demask import checkpoint
 from demask.checkpoint.slices import example_of
 from families import FAMILIES, KEPT, OTHERS
@@ -46,3 +47,20 @@ def test_families(tmp_path: Path, name: str, how: str, dtype: str) -> None:
             expected = result_of(original)
             difference = (expected - result_of(smaller)).abs().max()
             assert difference <= LIMIT * expected.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore:save_pretrained writes sizes:UserWarning")
+@pytest.mark.parametrize("name", at_night("qwen2_moe", "mixtral", "t5", "gpt2"))
+def test_saved_as_slim_writes(tmp_path: Path, name: str) -> None:
+    kind, config = FAMILIES[name]
+    with torch.no_grad():
+        model = build(kind, name, **config)
+        mask_model(model, "read")
+        source = write(model, tmp_path / "in")
+        checkpoint.slim(source, tmp_path / "out", multiple=1)
+        demask.demask(model, (), dict(example_of(model))).save_pretrained(tmp_path / "saved")
+        expected, saved = load(model, tmp_path / "out"), load(model, tmp_path / "saved")
+        assert [p.shape for p in saved.parameters()] == [p.shape for p in expected.parameters()]
+        assert (result_of(saved) - result_of(model)).abs().max() <= LIMIT * result_of(
+            model
+        ).abs().max()

@@ -9,7 +9,9 @@ import os
 import shutil
 import signal
 import struct
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from demask.errors import BadInput, DemaskError, RefusedFile
 from demask.failures import strict
 from demask.files import atomic_write
 from masked_folders import config_of, llama, tensors, write
+from night import at_night
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +282,56 @@ def test_full_disk(single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     checkpoint.slim(single, out, multiple=4, check=False)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """A disk of its own, of as many bytes as it is called with; what is on it stays."""
+    path, options = tmp_path / "disk", ["tmpfs", str(tmp_path / "disk")]
+    path.mkdir()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", *options], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"disks cannot be mounted here ({error})")
+
+    def sized(count: int) -> Path:
+        resized = ["mount", "-o", f"remount,size={count}", str(path)]
+        subprocess.run(resized, check=True, capture_output=True)
+        return path
+
+    yield sized
+    subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    at_night(
+        ("out", {}),
+        ("out", {"target": "mlx", "per_layer": True}),
+        ("out.gguf", {"target": "llama.cpp"}),
+    ),
+)
+def test_disks_that_are_full_at_any_step(
+    single: Path, tmp_path: Path, disk: Callable[[int], Path], name: str, options: dict[str, Any]
+) -> None:
+    page = os.sysconf("SC_PAGE_SIZE")
+    call = partial(checkpoint.slim, single, check=False, multiple=4, **options)
+    call(expected := tmp_path / f"expected-{name}")
+    refused, room = 0, 2 * page
+    while True:
+        out = disk(room) / name
+        try:
+            with strict(False):
+                call(out)
+            break
+        except DemaskError as error:
+            assert "No space left" in str(error) and "\n" not in str(error)
+            assert not out.exists()
+            refused, room = refused + 1, room + 2 * page
+    assert refused > 3 and [p.name for p in out.parent.iterdir()] == [name]
+    files = [p.relative_to(expected) for p in expected.rglob("*")] if expected.is_dir() else [""]
+    for file in files:
+        assert (out / file).is_dir() or (out / file).read_bytes() == (expected / file).read_bytes()
 
 
 def run_until(source: Path, out: Path, step: int, multiple: int) -> None:

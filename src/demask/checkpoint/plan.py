@@ -34,6 +34,9 @@ from demask.progress import ProgressStep
 from demask.prune.coupling.coupling import Coupling
 from demask.prune.coupling.roles import LOOKUP, ROWS, find_roles
 
+# Units of experts in one tensor: their products read rows that begin at multiples of 16 bytes.
+EXPERT_MULTIPLE = 8
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSlices:
@@ -197,7 +200,8 @@ def plan_checkpoint(
                                  "common that cannot be cut between them")  # fmt: skip
                 live[group.name] = group.size
             elif group.kind == "unit":
-                fitting = math.lcm(multiple, shared)
+                merged = any(member.rank == 3 for member in group.members)
+                fitting = math.lcm(multiple, shared, EXPERT_MULTIPLE if merged else 1)
                 live[group.name] = round_units(live[group.name], group.size, fitting)
             live[group.name] = max(live[group.name], 1)
         units, heads = ([g.name for g in groups if g.kind == kind and live[g.name] < g.size]
