@@ -89,16 +89,14 @@ def add_files(environment: Environment) -> None:
 
 
 @pytest.fixture(scope="module")
-def archive(tmp_path_factory) -> Path:
-    """The sdist."""
+def dist(tmp_path_factory) -> Path:
+    """The folder of the sdist, and of the wheel that is built from it, as `make package` does."""
     builder = create(tmp_path_factory.mktemp("builder") / "env")
-    builder.pip("install hatchling")
-    done = builder.run(f"-m pip wheel --quiet --no-deps {shlex.quote(str(ROOT))} -w wheel")
-    assert done.returncode == 0, done.stderr  # from a checkout
-    words = [str(builder.folder / "bin/python"), "-m", "hatchling", "build", "-t", "sdist"]
-    subprocess.run([*words, "-d", builder.folder / "dist"], cwd=ROOT, check=True)
-    (path,) = (builder.folder / "dist").iterdir()
-    return path
+    builder.pip("install build twine")
+    for words in ("build --outdir dist " + shlex.quote(str(ROOT)), "twine check --strict dist/*"):
+        done = builder.run(f"-m {words}")
+        assert done.returncode == 0, done.stdout + done.stderr
+    return builder.folder / "dist"
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +107,10 @@ def only_torch(tmp_path_factory) -> Environment:
 
 
 @pytest.fixture(scope="module")
-def base(archive, only_torch, tmp_path_factory) -> Environment:
-    """demask without extras, from the wheel that its sdist builds."""
+def base(dist, only_torch, tmp_path_factory) -> Environment:
+    """demask without extras."""
     environment = create(tmp_path_factory.mktemp("base") / "env", only_torch)
-    environment.pip(f"wheel --no-deps {archive} -w {environment.folder}")
-    environment.pip(f"install {next(environment.folder.glob('*.whl'))}")
+    environment.pip(f"install {next(dist.glob('*.whl'))}")
     add_files(environment)
     return environment
 
@@ -130,9 +127,9 @@ def test_commands_run_without_extras(base, words):
 
 
 @pytest.mark.parametrize("extra", [*NEEDS, *BETTER])
-def test_an_extra_alone_is_enough(base, only_torch, tmp_path, extra):
+def test_an_extra_alone_is_enough(base, dist, only_torch, tmp_path, extra):
     """Where it is missing the message names a command, which brings it."""
-    words, (wheel,) = (NEEDS | BETTER)[extra], base.folder.glob("*.whl")
+    words, (wheel,) = (NEEDS | BETTER)[extra], dist.glob("*.whl")
     hint = f'pip install "demask[{extra}] @ {wheel.as_uri()}"'
     if extra in NEEDS:
         without = base.run(words)
@@ -146,8 +143,8 @@ def test_an_extra_alone_is_enough(base, only_torch, tmp_path, extra):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_sdist_runs_its_tests(archive, tmp_path):
-    with tarfile.open(archive) as file:
+def test_the_sdist_runs_its_tests(dist, tmp_path):
+    with tarfile.open(*dist.glob("*.tar.gz")) as file:
         file.extractall(tmp_path, filter="data")
     (folder,) = tmp_path.iterdir()
     environment = os.environ | {"PYTHONPATH": str(folder / "src")}
