@@ -38,6 +38,7 @@ NEXT: dict[str, tuple[str, ...]] = {
     "pilot explain": ("demask pilot condition {model} --data {data}",),
     "pilot condition": ("demask bench {output}", "demask bench {model}"),
 }
+NOT_REPEATED = ("plan", "plot", "page", "report")  # the next command would write over the files
 
 
 class CommandsByJob(TyperGroup):
@@ -103,15 +104,15 @@ def _repeated(ctx: Any, words: list[str]) -> Iterator[str]:
     command: Any = ctx.find_root().command
     for word in words[1:]:
         command = getattr(command, "commands", {}).get(word, command)
-    known = {option for one in command.params for option in one.opts}
+    options = (one for one in command.params if one.param_type_name == "option")
+    known = {name for one in options for name in one.opts}
     for one in ctx.command.params:
-        source = ctx.get_parameter_source(one.name)
-        if one.param_type_name == "argument" or source is None or source.name != "COMMANDLINE":
+        source, value = ctx.get_parameter_source(one.name), ctx.params.get(one.name)
+        is_known = known & {*one.opts} and not {*words} & {*one.opts}
+        if not is_known or one.name in NOT_REPEATED or source.name != "COMMANDLINE":
             continue
-        if one.name != "plan" and known & {*one.opts} and not {*words} & {*one.opts}:
-            value = ctx.params[one.name]
-            if isinstance(value, bool):
-                yield one.opts[0] if value else one.secondary_opts[0]
-                continue
-            for item in value if isinstance(value, list | tuple) else [value]:
-                yield from (one.opts[0], str(getattr(item, "value", item)))
+        if isinstance(value, bool):
+            yield one.opts[0] if value else one.secondary_opts[0]
+            continue
+        for item in value if isinstance(value, list | tuple) else [value]:
+            yield from (one.opts[0], str(getattr(item, "value", item)))
