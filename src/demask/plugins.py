@@ -23,8 +23,10 @@ PUBLIC_NAMES = {
 }
 PUBLIC_MODULES = {
     "checkpoint": "demask.checkpoint",
+    "ops": "demask.ops",
     "pilot": "demask.pilot",
     "prune": "demask.prune",
+    "sparse": "demask.sparse",
     "stride": "demask.stride",
     "traverse": "demask.traverse",
 }

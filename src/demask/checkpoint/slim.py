@@ -17,7 +17,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +59,7 @@ from demask.errors import BadInput, NotExportable
 from demask.failures import CallFailed, public
 from demask.files import atomic_write as atomic
 from demask.files.weight_file import WeightFile
+from demask.installation import VERSION
 from demask.machine.allocator import release_free_memory
 from demask.progress import ProgressStep, no_progress
 from demask.registry import RUNNERS
@@ -265,9 +265,8 @@ def fingerprint(folder: CheckpointFolder, *options: str | int) -> str:
     """A hash of the origin of a folder, to tell whether an unfinished one can go on. options: all
     that its tensors depend on but the original."""
     files = {name: (file.size, file.modified) for name, file in folder.files.items()}
-    text = json.dumps([str(folder.path.resolve()), dict(folder.config), files, options,
-                       version("demask")])  # fmt: skip
-    return hashlib.sha256(text.encode()).hexdigest()
+    origin = [str(folder.path.resolve()), dict(folder.config), files, options, VERSION]
+    return hashlib.sha256(json.dumps(origin).encode()).hexdigest()
 
 
 @contextlib.contextmanager
