@@ -1,5 +1,5 @@
-"""Runs the python blocks of the pages in docs/, each page as one program, and compares what they
-print with the text block that follows: `python docs/run_blocks.py --write` puts that right.
+"""The python blocks of the pages in docs/, run, each page as one program, with what they print in
+the text block that follows.
 """
 
 from __future__ import annotations
@@ -7,16 +7,16 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import sys
 from pathlib import Path
 
-DOCS = Path(__file__).parent
+from docs.generate import DOCS
+
 BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<out>.*?)^```\n)?", re.M | re.S
 )
 
 
-def ran(page: Path) -> str:
+def rerun(page: Path) -> str:
     """The text of a page with every text block as its python block prints it."""
     names: dict[str, object] = {}
 
@@ -35,11 +35,3 @@ def ran(page: Path) -> str:
 def pages() -> list[Path]:
     """The pages that hold code."""
     return [page for page in sorted(DOCS.glob("*.md")) if "```python" in page.read_text()]
-
-
-if __name__ == "__main__":
-    for path in pages():
-        text = ran(path)
-        print(path.name, "as it is" if text == path.read_text() else "changed")
-        if "--write" in sys.argv:
-            path.write_text(text)
