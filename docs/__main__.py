@@ -41,7 +41,7 @@ def main() -> None:
         for module in NAMES[name][1]:
             print(write(module).relative_to(DOCS))
         if name == "blocks":
-            for path in blocks.pages():
+            for path in [*blocks.pages(), *blocks.scripts()]:
                 path.write_text(blocks.rerun(path))
                 print(path.relative_to(ROOT))
 

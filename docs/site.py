@@ -1,0 +1,86 @@
+"""Hooks of MkDocs: files of the repository that pages link to are part of the site, and each script
+of examples/ is a page.
+
+Links are written for readers of the repository (`../benchmarks/results/sparse.md`), and rewritten
+for the site, in which the pages of docs/ are on top and other files below their folders.
+"""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(?<=\]\()([^()\s#]+)(?=[)#])")
+ALWAYS = ("CONTRIBUTING.md", "examples/README.md")  # in the navigation
+
+
+def site_path(path: str) -> str:
+    """Where a file of the repository is in the site: a script of examples/ is a page."""
+    if path.startswith("examples/"):
+        path = re.sub(r"\.py$", ".md", path)
+    return path.removeprefix("docs/")
+
+
+def source_path(uri: str) -> str:
+    """The file of the repository that a page of the site is of."""
+    if (ROOT / "docs" / uri).exists():
+        return f"docs/{uri}"
+    script = re.sub(r"\.md$", ".py", uri)
+    return script if not (ROOT / uri).exists() and (ROOT / script).exists() else uri
+
+
+def linked(path: str, target: str) -> str | None:
+    """The file of the repository that a link of another one leads to, if there is one."""
+    found = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+    return found if (ROOT / found).is_file() else None
+
+
+def text_of(path: str) -> str:
+    """The Markdown of a page; of a script its docstring, then its code."""
+    text = (ROOT / path).read_text()
+    if not path.endswith(".py"):
+        return text
+    docstring = ast.get_docstring(ast.parse(text)) or ""
+    title, _, rest = docstring.partition("\n\n")
+    code = text.split('"""', 2)[2].strip()
+    head = f"# {' '.join(title.split()).rstrip('.')}\n\n{rest}\n\n"
+    return f'{head}```python title="{path}"\n{code}\n```\n'
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """The files of docs/, and those of the repository that they link to."""
+    pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()] + list(ALWAYS)
+    seen = set(pages)
+    for path in pages:  # grows
+        uri = site_path(path)
+        if path not in (*ALWAYS, *seen) or uri not in files.src_uris:
+            is_page = uri.endswith(".md")
+            content = {"content": text_of(path)} if is_page else {"abs_src_path": str(ROOT / path)}
+            files.append(File.generated(config, uri, **content))
+        if not uri.endswith(".md"):
+            continue
+        targets = {linked(path, target) for target in LINK.findall(text_of(path))}
+        new = sorted(target for target in targets if target and target not in seen)
+        seen.update(new)
+        pages += [target for target in new if site_path(target) not in files.src_uris]
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """A page with links as they are in the site."""
+    path = source_path(page.file.src_uri)
+
+    def rewritten(match: re.Match[str]) -> str:
+        target = linked(path, match[0])
+        if target is None:
+            return match[0]
+        return posixpath.relpath(site_path(target), posixpath.dirname(page.file.src_uri) or ".")
+
+    return LINK.sub(rewritten, markdown)
