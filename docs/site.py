@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import posixpath
 import re
+from functools import cache
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -18,11 +19,15 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()([^()\s#]+)(?=[)#])")
+PUBLIC = re.compile(r"^::: (\S+)$", re.M)
 ALWAYS = ("CONTRIBUTING.md", "examples/README.md")  # in the navigation
 
 
 def site_path(path: str) -> str:
-    """Where a file of the repository is in the site: a script of examples/ is a page."""
+    """Where a file of the repository is in the site: a script of examples/ is a page, and the page
+    for README.md is the first one."""
+    if path == "README.md":
+        return "index.md"
     if path.startswith("examples/"):
         path = re.sub(r"\.py$", ".md", path)
     return path.removeprefix("docs/")
@@ -83,4 +88,30 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         return posixpath.relpath(site_path(target), posixpath.dirname(page.file.src_uri) or ".")
 
-    return LINK.sub(rewritten, markdown)
+    return PUBLIC.sub(reference, LINK.sub(rewritten, markdown))
+
+
+def reference(match: re.Match[str]) -> str:
+    """The entry of a public name, from where it is defined: packages have modules and functions of
+    one name, of which the documentation would take the module."""
+    name = match[1]
+    home, _, member = name.rpartition(".")
+    heading = f"{name if home != 'demask' else member}"
+    lines = [f"::: {definition(home, member)}", "    options:"]
+    lines += [f"      {option}: {heading}" for option in ("heading", "toc_label")]
+    return "\n".join(lines)
+
+
+@cache
+def definition(module: str, name: str) -> str:
+    """The full name of what a module defines, or imports from another one."""
+    path = ROOT / "src" / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    return definition(node.module, alias.name)
+    lazy = {"demask.prune.checkpoint": "demask.checkpoint.mask.checkpoint"}
+    return lazy.get(f"{module}.{name}", f"{module}.{name}")
