@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
-from docs.generate import DOCS, ROOT, blocks
+from docs.generate import ROOT, blocks, texts
 
 # By name: what is written, and by which modules of docs/generate.
 NAMES = {
@@ -15,20 +16,23 @@ NAMES = {
     "onnx": ("onnx-ops.md, the ops of ONNX", ["onnx"]),
     "networks": ("networks.md, from benchmarks/results/networks.json", ["networks"]),
     "nightly": ("nightly.md, from build/nightly", ["nightly"]),
-    "pictures": ("three pictures; two need shared/data", ["before_after", "bands", "statistics"]),
+    "pictures": ("drawings", ["before_after", "strips"]),
+    "photographs": ("what traverse.md shows; needs shared/data", ["bands", "statistics"]),
     "blocks": ("what the blocks of pages, and the examples, print", []),
 }
 
 
-def write(name: str) -> Path:
-    """Writes the page or picture of a module of docs/generate; returns its path."""
+def write(name: str) -> Iterator[Path]:
+    """Writes the pages or the picture of a module of docs/generate; returns their paths."""
     module = import_module(f"docs.generate.{name}")
-    if hasattr(module, "page"):
-        module.PATH.write_text(module.page())
-    else:
+    if hasattr(module, "figure"):
         figure = module.figure()
         figure.savefig(module.PATH, format="jpg", dpi=module.DPI, pil_kwargs={"quality": 88})
-    return module.PATH
+        yield module.PATH
+        return
+    for path, text in texts(module).items():
+        path.write_text(text)
+        yield path
 
 
 def main() -> None:
@@ -39,7 +43,8 @@ def main() -> None:
     sys.path[:0] = [str(path) for path in (ROOT / "tests").rglob("*") if path.is_dir()]
     for name in parser.parse_args().names:
         for module in NAMES[name][1]:
-            print(write(module).relative_to(DOCS))
+            for path in write(module):
+                print(path.relative_to(ROOT))
         if name == "blocks":
             for path in [*blocks.pages(), *blocks.scripts()]:
                 path.write_text(blocks.rerun(path))

@@ -96,9 +96,8 @@ def reference(match: re.Match[str]) -> str:
     one name, of which the documentation would take the module."""
     name = match[1]
     home, _, member = name.rpartition(".")
-    heading = f"{name if home != 'demask' else member}"
     lines = [f"::: {definition(home, member)}", "    options:"]
-    lines += [f"      {option}: {heading}" for option in ("heading", "toc_label")]
+    lines += [f"      heading: {name.removeprefix('demask.')}", f"      toc_label: {member}"]
     return "\n".join(lines)
 
 

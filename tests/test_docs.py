@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import demask
-from docs.generate import blocks
+from docs.generate import blocks, texts
 from docs.generate.networks import page as page_of_networks
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +19,7 @@ GENERATED = {
     "table": ("table",),
     "networks": ("networks",),
     "before_after": ("pictures",),
+    "strips": ("pictures",),
     "onnx": ("onnx", pytest.mark.nightly),
 }
 
@@ -31,7 +32,8 @@ def test_generated_pages_are_up_to_date(name, command):
     if name == "onnx":
         pytest.importorskip("onnx")
     module = importlib.import_module(f"docs.generate.{name}")
-    assert module.PATH.read_text() == module.page(), f"run `python -m docs {command}`"
+    for path, text in texts(module).items():
+        assert path.read_text() == text, f"run `python -m docs {command}`"
 
 
 def test_the_page_of_networks_says_what_was_measured():

@@ -74,7 +74,9 @@ def test_an_image_of_20_000_pixels_in_1_gb(tmp_path: Path, monkeypatch: pytest.M
 
 def test_every_script_is_in_the_table_of_recipes() -> None:
     table = (ROOT / "examples" / "README.md").read_text()
-    names = {path.name for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".ipynb")}
+    names = {
+        path.name for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".ipynb")
+    }
     assert {name for name in names if f"{name})" not in table} == set()
 
 
@@ -147,3 +149,36 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     assert len(set(listed)) == len(listed)
     of_a_page = {"demask.report.Report", "demask.report.report"}  # demask.Report, demask.report
     assert set(public_names()) - of_a_page <= set(listed)
+
+
+# -- notebooks ------------------------------------------------------------------------------------
+
+REGISTERED = """import contextlib, sys
+sys.path[:0] = {paths!r}
+with contextlib.suppress(ImportError):
+    from networks import torchvision
+    torchvision()"""
+
+
+def run_notebook(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run all cells in a kernel of their own: a cell that raises fails."""
+    import sys
+
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    notebook = nbformat.read(ROOT / "examples" / "notebooks" / f"{name}.ipynb", as_version=4)
+    first = REGISTERED.format(paths=[path for path in sys.path if "tests" in path])
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(first))
+    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
+    client.execute(cwd=str(tmp_path))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.filterwarnings("ignore")  # of nbclient and jupyter
+@pytest.mark.parametrize("name", ["vision", "language_model"])
+def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "language_model":
+        pytest.importorskip("transformers")
+    run_notebook(name, tmp_path, monkeypatch)
