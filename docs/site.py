@@ -14,12 +14,20 @@ from functools import cache
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()([^()\s#]+)(?=[)#])")
+LOADED = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*?=["']?(?:https?:)?//[^>]*>""")
 PUBLIC = re.compile(r"^::: (\S+)$", re.M)
+SELDOM = (
+    "docs/architecture.md",
+    "docs/features.md",
+    "docs/mutants.md",
+    "docs/nightly.md",
+)  # searched for
 ALWAYS = ("CONTRIBUTING.md", "examples/README.md")  # in the navigation
 
 
@@ -43,8 +51,8 @@ def source_path(uri: str) -> str:
 
 def linked(path: str, target: str) -> str | None:
     """The file of the repository that a link of another one leads to, if there is one."""
-    found = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
-    return found if (ROOT / found).is_file() else None
+    result = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+    return result if (ROOT / result).is_file() else None
 
 
 def text_of(path: str) -> str:
@@ -81,6 +89,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """A page with links as they are in the site."""
     path = source_path(page.file.src_uri)
+    if "/results/" in path or path in SELDOM:
+        page.meta["search"] = {"boost": 0.2}
 
     def rewritten(match: re.Match[str]) -> str:
         target = linked(path, match[0])
@@ -89,6 +99,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return posixpath.relpath(site_path(target), posixpath.dirname(page.file.src_uri) or ".")
 
     return PUBLIC.sub(reference, LINK.sub(rewritten, markdown))
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Fail where a page would load something from another host."""
+    for page in Path(config.site_dir).rglob("*.html"):
+        if match := LOADED.search(page.read_text()):
+            raise PluginError(f"{page.name} loads from another host: {match[0]}")
 
 
 def reference(match: re.Match[str]) -> str:

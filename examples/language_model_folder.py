@@ -1,4 +1,4 @@
-"""A language model's folder: masked, made smaller, loaded as before.
+"""A language model's folder: masked, slimmed, loaded as before.
 
 `demask.prune.checkpoint` writes a folder in which the least important units are zero, one module
 in memory at a time; folders that were masked by other tools do as well. `demask.checkpoint.slim`

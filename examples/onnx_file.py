@@ -1,4 +1,4 @@
-"""An ONNX file: read, made smaller, written; no code of the network is needed.
+"""An ONNX file: read, demasked, written; no code of the network is needed.
 
 `demask slim model.onnx -o slim.onnx` does this in one command, edits the file in place of
 exporting it anew, and measures in ONNX Runtime which widths are fast. In Python the network is an

@@ -1,7 +1,7 @@
 """Sparse training: layers that store and update the nonzeros of a pattern alone.
 
 `SparseLinear.from_dense` takes the nonzeros of a layer. Weights, gradients and the optimizer's
-states are then as large as these; no dense weight is made. `demask.optimize` uses the same
+states are then as large as these; there is no dense weight. `demask.optimize` uses the same
 kernels for inference, where they were measured to be faster. On 2 cores that is from about 70 %
 zeros on, on a GPU hardly ever: see [when it does not help](../docs/losses.md) and [sparse
 weights](../docs/sparse.md).

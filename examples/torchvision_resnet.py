@@ -2,7 +2,7 @@
 
 A residual add joins the channels of several layers, so `Pruner` masks them alike: what it masks,
 `demask` removes. The result is a `torchvision.models.ResNet` with smaller layers. Your own
-training loop goes on with it, with the same optimizer: `carry` cuts the momentum as the weights
+training loop continues with it, with the same optimizer: `carry` cuts the momentum as the weights
 were cut.
 
 Images here are small and random, so that the script runs in seconds. With your own data replace

@@ -2,7 +2,7 @@
 
 Detectors join maps of several scales by upsampling and concatenation, and split channels inside
 of their blocks. The op table follows channels through all of it, so there is nothing to
-configure: `prune.groups` lists what goes together, `Pruner` masks it, `demask` removes it.
+configure: `prune.groups` lists what is removed together, `Pruner` masks it, `demask` removes it.
 
 The network is a small one with the parts of YOLOv8 (its C2f blocks, a pyramid, heads without
 anchors), with random weights. For one of ultralytics take the `nn.Module` inside

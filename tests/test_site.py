@@ -1,13 +1,15 @@
-"""The site: every page is in it, recipes print what they show, messages quoted exist, and all public
-names are in the reference."""
+"""The site: pages are in the navigation, recipes print what they show, quoted messages exist, and
+all public names are in the reference."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
 import inspect
 import re
+import resource
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -59,10 +61,6 @@ def test_long_recipes_print_what_they_show(name: str) -> None:
 
 @pytest.mark.nightly
 def test_an_image_of_20_000_pixels_in_1_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import resource
-    import subprocess
-    import sys
-
     words = [sys.executable, str(ROOT / "examples" / "large_image.py"), "--pixels", "20000",
              "--memory", "1GB"]  # fmt: skip
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
@@ -89,27 +87,14 @@ def test_every_page_is_in_the_navigation() -> None:
 # -- messages -------------------------------------------------------------------------------------
 
 
-def docstrings(tree: ast.Module) -> set[ast.AST]:
-    """The constants of a file that are docstrings."""
-    homes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = (node.body[0] for node in ast.walk(tree) if isinstance(node, homes) and node.body)
-    return {node.value for node in nodes if isinstance(node, ast.Expr)}
-
-
 @cache
 def messages() -> str:
-    """The strings of the sources but docstrings, a line for each; `…` where values are put in."""
-    lines = []
-    for path in SOURCES:
-        tree = ast.parse(path.read_text())
-        skipped = docstrings(tree)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.JoinedStr):
-                parts = [v.value if isinstance(v, ast.Constant) else "…" for v in node.values]
-                lines.append("".join(map(str, parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                lines += [] if node in skipped else [node.value]
-    return "\n".join(line.replace("\n", " ") for line in lines)
+    """The code of the sources without docstrings; strings on several lines are on one, and `…`
+    stands where values are put in."""
+    text = "\n".join(path.read_text() for path in SOURCES)
+    text = re.sub(r'""".*?"""', "", text, flags=re.S)
+    text = re.sub(r"""["']\s*\n\s*f?["']""", "", text)
+    return re.sub(r"\{[^{}]*\}", "…", text)
 
 
 def is_message(quoted: str) -> bool:
@@ -160,12 +145,17 @@ with contextlib.suppress(ImportError):
     torchvision()"""
 
 
-def run_notebook(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run all cells in a kernel of their own: a cell that raises fails."""
-    import sys
-
+@pytest.mark.sampled(4)
+@pytest.mark.filterwarnings("ignore")  # of nbclient and jupyter
+@pytest.mark.parametrize(
+    "name", ["vision", pytest.param("language_model", marks=pytest.mark.nightly)]
+)
+def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All cells, in a kernel of their own: a cell that raises fails."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
+    if name == "language_model":
+        pytest.importorskip("transformers")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     notebook = nbformat.read(ROOT / "examples" / "notebooks" / f"{name}.ipynb", as_version=4)
@@ -173,12 +163,3 @@ def run_notebook(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     notebook.cells.insert(0, nbformat.v4.new_code_cell(first))
     client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
     client.execute(cwd=str(tmp_path))
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.filterwarnings("ignore")  # of nbclient and jupyter
-@pytest.mark.parametrize("name", ["vision", "language_model"])
-def test_notebooks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "language_model":
-        pytest.importorskip("transformers")
-    run_notebook(name, tmp_path, monkeypatch)

@@ -1,5 +1,5 @@
-"""What pages and pictures of docs/ are generated from: a module for each, with `PATH` and `page()`, the
-text, or `pages()`, texts by path, or `figure()`, a picture of matplotlib."""
+"""What pages and pictures of docs/ are generated from: a module for each, with `PATH` and `page()`,
+the text, or `pages()`, texts by path, or `figure()`, a picture of matplotlib."""
 
 from pathlib import Path
 from types import ModuleType

@@ -54,7 +54,7 @@ PICTURES = {
     ),
     "stride": (
         "A stride keeps every second position of a convolution",
-        {"#": "kept", ".": "computed for nothing", "o": "set to zero by the mask"},
+        {"#": "stays", ".": "computed for nothing", "o": "set to zero by the mask"},
         [
             ("stride 2", "######", "what the network means"),
             ("lowered: stride 1", "#.#.#.#.#.#.", "what the hardware has"),
