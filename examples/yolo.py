@@ -12,8 +12,8 @@ files](onnx_file.py); networks that decode boxes at the end keep that part as it
 It prints:
 
 ```text
-Detector [(1, 7, 256), (1, 7, 64)]
-21,350 -> 5,562 parameters, 1,389,312 -> 377,216 MACs per example
+Detector [(2, 7, 256), (2, 7, 64)]
+21,350 -> 5,562 parameters, 2,778,624 -> 754,432 MACs per example
 ```
 """
 
@@ -72,7 +72,7 @@ class Detector(nn.Module):
 
 
 torch.manual_seed(0)
-net, image = Detector().eval(), torch.rand(1, 3, 64, 64)
+net, image = Detector().eval(), torch.rand(2, 3, 64, 64)
 pruned = prune.Pruner(net, image, schedule=prune.OneShot(0.5)).step()
 slim = demask.demask(net, (image,))
 print(type(slim).__name__, [tuple(boxes.shape) for boxes in slim(image)])
