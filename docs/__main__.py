@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -46,6 +47,8 @@ def main() -> None:
             for path in write(module):
                 print(path.relative_to(ROOT))
         if name == "blocks":
+            with contextlib.suppress(ImportError):  # its ops are not compiled for every torch
+                import_module("networks").torchvision()
             for path in [*blocks.pages(), *blocks.scripts()]:
                 path.write_text(blocks.rerun(path))
                 print(path.relative_to(ROOT))
