@@ -9,7 +9,7 @@ from pathlib import Path
 from docs.generate import DOCS
 from docs.generate.before_after import CONSTANT, FONT, INK, LIVE, MASKED, MUTED, PAPER
 
-SIDE, GAP, LEFT, TOP, LINE = 20, 4, 250, 30, 34
+SIDE, GAP, LEFT, TOP, LINE, WIDTH = 18, 3, 150, 30, 34, 700
 FILLS = {"#": LIVE, "o": CONSTANT, ".": MASKED, " ": PAPER}
 # By name: title; what the colors mean; rows (label, squares, remark).
 PICTURES = {
@@ -87,13 +87,13 @@ def pages() -> dict[Path, str]:
     for name, (title, legend, lines) in PICTURES.items():
         height = TOP + 34 + len(lines) * LINE + 34
         parts = [
-            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 860 {height}' {FONT}>",
-            f"<title>{title}</title><rect width='860' height='{height}' fill='{PAPER}'/>",
-            text(430, TOP, title, f"fill='{INK}' text-anchor='middle' font-weight='bold'"),
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}' {FONT}>",
+            f"<title>{title}</title><rect width='{WIDTH}' height='{height}' fill='{PAPER}'/>",
+            text(WIDTH / 2, TOP, title, f"fill='{INK}' text-anchor='middle' font-weight='bold'"),
             *rows(lines),
         ]
         for k, (kind, meaning) in enumerate(legend.items()):
-            x, y = LEFT + k * 200, height - 26
+            x, y = LEFT + k * 170, height - 26
             parts.append(
                 f"<rect x='{x}' y='{y}' width='14' height='14' rx='3' fill='{FILLS[kind]}'/>"
             )
