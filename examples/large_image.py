@@ -42,15 +42,14 @@ net = nn.Sequential(
     nn.Conv2d(16, 3, 3, padding=1),
 ).eval()
 
-# An image that was never in memory as a whole: 8-bit, written in stripes.
+# An 8-bit image that was never in memory: its rows are written one after the other.
 size = options.pixels
-image = np.lib.format.open_memmap("image.npy", "w+", np.uint8, (1, 3, size, size))
 generator = np.random.default_rng(0)
-for top in range(0, size, 1000):
-    rows = min(1000, size - top)
-    image[:, :, top : top + rows] = generator.integers(0, 256, (1, 3, rows, size), np.uint8)
-image.flush()
-del image
+header = {"descr": "|u1", "fortran_order": False, "shape": (1, 3, size, size)}
+with open("image.npy", "wb") as file:
+    np.lib.format.write_array_header_1_0(file, header)
+    for _ in range(3 * size):
+        file.write(generator.integers(0, 256, size, np.uint8).tobytes())
 
 example = torch.empty(1).expand(1, 3, size, size)  # takes no memory
 planned = plan(net, (example,), memory=options.memory)  # refused here if the budget is too small
