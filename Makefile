@@ -1,5 +1,6 @@
 # make demo     what demask does, on real images, on this machine
-# make test     lint, types, tests
+# make test     lint, types, the site, tests
+# make docs     the site: build/site/index.html
 # make coverage the same tests, and which lines of the package they run: build/coverage
 # make nightly  the slow suites; SHARD=2/6 runs the second sixth of them, at most 40 minutes
 # make mutants  planted faults, each of which a test must see; SHARD=2/6, or COUNT=20 in turn by day
@@ -32,9 +33,10 @@ COUNT ?=
 # Processes that tests start import what was compiled once, whatever the environment says.
 RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
+SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 MUTANTS := cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m mutants --shard $(SHARD)
 
-.PHONY: demo test coverage nightly mutants package bench clean
+.PHONY: demo test docs coverage nightly mutants package bench clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/demask demo
@@ -43,7 +45,11 @@ test: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(SITE) --quiet
 	$(RUN) -n 2 --dist worksteal --cpu-times build/cpu.json
+
+docs: $(VENV)/dev.stamp
+	$(SITE)
 
 coverage: $(VENV)/dev.stamp
 	$(RUN) -n 2 --dist worksteal --cov=demask --cov-report=term:skip-covered --cov-report=html:build/coverage
@@ -84,7 +90,7 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) --editable ".[demo,dev]"
+	$(PIP) --editable ".[demo,dev,docs]"
 	$(PIP) --no-deps $(TORCHVISION)
 	touch $@ $(VENV)/demo.stamp
 

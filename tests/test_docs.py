@@ -4,57 +4,36 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import demask
+from docs.generate import blocks, texts
+from docs.generate.networks import page as page_of_networks
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 SOURCES = sorted(Path(demask.__file__).parent.rglob("*.py"))
+GENERATED = {
+    "table": ("table",),
+    "networks": ("networks",),
+    "before_after": ("pictures",),
+    "strips": ("pictures",),
+    "onnx": ("onnx", pytest.mark.nightly),
+}
 
 
-def script(name: str) -> ModuleType:
-    """A script of docs/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-blocks = script("run_blocks")
-
-
-def test_the_page_of_the_table_is_up_to_date():
-    made = script("make_table").page()
-    assert (DOCS / "table.md").read_text() == made, "run `python docs/make_table.py`"
-
-
-def test_the_picture_is_up_to_date():
-    made = script("make_picture").picture()
-    assert (DOCS / "before_after.svg").read_text() == made, "run `python docs/make_picture.py`"
-
-
-@pytest.mark.nightly
-def test_the_page_of_onnx_is_up_to_date():
-    pytest.importorskip("onnx")
-    made = script("make_onnx").page()
-    assert (DOCS / "onnx.md").read_text() == made, "run `python docs/make_onnx.py`"
-
-
-networks = script("make_networks")
-
-
-def test_the_page_of_networks_is_up_to_date():
-    made = networks.page(networks.measured())
-    assert (DOCS / "networks.md").read_text() == made, "run `python docs/make_networks.py`"
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [pytest.param(name, c, marks=marks) for name, (c, *marks) in GENERATED.items()],
+)
+def test_generated_pages_are_up_to_date(name, command):
+    if name == "onnx":
+        pytest.importorskip("onnx")
+    module = importlib.import_module(f"docs.generate.{name}")
+    for path, text in texts(module).items():
+        assert path.read_text() == text, f"run `python -m docs {command}`"
 
 
 def test_the_page_of_networks_says_what_was_measured():
@@ -66,9 +45,9 @@ def test_the_page_of_networks_says_what_was_measured():
         line | {"mask": "layer", "note": "it has none"},
         line | {"mask": "unit", "network": "other", "before": 3, "after": 3, "error": 0.0},
     ]
-    made = networks.page(lines)
+    made = page_of_networks(lines)
     formed = [line | {"form": "class", "graph": 5} if "after" in line else line for line in lines]
-    assert "| class | 1 of 2, 20% |" in networks.page(formed)
+    assert "| class | 1 of 2, 20% |" in page_of_networks(formed)
     assert "| network | head | unit | layer | mine | error |" in made
     assert "| some | 50 | 75 | – | fails | 3e-08 † |" in made
     assert "| other |  | 100 |  |  | 0e+00 |" in made
@@ -77,13 +56,13 @@ def test_the_page_of_networks_says_what_was_measured():
 
 @pytest.mark.parametrize("page", blocks.pages(), ids=lambda page: page.name)
 def test_the_examples_of_a_page_print_what_it_shows(page):
-    assert blocks.ran(page) == page.read_text(), "run `python docs/run_blocks.py --write`"
+    assert blocks.rerun(page) == page.read_text(), "run `python -m docs blocks`"
 
 
 def test_a_page_that_shows_something_else_is_noticed(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n")
-    assert blocks.ran(page) == page.read_text().replace("3", "2")
+    assert blocks.rerun(page) == page.read_text().replace("3", "2")
 
 
 def modules_with_examples() -> list[str]:

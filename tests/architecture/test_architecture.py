@@ -24,9 +24,10 @@ from architecture.measures import (
 
 COUNTS = Path(__file__).with_name("counts.json")
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
 QUOTING = ("nightly.md", "mutants.md")  # quote names and messages of tests
-PAGES = [page for page in PAGES if page.name not in QUOTING]
+FOLDERS = (".", "docs", "benchmarks", "examples")
+PAGES = [page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md")
+         if page.name not in QUOTING]  # fmt: skip
 # Choices on command lines and keys of JSON files: others use them, so they stay.
 STABLE_WORDS = {
     "benchmarks.optimize.optimize": {"resnet56-kept"},

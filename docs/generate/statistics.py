@@ -1,5 +1,4 @@
-"""Writes docs/statistics.jpg, what each `statistics` does to a network that was trained on
-tiles: `python docs/make_statistics_picture.py`.
+"""docs/statistics.jpg, what each `statistics` does to a network that was trained on tiles.
 
 A small network with instance norms learns to remove noise from tiles of 64 x 64 pixels of a
 photograph, a part of what the latent in shared/data decodes to. Then it runs on the whole
@@ -9,9 +8,7 @@ script says so and leaves the picture as it is. Takes about a minute.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,20 +16,18 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from demask.files import atomic_write as atomic
 from demask.traverse import calibrate, stream
+from docs.generate import DOCS
+from traverse_networks import latent, named
 
-DOCS = Path(__file__).parent
-sys.path.append(str(DOCS.parent / "tests" / "networks" / "zoo"))
-from traverse_networks import latent, named  # noqa: E402
-
+DPI = 80
 PATH = DOCS / "statistics.jpg"
 SIZE, GROWS = (96, 256), 8  # of the latent; pixels per position
 TILE, BATCH, STEPS, RATE = 64, 8, 600, 2e-3
 CHANNELS, NOISE = 16, 0.15
 PHOTOGRAPH = slice(72, 568), slice(1480, 1976)  # rows and columns of it
 MEMORY = "64MiB"
-INK, QUALITY = "#1f2933", 88
+INK = "#1f2933"
 
 
 class Denoiser(nn.Module):
@@ -126,7 +121,6 @@ def drawn(clean: Tensor, source: Tensor, outputs: Mapping[str, Tensor]) -> Figur
     return figure
 
 
-if __name__ == "__main__":
-    figure = drawn(*results(photograph()))
-    with atomic.write(PATH) as file:
-        figure.savefig(file, format="jpg", dpi=80, pil_kwargs={"quality": QUALITY})
+def figure() -> Figure:
+    """The picture."""
+    return drawn(*results(photograph()))

@@ -1,10 +1,9 @@
-"""Writes docs/table.md from `demask.ops.TABLE`: run `python docs/make_table.py` after a change."""
+"""docs/table.md, from `demask.ops.TABLE`."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import MISSING, fields
-from pathlib import Path
 
 import torch
 from torch import fx
@@ -15,13 +14,14 @@ from demask.ops import TABLE, Declined, Entry, Relation, SizedLine, bind
 from demask.ops.entry import Shape
 from demask.ops.laws import call_node, target_of
 from demask.ops.laws.draws import draw_tensor
+from docs.generate import DOCS
 
-PATH = Path(__file__).parent / "table.md"
+PATH = DOCS / "table.md"
 SHOWN = "zero main stays sized pads affine neutral args indices region free total range".split()
 HEAD = """# The table
 
 One entry per ATen op: how the axes of its outputs depend on the axes of its inputs. Made from
-`demask.ops.TABLE` by `python docs/make_table.py`; a test keeps it so. How to read a line is in
+`demask.ops.TABLE` by `python -m docs table`; a test keeps it so. How to read a line is in
 [architecture.md](architecture.md#3-the-table-demaskops), what the columns mean in
 `demask.ops.entry.Entry`.
 
@@ -114,8 +114,3 @@ def page() -> str:
     module = "demask.graph.normalize.canonical_calls"
     tail = f"Rewritten as other ops before the table is queried (`{module}`): {others}."
     return f"{HEAD}{len(TABLE)} entries: {said}.\n\n{body}\n\n{tail}\n"
-
-
-if __name__ == "__main__":
-    PATH.write_text(page())
-    print(f"{PATH.name}: {len(TABLE)} entries")

@@ -1,5 +1,4 @@
-"""Writes docs/nightly.md from what `make nightly` left in build/nightly: `python
-docs/make_nightly.py`.
+"""docs/nightly.md, from what `make nightly` left in build/nightly.
 
 One file per run (`1-of-6.xml`, in JUnit's format), with its commit (`1-of-6.commit`).
 Files named `again*.xml` are of tests that were run again, at a later commit.
@@ -7,20 +6,17 @@ Files named `again*.xml` are of tests that were run again, at a later commit.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.common.tables import machine, markdown
+from docs.generate import DOCS, ROOT
+
 RUNS = ROOT / "build" / "nightly"
-PATH = Path(__file__).parent / "nightly.md"
-
-sys.path.append(str(ROOT))
-
-from benchmarks.common.tables import machine, markdown  # noqa: E402
+PATH = DOCS / "nightly.md"
 
 HEAD = """# The slow suites, run to their end
 
@@ -28,7 +24,7 @@ HEAD = """# The slow suites, run to their end
 torchvision, transformers' architectures, pretrained files, thousands of random networks (also of
 another generator, where there is `../shared/fuzz`), every node test of ONNX, both laws on many
 draws, the GPU kernels in an interpreter, the cases that had no turn for this commit; then a part of
-20 [planted faults](mutants.md). Written by `python docs/make_nightly.py` from the files that it
+20 [planted faults](mutants.md). Written by `python -m docs nightly` from the files that it
 writes.
 
 """
@@ -59,7 +55,7 @@ class Run:
         return sum(test.outcome == outcome for test in self.tests)
 
 
-def runs(folder: Path) -> list[Run]:
+def read_runs(folder: Path) -> list[Run]:
     """All runs of a folder, in the order of their names."""
     return [_run(path) for path in sorted(folder.glob("*.xml"))]
 
@@ -88,8 +84,9 @@ def _tests(suite: ElementTree.Element) -> Iterator[Test]:
         yield Test(file, case.attrib["name"], outcome, seconds, reason)
 
 
-def page(runs: list[Run]) -> str:
+def page() -> str:
     """The page of the documentation."""
+    runs = read_runs(RUNS)
     shards = [run for run in runs if not run.name.startswith("again")]
     again = {(t.file, t.name): (run, t) for run in runs if run not in shards for t in run.tests}
     text = HEAD + f"{machine()}; two tests at a time.\n\n## Shards\n\n"
@@ -142,7 +139,3 @@ def _files(shards: list[Run]) -> Iterator[list[str]]:
 def _short(text: str, most: int) -> str:
     text = text.replace("|", "/").replace("\n", " ")
     return text if len(text) <= most else f"{text[:most]}…"
-
-
-if __name__ == "__main__":
-    PATH.write_text(page(runs(RUNS)))

@@ -1,30 +1,25 @@
-"""Writes docs/traverse.jpg, a picture decoded from its latent in two ways, and how far each is off:
-`python docs/make_traverse_picture.py`.
+"""docs/traverse.jpg, a picture decoded from its latent in two ways, and how far each is off.
 
 Left, padded tiles that are decoded one by one; right, `demask.traverse`.
-Both are compared with the untiled network. The weights and the latent are in shared/data next
-to the project; where they are not there, the script says so and leaves the picture as it is.
+Both are compared with the untiled network. The weights and the latent are in shared/data next to
+the project.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from demask.files import atomic_write as atomic
 from demask.traverse import tile
+from docs.generate import DOCS
+from traverse_networks import latent, named
 
-DOCS = Path(__file__).parent
-sys.path.append(str(DOCS.parent / "tests" / "networks" / "zoo"))
-from traverse_networks import latent, named  # noqa: E402
-
+DPI = 100
 PATH = DOCS / "traverse.jpg"
 SIZE, GROWS = (96, 256), 8  # of the latent; pixels per position
 SIDE, PADDING = 64, 11  # of a tile, in positions of the latent
@@ -33,7 +28,6 @@ SHOWN = slice(100, 720), slice(56, 846)  # rows and columns: seams cross in them
 SCALE = 0.1  # of the values of the picture, which go from 0 to 1, at the end of the colours
 FEW = 8  # marks that are drawn long
 INK, SEAM, BANDS = "#1f2933", "#ff3b30", "#2f6fb5"
-QUALITY = 88
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +128,6 @@ def _marked(axes: Any, seams: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     axes.set(xlim=(-0.5, wide - 0.5), ylim=(high - 0.5, -0.5))
 
 
-if __name__ == "__main__":
-    with atomic.write(PATH) as file:
-        drawn(columns()).savefig(file, format="jpg", dpi=100, pil_kwargs={"quality": QUALITY})
+def figure() -> Figure:
+    """The picture."""
+    return drawn(columns())

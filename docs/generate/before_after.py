@@ -1,19 +1,18 @@
-"""Writes docs/before_after.svg, the network of architecture.md before and after demask:
-`python docs/make_picture.py`. Which channels are left, and in which order, comes from a real run.
+"""docs/before_after.svg, the network of architecture.md before and after demask: which channels are
+left, and in which order, comes from a real run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from run_blocks import BLOCK, DOCS
-
 import demask
+from docs.generate import DOCS
+from docs.generate.blocks import BLOCK
 
-PATH = Path(__file__).parent / "before_after.svg"
+PATH = DOCS / "before_after.svg"
 WIDTH, HEIGHT = 860, 560
 SIDE, GAP = 17, 3  # of the square of a channel
 INK, MUTED, LINE, PAPER = "#1f2933", "#6b7785", "#9aa5b1", "#ffffff"
@@ -139,7 +138,7 @@ def _legend() -> Iterator[str]:
         yield _text(x + 20, 542, text, 12, MUTED)
 
 
-def picture() -> str:
+def page() -> str:
     """The picture as SVG text."""
     before, after = _sides()
     tip = (
@@ -158,8 +157,3 @@ def picture() -> str:
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
-
-
-if __name__ == "__main__":
-    PATH.write_text(picture())
-    print(PATH.name)

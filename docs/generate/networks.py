@@ -1,19 +1,19 @@
-"""Writes docs/networks.md from benchmarks/results/networks.json, which the nightly tests measure.
+"""docs/networks.md, from benchmarks/results/networks.json, which the nightly tests measure:
 
     python -m pytest -m "nightly or not nightly" --results benchmarks/results/networks.json \\
         tests/whole/test_transformers.py tests/whole/test_zoo.py tests/graph/test_recurrent.py
-    python docs/make_networks.py
+    python -m docs networks
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-PATH = ROOT / "docs" / "networks.md"
+from docs.generate import DOCS, ROOT
+
+PATH = DOCS / "networks.md"
 RESULTS = ROOT / "benchmarks" / "results" / "networks.json"
 HEAD = """# Networks and masks
 
@@ -28,7 +28,7 @@ the network's own *class*; that with graphs for some *parts*; or a *graph*. *The
 how many of its cells it has over 5 % more parameters than one graph, and the most. Both are empty
 for networks that were last measured before results had the caller's class.
 
-Made by `python docs/make_networks.py` from what the nightly tests wrote; a test keeps it so.
+Made by `python -m docs networks` from what the nightly tests wrote; a test keeps it so.
 """
 # Per suite of tests: title, the words for its masks in the order of the columns.
 SUITES = {
@@ -151,18 +151,10 @@ def section(suite: str, lines: Sequence[Line]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def page(lines: Sequence[Line]) -> str:
-    """The whole page, from the results of tests."""
+def page(lines: Sequence[Line] | None = None) -> str:
+    """The page, from the results of tests; default: the committed ones."""
+    lines = json.loads(RESULTS.read_text()) if lines is None else lines
     names = {line["suite"] for line in lines}
     suites = [s for s in SUITES if s in names] + sorted(names - SUITES.keys())
     sections = [section(s, [line for line in lines if line["suite"] == s]) for s in suites]
     return "\n".join([HEAD, *(f"{text}\n" for text in sections)])
-
-
-def measured() -> list[Line]:
-    return json.loads(RESULTS.read_text())
-
-
-if __name__ == "__main__":
-    PATH.write_text(page(measured()))
-    print(f"{PATH.name}: {len(measured())} results")

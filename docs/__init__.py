@@ -1,0 +1,1 @@
+"""The pages of the site, and what generates some of them: `python -m docs`."""
