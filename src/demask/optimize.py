@@ -29,6 +29,7 @@ from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import (
     GIVEN,
     WHOLE,
+    ModuleSizes,
     Provenance,
     Speed,
     TuneDecision,
@@ -46,7 +47,7 @@ from demask.shrink.on_device import CPU, copy_to_cpu, device_of, move_module
 from demask.shrink.own_class.small_graphs import has_methods
 from demask.shrink.pipeline import capture_program as captured
 from demask.shrink.pipeline import shrink_program, sliced_shape
-from demask.shrink.program_size import count_removed, measure_program
+from demask.shrink.program_size import count_removed, measure_modules, measure_program
 from demask.shrink.submodules import merge_records, part_dynamic_shapes
 from demask.sparse.segment.build_segments import layers_of
 from demask.sparse.segment.candidates import SegmentCandidates
@@ -415,9 +416,14 @@ def _describe_loss(race: CandidateRace, name: str, precision: str) -> str:
 def optimized_provenance(program: Program, provenance: Provenance, table: Table) -> Provenance:
     """The provenance of an optimized program: its sizes, cuts, and ops that only adapt shapes."""
     whole = unfuse(program)
-    sizes = measure_program(whole, Analysis(whole, table).relations)
+    relations = Analysis(whole, table).relations
+    sizes, modules = measure_program(whole, relations), measure_modules(whole, relations)
     in_segments = layers_of(whole)
     sizes = replace(sizes, macs=sizes.macs + sum(layer.products for layer in in_segments))
+    for layer in in_segments:
+        parameters, macs = modules.get(layer.name, (0, 0))
+        modules[layer.name] = parameters, macs + layer.products
+    before = {path: (row.parameters[0], row.macs[0]) for path, row in provenance.modules.items()}
     densities = {
         layer.name: layer.stored / layer.weights
         for layer in in_segments
@@ -430,12 +436,15 @@ def optimized_provenance(program: Program, provenance: Provenance, table: Table)
     }
     marks = [node.meta["effect"] for node in program.graph.nodes if "effect" in node.meta]
     return replace(provenance, after=sizes, cuts=cuts, effects=dict(Counter(marks)),
-                   densities=densities)  # fmt: skip
+                   densities=densities, modules=ModuleSizes.paired(before, modules))  # fmt: skip
 
 
 def unchanged_provenance(provenance: Provenance) -> Provenance:
     """The provenance of a network from which nothing was removed."""
-    return replace(provenance, after=provenance.before, removed={}, cuts={}, effects={}, reasons=())
+    same = {path: ModuleSizes((row.parameters[0],) * 2, (row.macs[0],) * 2)
+            for path, row in provenance.modules.items()}  # fmt: skip
+    return replace(provenance, after=provenance.before, removed={}, cuts={}, effects={}, reasons=(),
+                   modules=same)  # fmt: skip
 
 
 def _original(

@@ -26,6 +26,7 @@ LAYERS = (
     ("graph",),
     ("facts",),
     ("shrink", "tune", "files"),
+    ("pages",),
     ("sparse", "traverse", "stride", "prune"),
     ("pilot", "checkpoint"),
     ("verify", "optimize"),

@@ -14,7 +14,7 @@ import demask
 from demask.errors import BadInput
 from demask.graph.provenance import Provenance, Reason, Sizes
 from demask.report import Decline, report
-from demask.report.text import removed_rows
+from demask.report.sections import removed_rows
 
 
 def demasked(**fields):

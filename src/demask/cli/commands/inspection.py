@@ -29,7 +29,8 @@ from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
 from demask.progress import ProgressStep
 from demask.report.report import Report
-from demask.report.text import PLACES, ROWS, share
+from demask.report.sections import PLACES, ROWS
+from demask.report.values import share
 from demask.text_table import number_table, render_text
 
 

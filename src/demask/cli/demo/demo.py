@@ -30,7 +30,7 @@ from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, time_alternately
 from demask.progress import ProgressStep
 from demask.report.report import Report
-from demask.report.text import decline_line, scatters_reasons
+from demask.report.sections import decline_line, scatters_reasons
 from demask.text_table import number_table, render_text
 
 EPOCHS, TUNING = 5, 4  # before and after pruning; enough for 98 % of the test images
