@@ -4,7 +4,6 @@ from demask.pages.sections import (
     Box,
     Command,
     Curve,
-    Curves,
     InTerminal,
     Lines,
     NetworkPicture,
@@ -12,7 +11,8 @@ from demask.pages.sections import (
     Page,
     Section,
     Span,
-    Table,
+    StepCharts,
+    TextTable,
     Timeline,
 )
 from demask.pages.source import PageSource
@@ -21,7 +21,6 @@ __all__ = [
     "Box",
     "Command",
     "Curve",
-    "Curves",
     "InTerminal",
     "Lines",
     "NetworkPicture",
@@ -30,6 +29,7 @@ __all__ = [
     "PageSource",
     "Section",
     "Span",
-    "Table",
+    "StepCharts",
+    "TextTable",
     "Timeline",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from demask.machine.byte_sizes import format_bytes
-from demask.pages.sections import Curve, Curves, Span, Timeline
+from demask.pages.sections import Curve, Span, StepCharts, Timeline
 
 WIDTH, HEIGHT = 420, 190  # of a chart, in pixels: letters can be read on a phone
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 24, 34  # of its axes
@@ -15,7 +15,7 @@ ACROSS, DOWN = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 POINTS = 400  # of a chart: more are joined
 
 
-def draw_curves(curves: Curves) -> str:
+def draw_curves(curves: StepCharts) -> str:
     """One chart per curve."""
     return "\n".join(_curve(curve, curves) for curve in curves.curves)
 
@@ -40,8 +40,9 @@ def draw_timeline(timeline: Timeline) -> str:
     for name, size in timeline.limits.items():
         y = TOP + DOWN * (1 - size / most)
         words = f"{name} {format_bytes(size)}"
-        parts += [f'<line class="mark" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
-                  _text(WIDTH - RIGHT, y - 4 if y > TOP else y + 12, words, 'text-anchor="end"')]  # fmt: skip
+        parts.append(_level("mark", y))
+        below = y - 4 if y > TOP else y + 12
+        parts.append(_text(WIDTH - RIGHT, below, words, 'text-anchor="end"'))
     parts.append(_text(LEFT + ACROSS / 2, HEIGHT - 8, timeline.across, 'text-anchor="middle"'))
     return f"{_svg(title, parts)}\n<p>{escape(title)}.</p>"
 
@@ -61,7 +62,7 @@ def _joined(spans: Sequence[Span], total: float) -> list[Span]:
     return joined
 
 
-def _curve(curve: Curve, curves: Curves) -> str:
+def _curve(curve: Curve, curves: StepCharts) -> str:
     points = [(x, y) for x, y in _averaged(curve.points) if math.isfinite(y)]
     low, high, step = _ticks([y for _, y in points])
 
@@ -75,8 +76,9 @@ def _curve(curve: Curve, curves: Curves) -> str:
         parts.append(_grid_line(at(0, value)[1], f"{value:.4g}"))
     for x, words in curves.events:
         across = at(x, low)[0]
+        title = f"<title>step {x:g}: {escape(words)}</title>"
         parts.append(f'<line class="mark" x1="{across:.1f}" x2="{across:.1f}" y1="{TOP}" '
-                     f'y2="{TOP + DOWN}"><title>step {x:g}: {escape(words)}</title></line>')  # fmt: skip
+                     f'y2="{TOP + DOWN}">{title}</line>')  # fmt: skip
     drawn = [at(x, y) for x, y in points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
     parts.append(f'<polyline class="curve" points="{path}"/>')
@@ -116,9 +118,12 @@ def _svg(title: str, parts: Sequence[str]) -> str:
 
 
 def _grid_line(y: float, words: str) -> str:
-    label = _text(LEFT - 6, y + 4, words, 'text-anchor="end"')
-    return (f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f"{label}")  # fmt: skip
+    return _level("grid", y) + _text(LEFT - 6, y + 4, words, 'text-anchor="end"')
+
+
+def _level(kind: str, y: float) -> str:
+    """A line across a chart."""
+    return f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
 
 
 def _text(x: float, y: float, words: str, more: str = "") -> str:

@@ -10,13 +10,13 @@ from demask.pages.charts import draw_curves, draw_timeline
 from demask.pages.picture import draw_network
 from demask.pages.sections import (
     Command,
-    Curves,
     Lines,
     NetworkPicture,
     OnPage,
     Page,
     Section,
-    Table,
+    StepCharts,
+    TextTable,
     Timeline,
 )
 from demask.pages.style import STYLE
@@ -67,13 +67,13 @@ def _written(section: Section) -> str:
     match section:
         case Lines():
             return _lines(section.lines)
-        case Table():
+        case TextTable():
             return _table(section) if section.rows else ""
         case NetworkPicture():
             return draw_network(section) if section.boxes else ""
         case Timeline():
             return draw_timeline(section) if section.spans else ""
-        case Curves():
+        case StepCharts():
             words = f"\n<p>{escape(section.words)}</p>" if section.words else ""
             return draw_curves(section) + words
         case Command():
@@ -90,7 +90,7 @@ def _lines(lines: Sequence[str]) -> str:
     return f"<ul>\n{items}\n</ul>" if items else ""
 
 
-def _table(table: Table) -> str:
+def _table(table: TextTable) -> str:
     """A table whose first column is a head, too, in a box that scrolls where it is too wide."""
 
     def cell(tag: str, k: int, text: str, scope: str = "") -> str:
@@ -101,15 +101,15 @@ def _table(table: Table) -> str:
         cell("th", k, text, ' scope="col"') if text else "<td></td>"
         for k, text in enumerate(table.head)
     )
-    rows = "\n".join(
-        "<tr>"
-        + "".join(
-            cell("td", k, text) if k else cell("th", k, text, ' scope="row"')
-            for k, text in enumerate(row)
-        )
-        + "</tr>"
-        for row in table.rows
-    )
+
+    def cells(row: Sequence[str]) -> str:
+        if len(row) == 1 < len(table.head):
+            return cell("th", 0, row[0], f' scope="rowgroup" colspan="{len(table.head)}"')
+        first = cell("th", 0, row[0], ' scope="row"')
+        first = first if " " in row[0] else first.replace(".", ".<wbr>")  # a name may wrap there
+        return first + "".join(cell("td", k, text) for k, text in enumerate(row) if k)
+
+    rows = "\n".join(f"<tr>{cells(row)}</tr>" for row in table.rows)
     name = escape(table.title or table.heading or table.head[0] or "sizes", quote=True)
     caption = f"<caption>{escape(table.title)}</caption>\n" if table.title else ""
     return (

@@ -12,14 +12,15 @@ from math import sqrt
 
 from demask.pages.sections import Box, NetworkPicture
 
-WIDEST, HIGHEST, LEAST = 64, 40, 7  # of a box, in pixels
+WIDEST, HIGHEST, LEAST = 96, 56, 8  # of a box, in pixels
+SMALL = 64  # rows or columns of the largest box, at least: small networks have small boxes
 LOOKS = ("stays", "went", "changed")
 
 
 def draw_network(picture: NetworkPicture) -> str:
     """The boxes in order of execution, block by block, below a key."""
-    widest = max(box.rows[0] for box in picture.boxes)
-    highest = max(box.columns[0] for box in picture.boxes)
+    widest = max(SMALL, *(box.rows[0] for box in picture.boxes))
+    highest = max(SMALL, *(box.columns[0] for box in picture.boxes))
     blocks = []
     for block, boxes in groupby(picture.boxes, key=_block):
         drawn = "\n".join(_drawn(box, block, widest, highest) for box in boxes)
@@ -48,8 +49,8 @@ def _block(box: Box) -> str:
 def _drawn(box: Box, block: str, widest: int, highest: int) -> str:
     """A box with its name, and words that appear where it is pointed at or has the focus."""
     width, height = _scaled(box.rows[0], widest, WIDEST), _scaled(box.columns[0], highest, HIGHEST)
-    left = width * box.rows[1] / max(box.rows[0], 1)
-    top = height * box.columns[1] / max(box.columns[0], 1)
+    left = width * min(box.rows[1] / max(box.rows[0], 1), 1)
+    top = height * min(box.columns[1] / max(box.columns[0], 1), 1)
     stays = "changed" if box.is_changed else "stays"
     is_cut = (left, top) != (width, height)
     rects = [f'<rect class="went" x="1" y="1" width="{width:.1f}" height="{height:.1f}"/>'] * is_cut

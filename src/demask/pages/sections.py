@@ -1,10 +1,12 @@
-"""The sections of a page. They are values: `text` prints them, `html` writes them, so that both have
+"""The sections of a page, as values: `text` prints them and `html` writes them, so that both have
 the same numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+from demask.text_table import WIDTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +21,13 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of text below a head. left: columns that are text, all others are numbers. terminal_rows:
-    the rows that a terminal shows, if these are others."""
+class TextTable:
+    """Rows of text below a head. A row of one cell is a heading of those that follow.
+
+    left: columns that are text, all others are numbers. unbroken: columns that a terminal does not
+    wrap. rules: numbers of rows with a line above them. terminal_rows: the rows that a terminal
+    shows, if these are others.
+    """
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -29,8 +35,11 @@ class Table:
     left: Sequence[int] = (0,)
     title: str = ""
     terminal_rows: Sequence[Sequence[str]] | None = None
+    unbroken: Sequence[int] = ()
+    rules: Sequence[int] = ()
     is_close: bool = False
     pad_edge: bool = True
+    width: int = WIDTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +106,8 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Curves:
-    """Curves over the same steps, 0 to `last`. events: vertical lines, as (step, words)."""
+class StepCharts:
+    """StepCharts over the same steps, 0 to `last`. events: vertical lines, as (step, words)."""
 
     curves: Sequence[Curve]
     last: float
@@ -130,7 +139,7 @@ class OnPage:
     sections: Sequence[Section]
 
 
-Section = Lines | Table | NetworkPicture | Timeline | Curves | Command | InTerminal | OnPage
+Section = Lines | TextTable | NetworkPicture | Timeline | StepCharts | Command | InTerminal | OnPage
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +155,3 @@ class Page:
     def followed_by(self, *sections: Section) -> Page:
         """The page with more sections at its end."""
         return replace(self, sections=(*self.sections, *sections))
-
-    def __str__(self) -> str:
-        from demask.pages.text import text_of
-
-        return text_of(self.sections)

@@ -9,7 +9,7 @@ from demask.pages.sections import Page
 
 
 class PageSource:
-    """A result with a page: `print` shows it as text, `to_html` writes it, and notebooks show it."""
+    """A result with a page: `print` shows it as text, `to_html` and notebooks as HTML."""
 
     __slots__ = ()
 
@@ -18,7 +18,9 @@ class PageSource:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return str(self.page())
+        from demask.pages.text import text_of
+
+        return text_of(self.page().sections)
 
     def to_html(self, path: str | Path) -> None:
         """Write the result as one HTML page, which refers to no other file.

@@ -1,5 +1,5 @@
-"""The style of pages: for light and dark, for phones and for paper. Every rule is of `.demask-page`,
-so that a notebook around it stays as it is."""
+"""The style of pages: for light and dark, for phones and for paper. Every rule is of
+`.demask-page`, so that a notebook around it stays as it is."""
 
 STYLE = """
 .demask-page { --ink: #1c2024; --paper: #fff; --quiet: #57616b; --line: #cfd6dd; --panel: #f3f5f7;
@@ -22,13 +22,14 @@ STYLE = """
 .demask-page th, .demask-page td { text-align: left; vertical-align: top; font-weight: 400;
   padding: .3rem 1rem .3rem 0; border: 0; border-bottom: 1px solid var(--line); background: none; }
 .demask-page thead th { font-weight: 600; }
-.demask-page th[scope=row] { min-width: 7rem; }
+.demask-page th[scope=row] { position: sticky; left: 0; background: var(--paper);
+  overflow-wrap: break-word; max-width: 24rem; }
 .demask-page .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .demask-page pre { background: var(--panel); color: inherit; padding: .6rem .8rem; margin: .5rem 0;
   white-space: pre-wrap; }
 .demask-page ul.key, .demask-page ol.network, .demask-page ol.network ul { list-style: none;
   margin: 0; padding: 0; display: flex; flex-wrap: wrap; gap: .3rem 1rem; }
-.demask-page ol.network { gap: .5rem 1.5rem; margin: .75rem 0; }
+.demask-page ol.network { gap: .75rem 2rem; margin: .75rem 0; align-items: flex-end; }
 .demask-page ol.network > li { position: relative; display: block; max-width: 100%; }
 .demask-page ol.network ul { gap: .4rem .5rem; align-items: flex-end; }
 .demask-page ol.network ul > li { display: block; }
@@ -39,7 +40,8 @@ STYLE = """
 .demask-page .why { display: none; position: absolute; left: 0; top: 100%; z-index: 1;
   width: max-content; max-width: min(22rem, 85vw); padding: .3rem .5rem; font-size: .85rem;
   background: var(--panel); border: 1px solid var(--line); }
-.demask-page svg:focus-visible ~ .why, .demask-page ol.network ul > li:hover .why { display: block; }
+.demask-page svg:focus-visible ~ .why,
+.demask-page ol.network ul > li:hover .why { display: block; }
 .demask-page :focus-visible { outline: 2px solid var(--stays); outline-offset: 2px; }
 .demask-page .stays { fill: var(--stays); }
 .demask-page .changed { fill: var(--changed); }
@@ -51,6 +53,10 @@ STYLE = """
 .demask-page .grid { stroke: var(--line); }
 .demask-page .mark { stroke: var(--went); stroke-dasharray: 4 3; }
 .demask-page .curve { fill: none; stroke: var(--stays); stroke-width: 1.6; }
+@media (max-width: 40rem) {
+  .demask-page table { font-size: .85rem; }
+  .demask-page th, .demask-page td { padding-right: .6rem; }
+  .demask-page th[scope=row] { max-width: 9rem; } }
 @media print {
   .demask-page { --ink: #000; --paper: #fff; --quiet: #444; --line: #bbb; --panel: #f3f5f7;
     --stays: #2b6cb0; --went: #b3500a; --changed: #1f7a4d; font-size: 11pt; padding: 0;

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from demask.pages.sections import Command, InTerminal, Lines, Section, Table
+from demask.pages.sections import Command, InTerminal, Lines, Section, TextTable
 from demask.text_table import number_table, render_lines
 
 
@@ -37,21 +37,24 @@ def _lines_of(section: Section) -> list[str]:
             return render_lines(*map(Text, section.lines))
         case Lines():
             return [line for text in section.lines for line in text.split("\n")]
-        case Table():
+        case TextTable():
             return _table_lines(section)
         case Command():
             return [f"next: {section.command}  # {section.words}"]
     return []
 
 
-def _table_lines(table: Table) -> list[str]:
+def _table_lines(table: TextTable) -> list[str]:
     rows = table.rows if table.terminal_rows is None else table.terminal_rows
     if not rows:
         return []
     style = {"title": Text(table.title), "title_style": ""} if table.title else {}
     drawn = number_table(table.head[0], *table.head[1:], pad_edge=table.pad_edge, **style)
-    for k in table.left:
-        drawn.columns[k].justify = "left"
-    for row in rows:
+    for k, column in enumerate(drawn.columns):
+        column.justify = "left" if k in table.left else "right"
+        column.no_wrap = k in table.unbroken
+    for k, row in enumerate(rows):
+        if k in table.rules:
+            drawn.add_section()
         drawn.add_row(*map(Text, row))
-    return render_lines(drawn)
+    return render_lines(drawn, width=table.width)

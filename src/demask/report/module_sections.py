@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from demask.pages import Box, NetworkPicture, Section, Table
+from demask.pages import Box, NetworkPicture, Section, TextTable
 from demask.report.values import ModuleRow, ReportValues, share
 
 
@@ -25,7 +25,7 @@ def module_sections(report: ReportValues) -> Iterator[Section]:
                  f"{report.before.macs // divisor:,}", f"{report.after.macs // divisor:,}",
                  share(report.after.macs, report.before.macs)))  # fmt: skip
     head = ("module", "parameters before", "after", "share", f"{unit} before", "after", "share")
-    yield Table(head, rows, "Modules")
+    yield TextTable(head, rows, "Modules")
 
 
 def module_unit(report: ReportValues) -> tuple[str, int]:

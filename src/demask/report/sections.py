@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from demask.pages import InTerminal, Lines, OnPage, Page, Section, Table
+from demask.pages import InTerminal, Lines, OnPage, Page, Section, TextTable
 from demask.report.module_sections import module_sections
 from demask.report.speed import returned, speed_sections
 from demask.report.values import Decline, ReportValues, share
@@ -80,24 +80,27 @@ def report_page(report: ReportValues, title: str) -> Page:
 
 def report_sections(report: ReportValues, *, removed: bool = True) -> Iterator[Section]:
     """The sections of a report. removed: whether a terminal lists what was removed by module."""
-    yield Lines(returned_lines(report))
+    returned = returned_lines(report)
+    yield InTerminal([Lines(returned)])
     yield sizes_table(report)
-    yield OnPage([*module_sections(report), *_more_sections(report)])
+    yield OnPage(
+        [Lines(returned, "What was returned"), *module_sections(report), *_more_sections(report)]
+    )
     lines = [report.summary] if report.nothing_removed else []
     lines += _shortened([decline_line(item) for item in report.declined], "reasons")
     lines += [f"note: {note}" for note in report.notes]
     yield InTerminal([Lines(lines, is_wrapped=True)])
     if removed:
         head = ("module", "parameters removed")
-        short = Table(head, removed_rows(report, ROWS))
-        own = [] if report.modules else [Table(head, removed_rows(report), "Removed")]
+        short = TextTable(head, removed_rows(report, ROWS))
+        own = [] if report.modules else [TextTable(head, removed_rows(report), "Removed")]
         yield from (InTerminal([short]), OnPage(own))
     scatters = [f"ops that only restore shapes: {scatters_line(report)}"]
     yield Lines([*scatters, *scatters_reasons(report)], "Ops that only restore shapes", True)
     if report.densities:
         rows = sparse_rows(report)
         more = [(f"{len(rows) - ROWS} more layers", "")] if len(rows) > ROWS else []
-        yield Table(("sparse layers", "weights stored"), rows, "Sparse layers",
+        yield TextTable(("sparse layers", "weights stored"), rows, "Sparse layers",
                     terminal_rows=[*rows[:ROWS], *more])  # fmt: skip
     if report.speed is not None:
         yield from speed_sections(report.speed, report.decisions)
@@ -105,9 +108,9 @@ def report_sections(report: ReportValues, *, removed: bool = True) -> Iterator[S
         yield OnPage([report.timeline])
 
 
-def sizes_table(report: ReportValues) -> Table:
+def sizes_table(report: ReportValues) -> TextTable:
     """Sizes before and after, and the share that is left."""
-    return Table(("", "before", "after", "share"), sizes_rows(report))
+    return TextTable(("", "before", "after", "share"), sizes_rows(report))
 
 
 def _more_sections(report: ReportValues) -> Iterator[Section]:
@@ -115,11 +118,11 @@ def _more_sections(report: ReportValues) -> Iterator[Section]:
     heading, better = "What would free more", report.graph_note
     if report.declined:
         rows = [(item.text, f"{item.slices:,}", ", ".join(item.places)) for item in report.declined]
-        yield Table(("slices of zeros that stay, and why", "slices", "where"), rows, heading,
+        yield TextTable(("slices of zeros that stay, and why", "slices", "where"), rows, heading,
                     left=(0, 2))  # fmt: skip
         heading = ""
     if better:
-        yield Lines([f"{better}."], heading)
+        yield Lines([f"{better[:1].upper()}{better[1:]}."], heading)
     elif heading and report.modules:
         yield Lines(["Nothing: no zeros stay that a reason is known for."], heading)
     yield Lines([note for note in report.notes if note != better], "Notes")

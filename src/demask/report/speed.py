@@ -8,7 +8,7 @@ from math import inf
 
 from demask.graph.provenance import GIVEN, WHOLE, Speed, TuneDecision
 from demask.machine.describe import format_threads
-from demask.pages import InTerminal, Lines, OnPage, Section, Table
+from demask.pages import InTerminal, Lines, OnPage, Section, TextTable
 
 NAMED = 3  # places named per row
 
@@ -67,16 +67,16 @@ def choices(decisions: Sequence[TuneDecision]) -> list[SpeedChoice]:
     return sorted(rows, key=lambda choice: -choice.seconds)
 
 
-def _candidates(decision: TuneDecision) -> Table:
+def _candidates(decision: TuneDecision) -> TextTable:
     rows = []
     for form, taken in sorted(decision.seconds.items(), key=lambda row: row[1]):
         name = "original" if form == GIVEN else form
         word = f"{name} (returned)" if form == decision.chosen else name
         rows.append((word, f"{1e3 * taken:.2f}"))
-    return Table(("candidate", "ms"), rows, is_close=True)
+    return TextTable(("candidate", "ms"), rows, is_close=True)
 
 
-def _pieces(choices: Sequence[SpeedChoice], named: int | None) -> Table:
+def _pieces(choices: Sequence[SpeedChoice], named: int | None) -> TextTable:
     """named: places that are named per row; None for all."""
     rows = []
     for choice in choices:
@@ -86,7 +86,7 @@ def _pieces(choices: Sequence[SpeedChoice], named: int | None) -> Table:
         other = f"{1e3 * choice.other:.2f} ({choice.instead})" if choice.instead else "–"
         rows.append((choice.form, str(choice.pieces), f"{1e3 * choice.seconds:.2f}", other, where))
     head = ("pieces, chosen one by one", "count", "ms", "ms of the next best", "where")
-    return Table(head, rows, left=(0, 4), is_close=True)
+    return TextTable(head, rows, left=(0, 4), is_close=True)
 
 
 def _milliseconds(row: tuple[float, float, float]) -> str:

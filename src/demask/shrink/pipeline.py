@@ -248,8 +248,9 @@ def shrink_program(
 class _MeasuredProgram:
     """A program, its sizes, and the cuts of its tensors from those of the first program.
 
-    relations: of its calls, recurrent ones split. weight: parameters, MACs and elements written, which have to shrink. They are counted on the
-    captured sizes: with a batch of two, what is computed once for all images counts less.
+    relations: of its calls, recurrent ones split. weight: parameters, MACs and elements written,
+    which have to shrink. They are counted on the captured sizes: with a batch of two, what is
+    computed once for all images counts less.
     """
 
     program: Program
