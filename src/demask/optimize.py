@@ -49,7 +49,7 @@ from demask.shrink.pipeline import capture_program as captured
 from demask.shrink.pipeline import shrink_program, sliced_shape
 from demask.shrink.program_size import count_removed, measure_modules, measure_program
 from demask.shrink.submodules import merge_records, part_dynamic_shapes
-from demask.sparse.segment.build_segments import layers_of
+from demask.sparse.segment.build_segments import SegmentLayer, layers_of
 from demask.sparse.segment.candidates import SegmentCandidates
 from demask.tune.candidates import Candidate, generate_candidates
 from demask.tune.epilogue import is_fused, unfuse
@@ -420,10 +420,8 @@ def optimized_provenance(program: Program, provenance: Provenance, table: Table)
     sizes, modules = measure_program(whole, relations), measure_modules(whole, relations)
     in_segments = layers_of(whole)
     sizes = replace(sizes, macs=sizes.macs + sum(layer.products for layer in in_segments))
-    for layer in in_segments:
-        parameters, macs = modules.get(layer.name, (0, 0))
-        modules[layer.name] = parameters, macs + layer.products
     before = {path: (row.parameters[0], row.macs[0]) for path, row in provenance.modules.items()}
+    _split_segments(modules, in_segments, before)
     densities = {
         layer.name: layer.stored / layer.weights
         for layer in in_segments
@@ -437,6 +435,22 @@ def optimized_provenance(program: Program, provenance: Provenance, table: Table)
     marks = [node.meta["effect"] for node in program.graph.nodes if "effect" in node.meta]
     return replace(provenance, after=sizes, cuts=cuts, effects=dict(Counter(marks)),
                    densities=densities, modules=ModuleSizes.paired(before, modules))  # fmt: skip
+
+
+def _split_segments(
+    modules: dict[str, tuple[int, int]], layers: Sequence[SegmentLayer],
+    before: Mapping[str, tuple[int, int]],
+) -> None:  # fmt: skip
+    """Move the stored weights of layers, in place, from their segments, which are modules that the
+    network did not have before, to the modules that they were."""
+    moved = sum(layer.stored for layer in layers)
+    for path in [path for path in modules if path not in before]:
+        parameters, macs = modules[path]
+        modules[path] = max(parameters - moved, 0), macs
+        moved = max(moved - parameters, 0)
+    for layer in layers:
+        parameters, macs = modules.get(layer.name, (0, 0))
+        modules[layer.name] = parameters + layer.stored, macs + layer.products
 
 
 def unchanged_provenance(provenance: Provenance) -> Provenance:

@@ -88,31 +88,35 @@ class CheckpointReport(PageSource):
         """What `print`, `to_html` and notebooks show, as sections."""
         head = ("slices", "layers", "before", "live", "written")
         table = TextTable(head, [_cells(row) for row in self.slices], "Slices", pad_edge=False)
-        size, *more = self._lines()
         compared = str(self.proof or "not compared with the original")
-        lines = Lines([size, *more], is_close=True)
-        picture = OnPage([NetworkPicture([box for row in self.slices for box in _boxes(row)],
-                                         "The layers")])  # fmt: skip
-        memory = [f"memory of this process: at most {format_bytes(self.memory)}"] * bool(
-            self.memory
-        )
+        picture = NetworkPicture([box for row in self.slices for box in _boxes(row)], "The layers",
+                                 words="A box has the slices of a layer.")  # fmt: skip
+        memory = [f"memory of this process: at most {format_bytes(self.memory or 0)}"]
         return Page("demask slim", (
-            table, lines, picture, Lines([compared], "Verification", is_close=True),
-            Lines(memory, is_close=True), Lines(self.notes, "Notes", is_close=True),
-        ), size)  # fmt: skip
+            table,
+            Lines(self._sizes(), "Sizes", is_close=True),
+            OnPage([picture]),
+            Lines([self._shares()], "What would free more", is_close=True),
+            Lines([compared], "Verification", is_close=True),
+            Lines(memory * (self.memory is not None), "Memory", is_close=True),
+            Lines(self.notes, "Notes", is_close=True),
+        ))  # fmt: skip
 
-    def _lines(self) -> list[str]:
-        """Sizes before and after, and what other formats would save."""
+    def _sizes(self) -> list[str]:
         sizes = " -> ".join(format_bytes(n) for n in self.bytes)
         numbers = " -> ".join(f"{n:,}" for n in self.parameters)
         lines = [f"{self.out}: {numbers} parameters, {sizes}"]
-        lines += [f"{path}: {a} -> {b} layers" for path, (a, b) in self.layers.items() if a != b]
+        changed = [(path, a, b) for path, (a, b) in self.layers.items() if a != b]
+        return [*lines, *(f"{path}: {a} -> {b} layers" for path, a, b in changed)]
+
+    def _shares(self) -> str:
+        """What zeros make useless, and what this format and others save of it."""
         shares = f"removable {self.removable:.1%}, in this format {self.removed:.1%}"
         more = [f"{name} {share:.1%}" for name, share in self.by_layer.items()
                 if share > self.removed + LITTLE]  # fmt: skip
         if more:
             shares += f", with sizes by layer: {', '.join(more)}"
-        return [*lines, shares + (f"; {self.advice}" if self.advice else "")]
+        return shares + (f"; {self.advice}" if self.advice else "")
 
 
 def _cells(row: SliceCount) -> tuple[str, ...]:

@@ -33,8 +33,8 @@ def draw_network(picture: NetworkPicture) -> str:
     )  # fmt: skip
     body = "\n".join(blocks)
     return (f'<ul class="key">{key}</ul>\n<ol class="network">\n{body}\n</ol>\n<p class="quiet">'
-            "A box is the weight of a module: rows across, columns down. Point at one, or move to "
-            "it with the tab key, to read why.</p>")  # fmt: skip
+            f"{escape(picture.words)} Point at a box, or move to it with the tab key, to read "
+            "more.</p>")  # fmt: skip
 
 
 def _block(box: Box) -> str:

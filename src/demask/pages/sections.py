@@ -60,14 +60,15 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class NetworkPicture:
-    """A network as one box per module, in order of execution. key: what the three looks of boxes
-    mean: stays, went, changed; those without words are left out."""
+    """A network as one box per module, in order of execution. stays, went, changed: what the looks
+    of boxes mean; those without words are left out. words: what boxes are."""
 
     boxes: Sequence[Box]
     heading: str = "The network"
     stays: str = "stays"
     went: str = "went"
     changed: str = ""
+    words: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,12 @@ STYLE = """
 .demask-page table { border-collapse: collapse; font-size: .95rem; color: inherit; margin: 0; }
 .demask-page caption { text-align: left; font-weight: 600; padding: .3rem 0; }
 .demask-page th, .demask-page td { text-align: left; vertical-align: top; font-weight: 400;
-  padding: .3rem 1rem .3rem 0; border: 0; border-bottom: 1px solid var(--line); background: none; }
-.demask-page thead th { font-weight: 600; }
-.demask-page th[scope=row] { position: sticky; left: 0; background: var(--paper);
-  overflow-wrap: break-word; max-width: 24rem; }
-.demask-page .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+  padding: .3rem 1rem .3rem 0; border: 0; border-bottom: 1px solid var(--line); background: none;
+  overflow-wrap: break-word; max-width: 28rem; }
+.demask-page thead th { font-weight: 600; vertical-align: bottom; }
+.demask-page th[scope=row] { position: sticky; left: 0; background: var(--paper); }
+.demask-page .number { text-align: right; font-variant-numeric: tabular-nums; }
+.demask-page td.number { white-space: nowrap; }
 .demask-page pre { background: var(--panel); color: inherit; padding: .6rem .8rem; margin: .5rem 0;
   white-space: pre-wrap; }
 .demask-page ul.key, .demask-page ol.network, .demask-page ol.network ul { list-style: none;
@@ -62,7 +63,7 @@ STYLE = """
     --stays: #2b6cb0; --went: #b3500a; --changed: #1f7a4d; font-size: 11pt; padding: 0;
     print-color-adjust: exact; }
   .demask-page .scroll { overflow: visible; }
-  .demask-page .number { white-space: normal; }
+  .demask-page td.number { white-space: normal; }
   .demask-page tr, .demask-page svg, .demask-page ol.network > li { break-inside: avoid; }
   .demask-page h2 { break-after: avoid; }
   .demask-page .why { display: none !important; }

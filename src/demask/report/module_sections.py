@@ -13,7 +13,8 @@ def module_sections(report: ReportValues) -> Iterator[Section]:
     if not report.modules:
         return
     unit, divisor = module_unit(report)
-    yield NetworkPicture([_box(row, report) for row in report.modules])
+    words = "A box is the weight of a module: rows across, columns down."
+    yield NetworkPicture([_box(row, report) for row in report.modules], words=words)
     rows = [_cells(row, divisor) for row in report.modules]
     others = [report.before.parameters, report.after.parameters]
     for row in report.modules:
@@ -51,6 +52,8 @@ def _count(number: int) -> str:
 def _box(row: ModuleRow, report: ReportValues) -> Box:
     """The box of a module. Without a weight of known shape it is a row of parameters."""
     before, after = row.weight or ((row.parameters[0],), (row.parameters[1],))
+    if not any(row.parameters):
+        before, after = (1,), (min(row.macs[1], 1),)
     words = [f"{row.parameters[0]:,} parameters"]
     if row.parameters[0] != row.parameters[1]:
         words = [f"{row.parameters[0]:,} -> {row.parameters[1]:,} parameters"]

@@ -83,9 +83,10 @@ def report_sections(report: ReportValues, *, removed: bool = True) -> Iterator[S
     returned = returned_lines(report)
     yield InTerminal([Lines(returned)])
     yield sizes_table(report)
-    yield OnPage(
-        [Lines(returned, "What was returned"), *module_sections(report), *_more_sections(report)]
-    )
+    speed = report.speed
+    measured = [] if speed is None else [*speed_sections(speed, report.decisions)]
+    yield OnPage([Lines(returned, "What was returned"), *measured, *module_sections(report),
+                  *_more_sections(report)])  # fmt: skip
     lines = [report.summary] if report.nothing_removed else []
     lines += _shortened([decline_line(item) for item in report.declined], "reasons")
     lines += [f"note: {note}" for note in report.notes]
@@ -102,8 +103,7 @@ def report_sections(report: ReportValues, *, removed: bool = True) -> Iterator[S
         more = [(f"{len(rows) - ROWS} more layers", "")] if len(rows) > ROWS else []
         yield TextTable(("sparse layers", "weights stored"), rows, "Sparse layers",
                     terminal_rows=[*rows[:ROWS], *more])  # fmt: skip
-    if report.speed is not None:
-        yield from speed_sections(report.speed, report.decisions)
+    yield InTerminal(measured)
     if report.timeline is not None:
         yield OnPage([report.timeline])
 
@@ -124,7 +124,7 @@ def _more_sections(report: ReportValues) -> Iterator[Section]:
     if better:
         yield Lines([f"{better[:1].upper()}{better[1:]}."], heading)
     elif heading and report.modules:
-        yield Lines(["Nothing: no zeros stay that a reason is known for."], heading)
+        yield Lines(["Nothing that demask knows of."], heading)
     yield Lines([note for note in report.notes if note != better], "Notes")
 
 

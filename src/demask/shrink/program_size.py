@@ -125,10 +125,13 @@ def measure_modules(
     for node, relation in relations.items():
         read = [name for name in map(_constant_name, node.all_input_nodes) if name in owners]
         largest = max(read, key=lambda name: program.constants[name].tensor.numel(), default="")
-        path = owners[largest] if largest else path_of(node)
-        for owner in (*map(owners.__getitem__, read), path):
+        path, count = (
+            owners[largest] if largest else path_of(node),
+            _macs(relation, program.example),
+        )
+        for owner in (*map(owners.__getitem__, read), *[path] * bool(count)):
             parameters.setdefault(owner, 0)
-        macs[path] = macs.get(path, 0) + _macs(relation, program.example)
+        macs[path] = macs.get(path, 0) + count
     for name, constant in _distinct(program).items():
         if constant.parameter:
             path = owners[name]
