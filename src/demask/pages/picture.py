@@ -58,6 +58,7 @@ def _drawn(box: Box, block: str, widest: int, highest: int) -> str:
         rects.append(f'<rect class="{stays}" x="1" y="1" width="{left:.1f}" height="{top:.1f}"/>')
     words = escape(f"{box.name}: {box.words}" if box.words else box.name)
     name = escape(box.name.removeprefix(f"{block}.") if box.block is None else box.name)
+    name = name.replace(".", ".<wbr>").replace("_", "_<wbr>")  # where it may wrap
     return (
         f'<li><svg role="img" tabindex="0" width="{width + 2:.0f}" height="{height + 2:.0f}">'
         f"<title>{words}</title>{''.join(rects)}</svg>"

@@ -37,7 +37,7 @@ STYLE = """
 .demask-page ol.network svg { display: block; }
 .demask-page .block { display: block; font-size: .8rem; font-weight: 600; }
 .demask-page .name { display: block; font-size: .75rem; line-height: 1.2; color: var(--quiet);
-  max-width: 6.5rem; }
+  max-width: 8rem; overflow-wrap: break-word; }
 .demask-page .why { display: none; position: absolute; left: 0; top: 100%; z-index: 1;
   width: max-content; max-width: min(22rem, 85vw); padding: .3rem .5rem; font-size: .85rem;
   background: var(--panel); border: 1px solid var(--line); }
@@ -63,7 +63,7 @@ STYLE = """
     --stays: #2b6cb0; --went: #b3500a; --changed: #1f7a4d; font-size: 11pt; padding: 0;
     print-color-adjust: exact; }
   .demask-page .scroll { overflow: visible; }
-  .demask-page td.number { white-space: normal; }
+  .demask-page table { font-size: 8.5pt; }
   .demask-page tr, .demask-page svg, .demask-page ol.network > li { break-inside: avoid; }
   .demask-page h2 { break-after: avoid; }
   .demask-page .why { display: none !important; }

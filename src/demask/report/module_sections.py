@@ -20,7 +20,7 @@ def module_sections(report: ReportValues) -> Iterator[Section]:
     for row in report.modules:
         others = [n - m for n, m in zip(others, row.parameters, strict=True)]
     if any(others):
-        rows.append(("(modules that are not called)", *map(_count, others), "", "", "", ""))
+        rows.append(("(not read by this call)", *map(_count, others), "", "", "", ""))
     rows.append(("all", f"{report.before.parameters:,}", f"{report.after.parameters:,}",
                  share(report.after.parameters, report.before.parameters),
                  f"{report.before.macs // divisor:,}", f"{report.after.macs // divisor:,}",

@@ -15,6 +15,11 @@ PARTS = 12  # parts named that are graphs
 ADDED = "(added by the result)"
 UNCALLED = "(modules that are not called)"
 
+ALIKE = (
+    "Layers whose results meet are not masked alike, so that ops restore shapes between them. "
+    "demask.prune.align masks the same channels of such layers; then more can go."
+)
+
 # Every op that only restores a shape, by its effect, and why a network needs it.
 EFFECTS = {
     "scatter": "a reader needs the full shape of what was computed smaller",
@@ -123,6 +128,8 @@ def _more_sections(report: ReportValues) -> Iterator[Section]:
         heading = ""
     if better:
         yield Lines([f"{better[:1].upper()}{better[1:]}."], heading)
+    elif heading and any(report.scatters.values()):
+        yield Lines([ALIKE], heading)
     elif heading and report.modules:
         yield Lines(["Nothing that demask knows of."], heading)
     yield Lines([note for note in report.notes if note != better], "Notes")
