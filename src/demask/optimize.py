@@ -34,6 +34,7 @@ from demask.graph.provenance import (
     Speed,
     TuneDecision,
     provenance_of,
+    removed_parameters,
 )
 from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import Demasked, build
@@ -47,7 +48,7 @@ from demask.shrink.on_device import CPU, copy_to_cpu, device_of, move_module
 from demask.shrink.own_class.small_graphs import has_methods
 from demask.shrink.pipeline import capture_program as captured
 from demask.shrink.pipeline import shrink_program, sliced_shape
-from demask.shrink.program_size import count_removed, measure_modules, measure_program
+from demask.shrink.program_size import measure_modules, measure_program
 from demask.shrink.submodules import merge_records, part_dynamic_shapes
 from demask.sparse.segment.build_segments import SegmentLayer, layers_of
 from demask.sparse.segment.candidates import SegmentCandidates
@@ -368,10 +369,7 @@ def _choose(
     if wanted.precision is not None:
         notes.append(_describe_loss(race, best, wanted.precision))
     measured = optimized_provenance(candidate.program, provenance, wanted.table)
-    removed = count_removed(program, unfuse(candidate.program))
-    record = replace(
-        measured, removed=removed, notes=tuple(notes), decisions=decisions, speed=speed
-    )
+    record = replace(measured, notes=tuple(notes), decisions=decisions, speed=speed)
     module_type = _module_type(candidate)
     race.modules.clear()
     return _build_module(
@@ -422,6 +420,7 @@ def optimized_provenance(program: Program, provenance: Provenance, table: Table)
     sizes = replace(sizes, macs=sizes.macs + sum(layer.products for layer in in_segments))
     before = {path: (row.parameters[0], row.macs[0]) for path, row in provenance.modules.items()}
     _split_segments(modules, in_segments, before)
+    sizes_by_module = ModuleSizes.paired(before, modules)
     densities = {
         layer.name: layer.stored / layer.weights
         for layer in in_segments
@@ -434,7 +433,8 @@ def optimized_provenance(program: Program, provenance: Provenance, table: Table)
     }
     marks = [node.meta["effect"] for node in program.graph.nodes if "effect" in node.meta]
     return replace(provenance, after=sizes, cuts=cuts, effects=dict(Counter(marks)),
-                   densities=densities, modules=ModuleSizes.paired(before, modules))  # fmt: skip
+                   densities=densities, modules=sizes_by_module,
+                   removed=removed_parameters(sizes_by_module))  # fmt: skip
 
 
 def _split_segments(
@@ -455,8 +455,8 @@ def _split_segments(
 
 def unchanged_provenance(provenance: Provenance) -> Provenance:
     """The provenance of a network from which nothing was removed."""
-    same = {path: ModuleSizes((row.parameters[0],) * 2, (row.macs[0],) * 2)
-            for path, row in provenance.modules.items()}  # fmt: skip
+    before = {path: (row.parameters[0], row.macs[0]) for path, row in provenance.modules.items()}
+    same = ModuleSizes.paired(before, before)
     return replace(provenance, after=provenance.before, removed={}, cuts={}, effects={}, reasons=(),
                    modules=same)  # fmt: skip
 

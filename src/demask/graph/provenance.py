@@ -102,6 +102,12 @@ class ModuleSizes:
         return {name: cls((a[0], b[0]), (a[1], b[1])) for name, (a, b) in pairs.items()}
 
 
+def removed_parameters(modules: Mapping[str, ModuleSizes]) -> dict[str, int]:
+    """Parameters removed by module, without modules of which none is."""
+    counts = {path: sizes.parameters[0] - sizes.parameters[1] for path, sizes in modules.items()}
+    return {path: count for path, count in counts.items() if count > 0}
+
+
 @dataclass(frozen=True, slots=True)
 class InputSpec:
     """One tensor input: sizes (an int, or the name of a dynamic dimension), dtype ("float32"), the

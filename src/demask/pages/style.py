@@ -38,7 +38,7 @@ STYLE = """
 .demask-page .block { display: block; font-size: .8rem; font-weight: 600; }
 .demask-page .name { display: block; font-size: .75rem; line-height: 1.2; color: var(--quiet);
   max-width: 8rem; overflow-wrap: break-word; }
-.demask-page .why { display: none; position: absolute; left: 0; top: 100%; z-index: 1;
+.demask-page .why { display: none; position: absolute; left: 0; z-index: 1;
   width: max-content; max-width: min(22rem, 85vw); padding: .3rem .5rem; font-size: .85rem;
   background: var(--panel); border: 1px solid var(--line); }
 .demask-page svg:focus-visible ~ .why,

@@ -124,7 +124,9 @@ class Comparison(PageSource):
                  "weights", "MACs", "speed")  # fmt: skip
         speed = "1 ×" if self.timing else "–"
         size = format_bytes(self.weight_bytes)
-        rows = [("(full)", "", "", "", "", "", size, f"{self.macs:.3g}", speed)]
+        rows: list[tuple[str, ...]] = [
+            ("(full)", "", "", "", "", "", size, f"{self.macs:.3g}", speed)
+        ]
         for row in self.rows:
             rows.append((row.by, *([""] * (len(heads) - 1) if row.refused else _cells(row))))
         zeros = "" if self.zeros is None else f"; {_percent(self.zeros)} zeros after ReLU"

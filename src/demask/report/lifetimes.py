@@ -21,7 +21,8 @@ def memory_timeline(network: nn.Module) -> Timeline | None:
     nodes = [node for node in network.graph.nodes if node.op not in ("get_attr", "output")]
     owners = dict[fx.Node, fx.Node]()
     for node in nodes:
-        owners[node] = owners.get(_viewed(node) or node, node)
+        viewed = _viewed(node)
+        owners[node] = node if viewed is None else owners.get(viewed, node)
     position = {node: k for k, node in enumerate(nodes)}
     last = dict.fromkeys(nodes, 0)
     for node in nodes:

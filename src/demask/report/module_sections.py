@@ -20,12 +20,21 @@ def module_sections(report: ReportValues) -> Iterator[Section]:
     for row in report.modules:
         others = [n - m for n, m in zip(others, row.parameters, strict=True)]
     if any(others):
-        rows.append(("(not read by this call)", *map(_count, others), "", "", "", ""))
-    rows.append(("all", f"{report.before.parameters:,}", f"{report.after.parameters:,}",
+        rows.append(("(not read by this call)", *_sizes(*others), "", "", "", ""))
+    rows.append(("all", *_sizes(report.before.parameters, report.after.parameters),
                  share(report.after.parameters, report.before.parameters),
                  f"{report.before.macs // divisor:,}", f"{report.after.macs // divisor:,}",
                  share(report.after.macs, report.before.macs)))  # fmt: skip
-    head = ("module", "parameters before", "after", "share", f"{unit} before", "after", "share")
+    head = (
+        "module",
+        "parameters before",
+        "removed",
+        "after",
+        "share",
+        f"{unit} before",
+        "after",
+        "share",
+    )
     yield TextTable(head, rows, "Modules")
 
 
@@ -40,9 +49,14 @@ def module_unit(report: ReportValues) -> tuple[str, int]:
 
 def _cells(row: ModuleRow, divisor: int) -> tuple[str, ...]:
     parameters, macs = row.parameters, [n // divisor for n in row.macs]
-    return (row.name or "(the model itself)", *map(_count, parameters),
+    return (row.name or "(the model itself)", *_sizes(*parameters),
             share(parameters[1], parameters[0]), *map(_count, macs),
             share(macs[1], macs[0]))  # fmt: skip
+
+
+def _sizes(before: int, after: int) -> tuple[str, ...]:
+    """Parameters before, those that were removed, and after."""
+    return _count(before), _count(max(before - after, 0)), _count(after)
 
 
 def _count(number: int) -> str:
@@ -51,9 +65,10 @@ def _count(number: int) -> str:
 
 def _box(row: ModuleRow, report: ReportValues) -> Box:
     """The box of a module. Without a weight of known shape it is a row of parameters."""
-    before, after = row.weight or ((row.parameters[0],), (row.parameters[1],))
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] = (row.parameters[:1], row.parameters[1:])
     if not any(row.parameters):
-        before, after = (1,), (min(row.macs[1], 1),)
+        shapes = (1,), (min(row.macs[1], 1),)
+    before, after = row.weight or shapes
     words = [f"{row.parameters[0]:,} parameters"]
     if row.parameters[0] != row.parameters[1]:
         words = [f"{row.parameters[0]:,} -> {row.parameters[1]:,} parameters"]

@@ -32,7 +32,14 @@ from demask.graph.normalize.select_token_early import select_token_early
 from demask.graph.normalize.separate_heads import separate_heads
 from demask.graph.normalize.split_recurrent import split_recurrent
 from demask.graph.program import Program, copy_tensors
-from demask.graph.provenance import Cut, ModuleSizes, Provenance, Reason, Sizes
+from demask.graph.provenance import (
+    Cut,
+    ModuleSizes,
+    Provenance,
+    Reason,
+    Sizes,
+    removed_parameters,
+)
 from demask.graph.queries import ExampleSizes
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import Table
@@ -45,7 +52,6 @@ from demask.shrink.layout.placement import Placement, place
 from demask.shrink.program_size import (
     count_elements_written,
     count_numbers,
-    count_removed,
     measure_modules,
     measure_program,
     sum_macs,
@@ -496,6 +502,8 @@ def _place_tied(analysis: LayoutAnalysis) -> Placement:
 
 def _provenance(first: _MeasuredProgram, last: _MeasuredProgram, log: Log) -> Provenance:
     marks = [node.meta["effect"] for node in last.program.graph.nodes if "effect" in node.meta]
+    sizes = (measure_modules(one.program, one.relations) for one in (first, last))
+    modules = ModuleSizes.paired(*sizes)
     return Provenance(
         cuts=last.cuts,
         reasons=last.reasons,
@@ -504,10 +512,9 @@ def _provenance(first: _MeasuredProgram, last: _MeasuredProgram, log: Log) -> Pr
         inputs=input_specs(first.program),
         before=first.sizes,
         after=last.sizes,
-        removed=count_removed(first.program, last.program),
+        removed=removed_parameters(modules),
         guards=first.program.guards,
         values=literal_inputs(first.program.graph),
         interface=first.program.interface,
-        modules=ModuleSizes.paired(*(measure_modules(one.program, one.relations)
-                                     for one in (first, last))),
+        modules=modules,
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping
 
 from torch import Tensor, fx, nn
@@ -102,16 +101,6 @@ def letter_sizes(relation: Relation, example: ExampleSizes) -> dict[str, int]:
                 known = math.prod(sizes[a] for a in axis if a in sizes)
                 sizes[rest[0]] = example.size(size) // max(known, 1)
     return sizes
-
-
-def count_removed(before: Program, after: Program) -> dict[str, int]:
-    """Parameters removed per module; tied tensors count once, as in `measure_program`."""
-    counts: Counter[str] = Counter()
-    for sign, program in ((1, before), (-1, after)):
-        for name, constant in _distinct(program).items():
-            if constant.parameter:
-                counts[_owner(name, constant)] += sign * constant.tensor.numel()
-    return {module: count for module, count in counts.items() if count > 0}
 
 
 def measure_modules(
