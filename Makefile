@@ -3,6 +3,7 @@
 # make coverage the same tests, and which lines of the package they run: build/coverage
 # make nightly  the slow suites; SHARD=2/6 runs the second sixth of them, at most 40 minutes
 # make mutants  planted faults, each of which a test must see; SHARD=2/6, or COUNT=20 in turn by day
+# make package  the sdist, and the wheel that it builds, checked, in dist
 # make bench    the benchmarks, one after the other; their tables go to benchmarks/results
 #
 # Each needs Python 3.11 or newer and nothing else: the first run makes .venv.
@@ -33,7 +34,7 @@ RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 MUTANTS := cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m mutants --shard $(SHARD)
 
-.PHONY: demo test coverage nightly mutants bench clean
+.PHONY: demo test coverage nightly mutants package bench clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/demask demo
@@ -57,12 +58,19 @@ nightly: $(VENV)/dev.stamp $(VENV)/real.stamp $(LOADERS:%=.venv-%/loader.stamp)
 mutants: $(VENV)/dev.stamp
 	$(MUTANTS) $(if $(COUNT),--count $(COUNT))
 
+package:
+	rm -rf dist
+	$(PYTHON) -m venv .venv-package
+	.venv-package/bin/python -m pip install --quiet build twine
+	.venv-package/bin/python -m build --outdir dist
+	.venv-package/bin/python -m twine check --strict dist/*
+
 bench: $(VENV)/bench.stamp $(DEEPSPARSE)/bench.stamp
 	set -e; for name in residual encoder cost optimize runtime peers; do echo "$$name"; $(BIN)/python -m benchmarks run $$name; done
 	$(BIN)/python -m benchmarks run cpu_sparse $$(test -x $(DEEPSPARSE)/bin/python && echo --deepsparse $(DEEPSPARSE)/bin/python)
 
 clean:
-	rm -rf $(VENV) $(DEEPSPARSE) $(LOADERS:%=.venv-%)
+	rm -rf $(VENV) .venv-package $(DEEPSPARSE) $(LOADERS:%=.venv-%)
 
 # Torch first and bounded: the newest releases come with gigabytes of CUDA where a CPU build will do.
 $(VENV)/torch.stamp:

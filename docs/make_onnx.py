@@ -26,7 +26,7 @@ HEAD = """# ONNX files
 
 `demask.from_onnx` reads an ONNX file as an `nn.Module`, `demask.to_onnx` writes one. Between the
 two, everything that demask does to a network is done to an ONNX file. Both need
-`pip install 'demask[onnx]'`.
+the extra `onnx`.
 
 Made by `python docs/make_onnx.py`; a test keeps it so. Counts are those of onnx {version}, whose
 newest op set is {opset}.
@@ -116,7 +116,7 @@ named, and that nothing in the folder names any more, are removed.
 Only where editing removes nothing, differs, or is slower than an export by more than 5 %, is the
 network exported anew, with op set 20. The smallest file is not always the fastest. `slim` tries
 widths in multiples of 1, 4, 8 and 16, calls them and the original in turns in ONNX Runtime
-(`pip install 'demask[onnxruntime]'`), compares the fastest with the original, and writes the file
+(the extra `onnxruntime`), compares the fastest with the original, and writes the file
 unchanged if nothing is faster or smaller.
 Without the runtime it rounds widths up to 8.
 

@@ -16,7 +16,7 @@ from demask.plugins import PUBLIC_MODULES, PUBLIC_NAMES
 
 # Top to bottom; parts of one row do not import each other, but for those named in PEERS.
 LAYOUT = (
-    ("errors", "pytree_paths"),
+    ("errors", "installation", "pytree_paths"),
     ("failures", "numerics", "progress", "registry", "text_table"),
     ("compat",),
     ("ops",),

@@ -19,12 +19,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from demask import ops, sparse  # which need torch and NumPy alone
 from demask.errors import BadInput, DemaskError, Mismatch, NeedsGraph, NotExportable, RefusedFile
+from demask.installation import VERSION
 from demask.plugins import PUBLIC_MODULES, PUBLIC_NAMES
 
 if TYPE_CHECKING:
-    from demask import checkpoint, pilot, prune, stride, traverse
+    from demask import checkpoint, ops, pilot, prune, sparse, stride, traverse
     from demask.files.archive.archive import load, save
     from demask.files.into_class import resize
     from demask.files.onnx import from_onnx, to_onnx
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from demask.shrink.training import carry, expand
     from demask.verify import Verification, verify
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "BadInput",
     "DemaskError",

@@ -146,7 +146,7 @@ def optimize_onnx(
     If ONNX Runtime is installed, candidates are timed with the original network. They differ in the
     widths of layers (multiples of 1, 4, 8 or 16 channels) and in the handling of constants at
     padded borders. If none is faster and no larger, the original network is written. Without ONNX
-    Runtime, widths are multiples of 8. Needs `pip install demask[onnx]`.
+    Runtime, widths are multiples of 8. Needs the extra `onnx`.
 
     What is written was compared with the original network: on the example, zeros, ones, and tiny,
     large, negative and random numbers, at two sizes where sizes are dynamic; in ONNX Runtime with

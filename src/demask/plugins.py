@@ -23,8 +23,10 @@ PUBLIC_NAMES = {
 }
 PUBLIC_MODULES = {
     "checkpoint": "demask.checkpoint",
+    "ops": "demask.ops",
     "pilot": "demask.pilot",
     "prune": "demask.prune",
+    "sparse": "demask.sparse",
     "stride": "demask.stride",
     "traverse": "demask.traverse",
 }
@@ -36,6 +38,6 @@ CUSTOM_OPS.declare("quantize", "demask.ops.quantization")
 CUSTOM_OPS.declare("segment", "demask.sparse.segment.inline")
 RESULT_KINDS.declare("tiled", "demask.traverse.execution.tiled_module")
 RUNNERS.declare("checkpoint", "demask.checkpoint.mask")
-RUNNERS.declare("config", "demask.checkpoint.sizes")
+RUNNERS.declare("smaller", "demask.checkpoint.slim")
 RUNNERS.declare("optimize", "demask.optimize")
 RUNNERS.declare("segment", "demask.sparse.segment.one_layer")

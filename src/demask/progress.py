@@ -1,23 +1,18 @@
-"""A progress bar for long work: on a terminal, on stderr, after two seconds, gone at the end."""
+"""What long work is doing, on stderr, after two seconds: a bar on a terminal, else lines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Timer
-from typing import Protocol
+from threading import Event, Thread, Timer
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+if TYPE_CHECKING:  # it takes longer to import than `demask --help` may
+    from rich.console import Console
 
-PATIENCE = 2.0  # seconds of work that pass without a bar
+PATIENCE = 2.0  # seconds of work that pass without a bar, and between lines
+SILENCE = 15.0  # seconds after which a line is repeated, with the time
 
 
 class ProgressStep(Protocol):
@@ -38,17 +33,33 @@ def progress(
     patience: float = PATIENCE,
     terminal: Console | None = None,
 ) -> Iterator[ProgressStep]:
-    """A bar shown while the block runs; yields a function that moves it.
+    """A bar, or lines, shown while the block runs; yields a function that moves it.
 
-    total: the steps expected, or None where they cannot be counted (the bar then only pulses).
-    terminal: where to draw, stderr by default. Nothing is drawn where it is not a terminal, or
-    where the block ends within `patience` seconds.
+    total: the steps expected, or None where they cannot be counted (a bar then only pulses).
+    terminal: where to draw, stderr by default. Nothing is drawn where the block ends within
+    `patience` seconds. Where it is not a terminal, a line is written for each title, at most one in
+    `patience` seconds, and one in SILENCE seconds where the title stays.
     """
+    from rich.console import Console
+
     console = terminal or Console(stderr=True)
-    columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
+    shown = _show_bar if console.is_terminal else _write_lines
+    with shown(title, total, patience, console) as step:
+        yield step
+
+
+@contextmanager
+def _show_bar(
+    title: str, total: int | None, patience: float, console: Console
+) -> Iterator[ProgressStep]:
+    """A bar that is gone at the end."""
+    from rich import progress as bars
+
+    columns = [bars.SpinnerColumn(), bars.TextColumn("{task.description}"), bars.BarColumn(),
+               bars.TimeElapsedColumn()]  # fmt: skip
     if total is not None:
-        columns += [TextColumn("left:"), TimeRemainingColumn()]
-    bar = Progress(
+        columns += [bars.TextColumn("left:"), bars.TimeRemainingColumn()]
+    bar = bars.Progress(
         *columns,
         console=console,
         transient=True,
@@ -62,13 +73,41 @@ def progress(
 
     timer = Timer(patience, bar.start)
     timer.daemon = True
-    if console.is_terminal:
-        timer.start()
+    timer.start()
     try:
         yield step
     finally:
         timer.cancel()
-        if timer.ident is not None:
-            timer.join()  # else a bar started just now would outlive the block
+        timer.join()  # else a bar started just now would outlive the block
         if bar.live.is_started:
             bar.stop()
+
+
+@contextmanager
+def _write_lines(
+    title: str, total: int | None, patience: float, console: Console
+) -> Iterator[ProgressStep]:
+    """Lines such as `training, 120 of 480 (14 s)`, by a thread: a step may take minutes."""
+    start, current, count, ended = monotonic(), title, 0, Event()
+
+    def step(title: str, done: int = 1) -> None:
+        nonlocal current, count
+        current, count = title, count + done
+
+    def write() -> None:
+        written, then = "", start
+        while not ended.wait(patience):
+            now = monotonic()
+            if current != written or now - then >= SILENCE:
+                written, then = current, now
+                share = f", {count} of {total}" if total else ""
+                line = f"{current}{share} ({now - start:.0f} s)"
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    writer = Thread(target=write, daemon=True)
+    writer.start()
+    try:
+        yield step
+    finally:
+        ended.set()
+        writer.join()

@@ -64,5 +64,5 @@ class Registry:
 CUSTOM_OPS = Registry("custom op")  # by name ("segment"): `ops.custom.CustomOp`
 RESULT_KINDS = Registry("kind of network")  # by name in archives ("tiled"): the class
 # What lower parts call of higher ones: "optimize", the function, and "segment", one layer as a
-# segment, to measure them; "config", for the config of a network of transformers that is smaller.
+# segment, to measure them; "smaller", for a network of transformers with fewer zeros.
 RUNNERS = Registry("way to run a network")

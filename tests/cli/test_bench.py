@@ -16,6 +16,7 @@ import demask
 import test_cli
 from demask.cli.bench import bench, contenders, plot
 from demask.cli.read_network import read_network
+from demask.installation import install_command
 from demask.machine.describe import format_milliseconds
 from demask.machine.timing import Timing
 
@@ -339,7 +340,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(run, monkeypatch):
     monkeypatch.delitem(sys.modules, "matplotlib.figure")
     outcome = run("bench", "model.pt2", "--plot", "bench.svg")
     assert (outcome.code, outcome.out) == (2, "")
-    assert 'pip install "demask[plot]"' in outcome.err
+    assert install_command("plot") in outcome.err
 
 
 def test_a_plot_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -102,7 +102,7 @@ def test_the_check_sees_a_layer_in_the_place_of_another(monkeypatch: pytest.Monk
     assert any(isinstance(part, fx.GraphModule) for part in slim.modules())
 
 
-ZEROS = pytest.mark.filterwarnings("ignore:save_pretrained writes zeros:UserWarning")
+ZEROS = pytest.mark.filterwarnings("ignore:save_pretrained writes sizes:UserWarning")
 
 
 @ZEROS

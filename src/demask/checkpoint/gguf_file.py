@@ -32,6 +32,7 @@ from demask.checkpoint.targets import TARGETS, GgufArchitecture
 from demask.checkpoint.tensors import StoredTensors
 from demask.errors import BadInput
 from demask.files import atomic_write as atomic
+from demask.installation import install_command
 from demask.machine.allocator import release_free_memory
 from demask.progress import ProgressStep
 
@@ -124,7 +125,7 @@ def write_gguf(
     try:
         import gguf
     except ModuleNotFoundError as error:
-        raise BadInput("GGUF files need gguf: pip install demask[gguf]") from error
+        raise BadInput(f"GGUF files need gguf: {install_command('gguf')}") from error
 
     parts = find_parts(stored, plan, architecture)
     writer: Any = gguf.GGUFWriter(None, architecture.name)

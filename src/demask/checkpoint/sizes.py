@@ -9,16 +9,9 @@ from __future__ import annotations
 
 import copy as copies
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from demask.checkpoint.family import ConfigData, Family, find_stacks, numbers_of_config
+from demask.checkpoint.family import ConfigData, numbers_of_config
 from demask.checkpoint.slices import ReducedModel, SliceGroup
-from demask.errors import NotExportable
-from demask.graph.provenance import Cut
-from demask.registry import RUNNERS
 from demask.shrink.own_class.pretrained import HEADS, find_config, larger_configs
 
 
@@ -115,47 +108,3 @@ def apply_changes(config: ConfigData, before: ConfigData, after: ConfigData) -> 
             apply_changes(config.setdefault(key, {}), before[key], value)
         else:
             config[key] = value
-
-
-def choose_config(full: Any, cuts: Mapping[str, Cut]) -> Any | None:
-    """The smallest config with room for what is left of each layer of a network of transformers;
-    None where its layers cannot be captured.
-
-    full: the network, its tensors and its config as before. cuts: by name, what stays of a tensor.
-    """
-    family, data = Family(type(full), type(full.config)), full.config.to_dict()
-    try:
-        stacks = find_stacks(family, data, family.build(data))
-        reduced = ReducedModel(family, data, stacks)
-        groups = reduced.groups
-    except NotExportable:
-        return None
-    live: dict[str, int] = {}
-    for group in groups:
-        stays: dict[int, Tensor] = {}
-        for member in group.members:
-            kinds = next(
-                (s.kinds for s in stacks if member.kind and s.path == member.kind.stack), ()
-            )
-            names = {k: f"{member.kind.stack}.{k}.{member.name}" for k, first in enumerate(kinds)
-                     if member.kind and first == member.kind.layer} or {0: member.name}  # fmt: skip
-            for layer, name in names.items():
-                positions = cuts[name].kept[member.axis] if name in cuts else None
-                own = torch.ones(group.size, dtype=torch.bool)
-                if positions is not None:
-                    own = torch.isin(member.positions, torch.tensor(positions)).any(1)
-                at = 0 if group.is_shared else layer
-                stays[at] = stays[at] | own if at in stays else own
-        live[group.name] = max(int(own.sum()) for own in stays.values())
-    _, changed = choose_sizes(reduced, live)
-    config, before = copies.deepcopy(full.config), dict(numbers_of_config(reduced.data))
-    for keys, value in numbers_of_config(changed):
-        if before.get(keys) != value:
-            part = config
-            for key in keys[:-1]:
-                part = getattr(part, key)
-            setattr(part, keys[-1], value)
-    return config
-
-
-RUNNERS.register("config", choose_config)

@@ -15,8 +15,8 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,10 @@ from demask.errors import BadInput, NotExportable
 from demask.failures import CallFailed, public
 from demask.files import atomic_write as atomic
 from demask.files.weight_file import WeightFile
+from demask.installation import VERSION
 from demask.machine.allocator import release_free_memory
 from demask.progress import ProgressStep, no_progress
+from demask.registry import RUNNERS
 
 EXPERTS = ("keep", "drop")
 ADAPTER = "adapter"  # the folder in the new one
@@ -263,9 +265,8 @@ def fingerprint(folder: CheckpointFolder, *options: str | int) -> str:
     """A hash of the origin of a folder, to tell whether an unfinished one can go on. options: all
     that its tensors depend on but the original."""
     files = {name: (file.size, file.modified) for name, file in folder.files.items()}
-    text = json.dumps([str(folder.path.resolve()), dict(folder.config), files, options,
-                       version("demask")])  # fmt: skip
-    return hashlib.sha256(text.encode()).hexdigest()
+    origin = [str(folder.path.resolve()), dict(folder.config), files, options, VERSION]
+    return hashlib.sha256(json.dumps(origin).encode()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -353,3 +354,19 @@ def add_old_keys(config: ConfigData, full: ConfigData, others: Mapping[str, str]
         value = config.get(old, full.get(old))
         if value is not None:
             config.setdefault(new, value)
+
+
+def with_smaller_sizes(model: Any) -> Any | None:
+    """A network of transformers as `slim` writes it: of the same class, with fewer zeros. None
+    where `slim` cannot."""
+    with tempfile.TemporaryDirectory(prefix="demask-") as root:
+        folder, out = Path(root, "larger"), Path(root, "smaller")
+        try:
+            type(model).save_pretrained(model, folder)
+            slim(folder, out, multiple=1, check=False)
+        except (BadInput, NotExportable, OSError):  # another class, or a full disk
+            return None
+        return type(model).from_pretrained(out, dtype="auto")
+
+
+RUNNERS.register("smaller", with_smaller_sizes)

@@ -26,7 +26,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for m
 Model = Annotated[
     Path,
     typer.Argument(
-        help="A .pt2 file of torch.export.save, a .demask archive of demask.save, or a .onnx file."
+        metavar="MODEL",
+        help="A .pt2 file of torch.export.save, a .demask archive of demask.save, or a .onnx file.",
     ),
 ]
 Sizes = Annotated[
@@ -60,6 +61,9 @@ Fix = Annotated[
         help="A constant in place of an input of an ONNX file, a number or a list: --fix "
         "rate=16000 --fix scales=[1,1,2,2]. May be repeated.",
     ),
+]
+Picture = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Also draw it: .svg, .png or .pdf.")
 ]
 Tolerance = Annotated[
     float | None,
@@ -132,3 +136,13 @@ def plain(verification: Any) -> dict[str, Any]:
 
 def show(text: object, data: dict[str, Any], as_json: bool) -> None:
     typer.echo(json.dumps(data, indent=2) if as_json else str(text))
+
+
+def show_written(result: Any, output: Path, verification: Any, as_json: bool) -> None:
+    """Print the report of a result that was written to `output`, and its verification."""
+    import demask
+
+    report = demask.report(result)
+    data = {"output": str(output), "report": report.to_dict()}
+    data["verification"] = plain(verification)
+    show(f"{report}\nwritten to {output} ({verification})", data, as_json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from demask.errors import BadInput
+from demask.installation import install_command
 
 SUFFIXES = (".svg", ".png", ".pdf")
 DOTS = 160  # per inch, where the format has dots
@@ -19,5 +20,5 @@ def check_picture(path: Path, what: str = "a picture") -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise BadInput(
-            f'{what} needs matplotlib ({error}): pip install "demask[plot]", or leave it out'
+            f"{what} needs matplotlib ({error}): {install_command('plot')}, or leave it out"
         ) from error

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import metadata
 from math import inf, log, nan
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,12 +25,13 @@ from typing import Any, Literal
 import torch
 
 from demask.failures import is_strict
+from demask.installation import VERSION
 from demask.machine.cache_folder import cache_folder
 from demask.machine.roofline import Roofline
 from demask.machine.threads import checked_threads
 from demask.machine.timing import Timing
 
-VERSION, MAX_BYTES, MAX_MACHINES, MAX_ANSWERS = 1, 16 * 2**20, 8, 20_000  # of the file
+FORMAT, MAX_BYTES, MAX_MACHINES, MAX_ANSWERS = 1, 16 * 2**20, 8, 20_000  # of the file
 WARMUP, LEAST, MOST, ENOUGH = 2, 3, 15, 4e-3  # calls; ENOUGH: seconds, once LEAST are timed
 SPREAD = 0.5  # of the median, between the 10 % and 90 % quantiles: answers above it are not written
 
@@ -246,11 +246,8 @@ def _machine(threads: int) -> str:
     # "model name" on x86 and its number, for virtual machines hide the name; "CPU part" on ARM.
     models = [line.partition(":")[2].strip() for line in lines if line[:5] in ("model", "CPU p")]
     cpu = ", ".join(dict.fromkeys(models)) or platform.processor() or platform.machine()
-    version = "unknown"
-    with suppress(metadata.PackageNotFoundError):
-        version = metadata.version("demask")
     vectors = torch.backends.cpu.get_cpu_capability()
-    return f"{cpu}; {threads} threads; {vectors}; torch {torch.__version__}; demask {version}"
+    return f"{cpu}; {threads} threads; {vectors}; torch {torch.__version__}; demask {VERSION}"
 
 
 def _read(path: Path) -> dict[str, dict[str, float]]:
@@ -261,7 +258,7 @@ def _read(path: Path) -> dict[str, dict[str, float]]:
     with suppress(OSError, ValueError, RecursionError), open(path, "rb") as file:
         data = file.read(MAX_BYTES + 1)
         content = json.loads(data) if len(data) <= MAX_BYTES else None
-    if not isinstance(content, dict) or content.get("version") != VERSION:
+    if not isinstance(content, dict) or content.get("version") != FORMAT:
         return {}
     machines = content.get("machines")
     entries = machines.items() if isinstance(machines, dict) else ()
@@ -282,6 +279,6 @@ def _encoded(machines: dict[str, dict[str, float]]) -> bytes:
         entries = {
             machine: dict(answers[-answers_each:]) for machine, answers in nonempty[-MAX_MACHINES:]
         }
-        data = json.dumps({"version": VERSION, "machines": entries}).encode()
+        data = json.dumps({"version": FORMAT, "machines": entries}).encode()
         answers_each //= 2
     return data

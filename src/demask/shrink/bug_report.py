@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import platform
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from demask.graph.program import Constant, Program
+from demask.installation import VERSION
 
 SMALL = 4096  # most elements of an integer tensor (indices, sizes) whose values are written
 
@@ -39,7 +39,7 @@ def _summary(program: Program, failure: str) -> dict[str, Any]:
         "failure": failure,
         "seeds": [0],
         "versions": {
-            "demask": sys.modules["demask"].__version__,
+            "demask": VERSION,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "machine": platform.platform(),

@@ -127,16 +127,16 @@ def demask(
         if short is not None:
             slim = demask(short.network, args, kwargs, modules=modules, inputs=inputs, **options)
             vars(slim)["demasked"] = short.original_record(provenance_of(slim))
-            return _with_origin(slim, unmasked, model, masks, table)
+            return _with_origin(slim, unmasked, model, masks)
     if modules is not None:
         if stated:
             raise BadInput("inputs= is of the network as one, not of modules=: leave one out")
         slim = _demask_modules(model, args, kwargs, modules, masks, options)
-        return _with_origin(slim, unmasked, model, masks, table)
+        return _with_origin(slim, unmasked, model, masks)
     moved = {"masks": move_tensors(masks, CPU), "inputs": inputs}
     slim = run_through_cpu(demask, model, args, kwargs, **moved, **options)
     if slim is not None:
-        return _with_origin(slim, unmasked, model, masks, table)
+        return _with_origin(slim, unmasked, model, masks)
     call = DemaskCall(model, args, kwargs, dynamic_shapes, table, masks, stated, check, smaller,
                       objective)  # fmt: skip
     try:
@@ -160,24 +160,22 @@ def demask(
     if note := describe_plain(unmasked, slim):
         record = provenance_of(slim)
         vars(slim)["demasked"] = replace(record, notes=(note, *record.notes))
-    return _with_origin(slim, unmasked, model, masks, table)
+    return _with_origin(slim, unmasked, model, masks)
 
 
 def check_loaded_saves(network: nn.Module) -> None:
     """Check what a network that was loaded writes with `save_pretrained`, in place."""
-    check_saves(network, TABLE)
+    check_saves(network)
 
 
-def _with_origin(
-    slim: nn.Module, unmasked: Any, model: Any, masks: Masks, table: Table
-) -> nn.Module:
+def _with_origin(slim: nn.Module, unmasked: Any, model: Any, masks: Masks) -> nn.Module:
     """A result with its sizes as those of the caller's network and its own, and with the link to
     that network. unmasked: the network without the masks that were passed."""
     record = provenance_of(slim)
     before = measure_module(unmasked, record.before.macs)
     after = measure_module(slim, record.after.macs)
     vars(slim)["demasked"] = replace(record, before=before, after=after)
-    check_saves(slim, table, model)
+    check_saves(slim, model)
     return remember_original(slim, unmasked, model, masks)
 
 

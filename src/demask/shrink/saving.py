@@ -12,31 +12,26 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from demask.errors import BadInput, DemaskError
-from demask.failures import described, is_strict, warn_caller
+from demask.errors import BadInput
+from demask.failures import described, warn_caller
 from demask.graph.example_inputs import draw_examples
 from demask.graph.module_copy import structural_copy
 from demask.graph.provenance import Provenance
 from demask.graph.result.resize import assign_tensor, tensors_of
-from demask.ops import Table
 from demask.registry import RUNNERS
 from demask.shrink.check import describe_difference
-from demask.shrink.layout.class_layout import FixedSizes
 from demask.shrink.own_class.pretrained import (
     SAVE,
     build_on_meta,
     copy_numbers,
     is_never_written,
-    larger_configs,
     try_config,
 )
-from demask.shrink.strategies import DemaskCall, first_result
 
 _ADVICE = (
     "demask.save(model, path) and demask.load(path, into=Model(config)) need none, nor do networks "
@@ -49,7 +44,6 @@ class CheckedSave:
     """`save_pretrained` of a demasked network: writes what its class reads, or raises BadInput."""
 
     network: nn.Module
-    table: Table
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         network: Any = self.network
@@ -61,12 +55,12 @@ class CheckedSave:
         if save is not None:
             wrong = "" if adapters_alone else find_misfit(network, state)
         if wrong and save is not None and "state_dict" not in kwargs and len(args) < 3:
-            padded = pad_to_config(network, self.table)
+            padded = pad_to_config(network)
             if padded is not None:
                 sizes = [sum(p.numel() for p in n.parameters()) for n in (network, padded)]
-                warn_caller(f"save_pretrained writes zeros that this network does not have: "
-                            f"{sizes[1]:,} parameters in place of {sizes[0]:,}, as no config "
-                            f"describes it ({wrong}). {_ADVICE}")  # fmt: skip
+                warn_caller(f"save_pretrained writes sizes that a config can say: {sizes[1]:,} "
+                            f"parameters in place of {sizes[0]:,}, some of them zeros, as none "
+                            f"describes this network ({wrong}). {_ADVICE}")  # fmt: skip
                 return save(padded, *args, **kwargs)
         if wrong:
             raise BadInput(f"save_pretrained wrote nothing, because from_pretrained would not read "
@@ -74,14 +68,14 @@ class CheckedSave:
         return save(network, *args, **kwargs)  # type: ignore[misc]
 
 
-def check_saves(network: nn.Module, table: Table, original: Any = None) -> None:
+def check_saves(network: nn.Module, original: Any = None) -> None:
     """Check what a demasked network and the models in it write with `save_pretrained`, in place.
     original: the network that a graph was computed from."""
     for module in network.modules():
         if callable(getattr(type(module), SAVE, None)):
-            vars(module)[SAVE] = CheckedSave(module, table)
+            vars(module)[SAVE] = CheckedSave(module)
     if hasattr(original, SAVE):
-        vars(network)[SAVE] = CheckedSave(network, table)
+        vars(network)[SAVE] = CheckedSave(network)
 
 
 def find_misfit(model: Any, state: Mapping[str, Tensor]) -> str:
@@ -128,29 +122,18 @@ def find_misfit(model: Any, state: Mapping[str, Tensor]) -> str:
     return ""
 
 
-def pad_to_config(network: Any, table: Table) -> nn.Module | None:
+def pad_to_config(network: Any) -> nn.Module | None:
     """A network that computes the same as a demasked one, and whose class reads it from its config:
-    with zeros where the smallest config with room for it has more heads, units or channels. None
-    where there is none, or the sizes are not those that `demask()` returned."""
+    with zeros where that has more heads, units or channels. None where the sizes are not those that
+    `demask()` returned."""
     full = _with_original_sizes(network)
     if full is None:
         return None
     args, kwargs = draw_examples((network,), (), {})
-    chosen = RUNNERS.get("config")(full, vars(network)["demasked"].cuts)
-    starts = [config for config in (chosen, full.config) if config is not None]
-    for config, fresh in chain.from_iterable(larger_configs(network, start) for start in starts):
-        shapes = {name: tuple(t.shape) for name, t in tensors_of(fresh)}
-        try:
-            padded = _cut_to(full, shapes, args, kwargs, table)
-            copy_numbers(padded, fresh, config)
-            differs = describe_difference(padded, network, args, kwargs)
-        except MemoryError:
-            raise
-        except Exception:
-            if is_strict():
-                raise
+    for padded in (RUNNERS.get("smaller")(full), full):
+        if padded is None or find_misfit(padded, padded.state_dict()):
             continue
-        if not differs and not find_misfit(padded, padded.state_dict()):
+        if not describe_difference(padded, network, args, kwargs):
             return padded
     return None
 
@@ -187,18 +170,3 @@ def _with_original_sizes(network: Any) -> Any | None:
             assign_tensor(copy, name, tied.setdefault(id(own), larger[name]))
     copy_numbers(copy, fresh, config)
     return copy
-
-
-def _cut_to(
-    full: nn.Module, shapes: Mapping[str, tuple[int, ...]], args: Any, kwargs: Any, table: Table
-) -> Any:
-    """A network with zeros, cut to tensors of some shapes."""
-    if all(shapes.get(name) == tuple(tensor.shape) for name, tensor in tensors_of(full)):
-        return full
-    fixed = FixedSizes(shapes=frozenset(shapes.items()))
-    call = DemaskCall(full, args, kwargs, None, table, "zeros", {}, True, _no_parts, fixed=fixed)
-    return first_result(call, "smaller class")
-
-
-def _no_parts(*_: Any, **__: Any) -> nn.Module:
-    raise DemaskError("modules of a network that is written are not demasked")

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ import demask
 import own_process
 from demask import prune
 from demask.errors import BadInput, DemaskError
+from demask.installation import install_command
 from demask.prune.searching.proposals import propose
 from demask.prune.searching.store import TrialStore
 from demask.prune.searching.trial import SearchTrial
@@ -332,7 +334,7 @@ def test_evaluations_that_are_no_number(result):
 
 def test_without_optuna(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(BadInput, match=r'pip install "demask\[search\]"'):
+    with pytest.raises(BadInput, match=re.escape(install_command("search"))):
         prune.search(network(), closeness, (X,), trials=1)
 
 

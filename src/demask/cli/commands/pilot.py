@@ -7,12 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from demask.cli.groups import CommandsByJob, CommandWithNext
 from demask.cli.options import (
     Fix,
     Imports,
     Inputs,
     Json,
     Model,
+    Picture,
     Sizes,
     Static,
     check_output,
@@ -23,20 +25,18 @@ from demask.cli.options import (
 from demask.errors import BadInput
 from demask.progress import progress
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(cls=CommandsByJob, no_args_is_help=True, rich_markup_mode=None)
 
 Data = Annotated[
     Path,
     typer.Argument(
+        metavar="DATA",
         help="Inputs: .npy, .npz or .safetensors (an array for each input, by name or in order; "
-        "first axes run over the inputs), or a folder of images of one size."
+        "first axes run over the inputs), or a folder of images of one size.",
     ),
 ]
 Batch = Annotated[
     int, typer.Option(min=1, help="Inputs at a time, where the network lets one choose.")
-]
-Picture = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also draw it: .svg, .png or .pdf.")
 ]
 
 
@@ -50,7 +50,7 @@ def start() -> None:
     """
 
 
-@app.command()
+@app.command(cls=CommandWithNext)
 def compare(
     model: Model,
     data: Data,
@@ -98,12 +98,13 @@ def compare(
         comparison = compared(network.model, calls, by=by or DEFAULT, pairs=pairs, progress=step)
     show(comparison, comparison.to_dict(), as_json)
     if plot is not None:
-        from demask.pilot.draw_comparison import draw
+        with progress("drawing"):
+            from demask.pilot.draw_comparison import draw
 
-        draw(comparison, plot)
+            draw(comparison, plot)
 
 
-@app.command()
+@app.command(cls=CommandWithNext)
 def collect(
     model: Model,
     data: Data,
@@ -173,7 +174,7 @@ def collect(
     show(f"{collection}\nwritten to {output}", written, as_json)
 
 
-@app.command()
+@app.command(cls=CommandWithNext)
 def explain(
     model: Model,
     data: Data,
@@ -213,7 +214,7 @@ def explain(
     show(explanation, explanation.to_dict(), as_json)
 
 
-@app.command()
+@app.command(cls=CommandWithNext)
 def condition(
     model: Model,
     condition: Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ import typer
 from demask.cli.failures import INTERRUPTED
 from demask.cli.options import Fix, Imports, Json, Model, import_modules, show
 from demask.errors import BadInput
+from demask.installation import install_command
 from demask.machine.byte_sizes import BUDGET
 from demask.progress import progress
 
@@ -109,7 +110,7 @@ def stream(
     are still needed stay in memory. The result is that of MODEL on each image by itself. MODEL must
     take images of this size: export it with dynamic sizes. A network of floating-point inputs
     receives uint8 images as x / 255. What is interrupted is continued by the same command. Formats
-    other than .npy need pip install 'demask[stream]'.
+    other than .npy need the extra `stream`.
 
     \b
     Examples:
@@ -121,17 +122,18 @@ def stream(
         "mask": _mask(mask), "normalize": _normalization(normalize),
         "statistics": _statistics(statistics), "chunk": chunk, "stripe": stripe, "spill": spill,
     }  # fmt: skip
-    with progress("loading") as step:
-        from demask.cli.read_network import fixed_network
-        from demask.traverse.storage.open_ends import check_target
-        from demask.traverse.stream import prepare
+    with ExitStack() as stack:
+        with progress("loading") as step:
+            from demask.cli.read_network import fixed_network
+            from demask.traverse.storage.open_ends import check_target
+            from demask.traverse.stream import prepare
 
-        check_target(destination)
-        import_modules(imports)
-        network = fixed_network(model, fix) if fix else model
-        step("planning")
-    with _client(scheduler) as client:
-        job = prepare(network, source, destination, client=client, **options)
+            check_target(destination)
+            import_modules(imports)
+            network = fixed_network(model, fix) if fix else model
+            step("planning")
+            client = stack.enter_context(_client(scheduler))
+            job = prepare(network, source, destination, client=client, **options)
         if plan:
             show(job.plan, {"rows": job.rows, "plan": job.plan.to_dict()}, as_json)
             return
@@ -160,7 +162,7 @@ def _client(address: str | None) -> Iterator[Any]:
         from distributed import Client
     except ModuleNotFoundError as error:
         raise BadInput("--scheduler needs dask.distributed, which is not installed: "
-                       "pip install 'demask[stream]'") from error  # fmt: skip
+                       f"{install_command('stream')}") from error  # fmt: skip
     try:
         client = Client(address, timeout=CONNECT)
     except (OSError, ValueError) as error:

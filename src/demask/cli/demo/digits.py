@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.nn.utils import prune
 
 from demask.errors import BadInput
+from demask.installation import install_command
 
 SIDE = 16  # pixels; the bundled scans are 8 x 8
 BATCH = 64
@@ -36,7 +37,7 @@ def load_digits(test_share: float = 0.3, seed: int = 0) -> Digits:
     except ImportError as error:
         raise BadInput(
             f"the demo needs scikit-learn's handwritten digits, but scikit-learn cannot be "
-            f'imported ({error}); run: pip install "demask[demo]"'
+            f"imported ({error}); run: {install_command('demo')}"
         ) from error
     scans, digits = datasets.load_digits(return_X_y=True)
     images = torch.as_tensor(scans, dtype=torch.float32).view(-1, 1, 8, 8) / 16

@@ -34,7 +34,7 @@ def from_onnx(
     Call the module with one tensor per input of the file, by position; it returns a tensor per
     output: one, or a tuple. Constants of the file are parameters or buffers with the file's names,
     so that they can be pruned, trained and demasked; quantized weights are parameters of whole
-    numbers, without gradients. Needs `pip install demask[onnx]`.
+    numbers, without gradients. Needs the extra `onnx`.
 
     Args:
         path: name of the file. Weights in separate files are read from its folder.

@@ -17,6 +17,7 @@ from torch import nn
 from demask.errors import BadInput
 from demask.failures import public
 from demask.graph.capture.shared_captures import share_captures
+from demask.installation import install_command
 from demask.progress import progress
 from demask.prune.masked_copies import PerGroup, PredictedTime, PruningOptions, pruner_of_copy
 from demask.prune.plots import draw_search
@@ -323,9 +324,7 @@ def _check_installed(client: Any) -> None:
         try:
             import_module(name)
         except ImportError as error:
-            raise BadInput(
-                f'search needs {name} ({error}): pip install "demask[search]"'
-            ) from error
+            raise BadInput(f"search needs {name} ({error}): {install_command('search')}") from error
 
 
 def _identity(task: TrialTask, sizes: Mapping[str, int]) -> dict[str, Any]:

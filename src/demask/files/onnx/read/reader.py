@@ -30,6 +30,7 @@ from demask.files.onnx.read.tensors import (
 )
 from demask.files.onnx.read.topological_order import sort_nodes
 from demask.graph.provenance import OnnxPort
+from demask.installation import install_command
 
 __all__ = ["DTYPES", "NARROW", "STRING", "installed", "parse_model", "read", "tensor"]
 
@@ -44,7 +45,8 @@ def installed() -> Any:
     try:
         import onnx
     except ImportError as error:
-        raise BadInput("ONNX files need the onnx package: pip install 'demask[onnx]'") from error
+        message = f"ONNX files need the onnx package: {install_command('onnx')}"
+        raise BadInput(message) from error
     return onnx
 
 

@@ -44,6 +44,7 @@ from demask.graph.program import Program
 from demask.graph.provenance import Interface, OnnxPort, Provenance, Sizes
 from demask.graph.result.class_result import as_graph
 from demask.graph.result.demasked_module import Demasked, build
+from demask.installation import install_command
 from demask.ops import TABLE, Table, schema
 from demask.ops.quantization import DTYPES
 
@@ -73,7 +74,7 @@ def to_onnx(
     dynamic sizes and metadata of its file. If the network cannot be written with dynamic sizes, the
     file is for the sizes of the example, and a UserWarning says so. Weights of more than 2 GiB are
     written to a second file in the same folder, such as "net.0123456789ab.weights" for "net.onnx",
-    with a hash of the weights. Needs `pip install demask[onnx]`.
+    with a hash of the weights. Needs the extra `onnx`.
 
     Args:
         module: a network that torch.export can capture, an exported program, or a result of
@@ -400,7 +401,7 @@ def _translated(slim: Demasked, opset: int | None) -> Any:
         canonicalize(exported.graph)
         return _exported(exported, opset)
     except ImportError as error:
-        raise BadInput("writing ONNX needs onnxscript: pip install 'demask[onnx]'") from error
+        raise BadInput(f"writing ONNX needs onnxscript: {install_command('onnx')}") from error
     except DemaskError:
         raise
     except Exception as error:

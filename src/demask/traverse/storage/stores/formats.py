@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from demask.errors import BadInput
+from demask.installation import install_command
 from demask.traverse.storage.stores.store import Store
 
 HERE = __name__.rpartition(".")[0]
@@ -63,7 +64,7 @@ class Format:
                 raise
             raise BadInput(
                 f"{self.name} files need {error.name}, which is not installed: "
-                "pip install 'demask[stream]'"
+                f"{install_command('stream')}"
             ) from error
 
     def create(self, path: Path, info: ArrayInfo) -> None:

@@ -1,0 +1,236 @@
+"""`demask slim`: write a network without the work that was masked away."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from demask.cli.options import (
+    Fix,
+    Imports,
+    Inputs,
+    Json,
+    Model,
+    Sizes,
+    Static,
+    Switch,
+    Tolerance,
+    check_output,
+    import_modules,
+    show,
+    show_written,
+    verify_and_write,
+)
+from demask.errors import BadInput
+from demask.progress import progress
+
+
+def slim(
+    model: Model,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Where to write the result: .pt2, .demask, .onnx, .gguf, or a folder.",
+        ),
+    ] = None,
+    loader: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="LOADER",
+            help="For folders: what is to load the result: transformers (default), vllm, mlx or "
+            "llama.cpp.",
+        ),
+    ] = None,
+    per_layer: Annotated[
+        bool,
+        typer.Option(
+            "--per-layer",
+            help="For folders, --for vllm or mlx: every layer has sizes of its own (nemotron-nas).",
+        ),
+    ] = False,
+    multiple: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="For folders: round units up to this. Default: 64, for llama.cpp 32.",
+        ),
+    ] = None,
+    vocabulary: Annotated[
+        str | None,
+        typer.Option(
+            metavar="drop-zero|FILE",
+            help="For folders: remove rows at the end of the vocabulary that are zero and no "
+            "token's, or those whose numbers are in FILE.",
+        ),
+    ] = None,
+    experts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="drop",
+            help="For folders: remove experts that add nothing. Others are chosen in their place; "
+            "the report says what that changes.",
+        ),
+    ] = None,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="For folders: a LoRA adapter of MODEL, which is cut with it, into OUTPUT/adapter.",
+        ),
+    ] = None,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Replace MODEL, a .onnx file, by the result.")
+    ] = False,
+    minimal: Annotated[
+        bool, typer.Option("--minimal", help="For .onnx: do not round widths up, do not measure.")
+    ] = False,
+    opset: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="For .onnx: the op set to write. Default: that of MODEL."
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="For .onnx: the runtime's threads. Default: as many as torch's."),
+    ] = None,
+    tolerance: Tolerance = None,
+    check: Annotated[
+        Switch,
+        typer.Option(
+            help="For .onnx and folders: whether to compare the result with MODEL. off also writes "
+            "what nothing here can run."
+        ),
+    ] = Switch.on,
+    as_json: Json = False,
+    imports: Imports = None,
+    sizes: Sizes = None,
+    inputs: Inputs = None,
+    static: Static = False,
+    fix: Fix = None,
+) -> None:
+    """Write a network that computes the same as MODEL without the work that was masked away.
+
+    The result is checked against MODEL before anything is written: a difference above --tolerance
+    writes nothing, and exits with 1. A .pt2 result is plain torch and runs where demask is not
+    installed; a .demask result records what was cut. A .onnx file is edited: what need not change
+    stays as it is, byte for byte. Only where that saves less is it exported, with widths
+    rounded up to those that ONNX Runtime is fastest at, measured where it is installed (else to
+    multiples of 8); if nothing is faster, MODEL is written unchanged.
+
+    A folder of Hugging Face becomes a smaller one of the same class, in bounded memory: units,
+    heads and layers that zeros make useless go, as far as its config can say so. For llama.cpp it
+    becomes a .gguf file, in which every layer has sizes of its own.
+
+    \b
+    Example:
+      demask slim model.pt2 -o slim.pt2
+      demask slim Llama-masked -o Llama-slim --for vllm
+      demask slim Llama-masked -o Llama-slim.gguf --for llama.cpp
+      demask slim model.onnx -o slim.onnx --threads 1
+      demask slim model.onnx --in-place --minimal
+      demask slim speech.onnx -o slim.onnx --fix rate=16000
+    """
+    if (output is None) != in_place:
+        raise BadInput("expected either --output FILE or --in-place")
+    if model.is_dir():
+        others = {"--in-place": in_place, "--minimal": minimal, "--opset": opset,
+                  "--threads": threads, "--tolerance": tolerance is not None, "--size": sizes,
+                  "--input": inputs, "--static": static, "--fix": fix}  # fmt: skip
+        if wrong := [name for name, value in others.items() if value]:
+            raise BadInput(f"{' and '.join(wrong)}: for files; {model} is a folder")
+        assert output is not None
+        with progress("reading the headers") as step:
+            from demask import checkpoint
+
+            rows = vocabulary
+            if vocabulary is not None and vocabulary != checkpoint.DROP_ZERO:
+                rows = checkpoint.read_numbers(Path(vocabulary))
+            report = checkpoint.slim(
+                model, output, target=loader or "transformers", per_layer=per_layer,
+                multiple=multiple, vocabulary=rows, experts=experts or "keep", adapter=adapter,
+                check=check is Switch.on, progress=step,
+            )  # fmt: skip
+        show(report, report.to_dict(), as_json)
+        return
+    others = {"--for": loader, "--multiple": multiple, "--vocabulary": vocabulary,
+              "--experts": experts, "--adapter": adapter,
+              "--per-layer": per_layer or None}  # fmt: skip
+    if wrong := [name for name, value in others.items() if value is not None]:
+        raise BadInput(f"{' and '.join(wrong)}: for folders; {model} is none")
+    if in_place and model.suffix != ".onnx":
+        raise BadInput(f"--in-place is for .onnx files, got {model}: give --output FILE")
+    output = model if output is None else output
+    check_output(output, suffixes=(".pt2", ".demask", ".onnx"))
+    options = {"--minimal": minimal, "--threads": threads, "--tolerance": tolerance is not None,
+               "--opset": opset, "--check": check is Switch.off}  # fmt: skip
+    if output.suffix != ".onnx" and any(options.values()):
+        raise BadInput(f"{' and '.join(k for k, v in options.items() if v)}: for .onnx results, "
+                       "leave them out")  # fmt: skip
+    with progress("loading") as step:
+        import demask
+        from demask.cli.read_network import ExampleOptions, read_network, read_to_edit
+
+        import_modules(imports)
+        if output.suffix == ".onnx":
+            from demask.machine.allocator import return_freed_blocks
+            from demask.optimize_onnx import deploy
+
+            return_freed_blocks()
+            example = ExampleOptions(sizes or (), inputs or (), static, fix or ())
+            network = read_to_edit(model, example)
+            args, file = network.args, network.file
+            # A file is edited first. That takes less memory without the network in it.
+            stays = network if file is None else None
+            del network
+            gc.collect()  # graphs have cycles
+            deployed = deploy(
+                lambda: (stays or read_to_edit(model, example)).model, args, output, file=file,
+                minimal=minimal, opset=opset, threads=threads, check=check is Switch.on,
+                tolerance=tolerance, progress=step,
+            )  # fmt: skip
+            shown = partial(_print_deployed, deployed, output)
+        else:
+            network = read_network(model, sizes, inputs, static, fix)
+            step("demasking")
+            result = demask.demask(network.model, network.args, result="graph")
+            verification = verify_and_write(network, result, output, step)
+            shown = partial(show_written, result, output, verification)
+    shown(as_json)
+
+
+def _print_deployed(deployed: Any, output: Path, as_json: bool) -> None:
+    import demask
+    from demask.report.speed import returned, speed_parts
+    from demask.text_table import render_text
+
+    edited = deployed.edited
+    if deployed.slim is not None:
+        report = demask.report(deployed.slim)
+        record = report.to_dict()
+    else:  # demask cannot capture the file
+        record: dict[str, Any] = {"notes": list(deployed.notes)}
+        lines = [returned(deployed.decisions), *deployed.notes]
+        if edited is not None:
+            record |= {"nodes": edited.nodes, "unchanged": edited.unchanged,
+                       "barriers": dict(edited.barriers),
+                       "foreign": sorted(edited.foreign)}  # fmt: skip
+            lines.append(f"not understood: {', '.join(record['foreign'])}")
+        elif deployed.speed is None:
+            lines.append("nothing to remove: the original network was written")
+        if deployed.speed is not None:
+            record["speed"] = asdict(deployed.speed)
+            lines.append(render_text(*speed_parts(deployed.speed, deployed.decisions)))
+        report = "\n".join(filter(None, lines))
+    data = {"output": str(output), "report": record, "error": deployed.error,
+            "checked": deployed.checked}  # fmt: skip
+    show(f"{report}\nwritten to {output} ({deployed.checked})", data, as_json)
