@@ -77,7 +77,8 @@ def _written(section: Section) -> str:
             words = f"\n<p>{escape(section.words)}</p>" if section.words else ""
             return draw_curves(section) + words
         case Command():
-            return f"<pre>{escape(section.command)}</pre>\n<p>{escape(section.words)}</p>"
+            words = f"\n<p>{escape(section.words)}</p>" if section.words else ""
+            return f"<pre>{escape(section.command)}</pre>{words}"
     return ""
 
 

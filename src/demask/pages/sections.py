@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from demask.text_table import WIDTH
-
 
 @dataclass(frozen=True, slots=True)
 class Lines:
@@ -26,7 +24,7 @@ class TextTable:
 
     left: columns that are text, all others are numbers. unbroken: columns that a terminal does not
     wrap. rules: numbers of rows with a line above them. terminal_rows: the rows that a terminal
-    shows, if these are others.
+    shows, if these are others. width: of the table in a terminal; None for 100 columns.
     """
 
     head: Sequence[str]
@@ -39,7 +37,7 @@ class TextTable:
     rules: Sequence[int] = ()
     is_close: bool = False
     pad_edge: bool = True
-    width: int = WIDTH
+    width: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +120,7 @@ class Command:
     """A command to run next, and what it does."""
 
     command: str
-    words: str
+    words: str = ""
     heading: str = "Next"
 
 

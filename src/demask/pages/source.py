@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from demask.files import atomic_write as atomic
 from demask.pages.sections import Page
 
 
@@ -42,6 +41,7 @@ class PageSource:
 
 def write_page(page: Page, path: str | Path) -> None:
     """Write a page as HTML, whole or not at all. Raises BadInput where that is impossible."""
+    from demask.files import atomic_write as atomic
     from demask.pages.html import document
 
     with atomic.write(path) as file:

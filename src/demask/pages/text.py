@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from demask.pages.sections import Command, InTerminal, Lines, Section, TextTable
-from demask.text_table import number_table, render_lines
+from demask.pages.sections import InTerminal, Lines, Section, TextTable
+from demask.text_table import WIDTH, number_table, render_lines
 
 
 def text_of(sections: Sequence[Section]) -> str:
@@ -39,8 +39,6 @@ def _lines_of(section: Section) -> list[str]:
             return [line for text in section.lines for line in text.split("\n")]
         case TextTable():
             return _table_lines(section)
-        case Command():
-            return [f"next: {section.command}  # {section.words}"]
     return []
 
 
@@ -57,4 +55,4 @@ def _table_lines(table: TextTable) -> list[str]:
         if k in table.rules:
             drawn.add_section()
         drawn.add_row(*map(Text, row))
-    return render_lines(drawn, width=table.width)
+    return render_lines(drawn, width=table.width or WIDTH)

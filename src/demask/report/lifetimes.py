@@ -19,10 +19,10 @@ def memory_timeline(network: nn.Module) -> Timeline | None:
     if not isinstance(network, fx.GraphModule):
         return None
     nodes = [node for node in network.graph.nodes if node.op not in ("get_attr", "output")]
-    owners = dict[fx.Node, fx.Node]()
+    owners = {node: node for node in nodes}
     for node in nodes:
-        viewed = _viewed(node)
-        owners[node] = node if viewed is None else owners.get(viewed, node)
+        if (viewed := _viewed(node)) is not None:
+            owners[node] = owners.get(viewed, node)
     position = {node: k for k, node in enumerate(nodes)}
     last = dict.fromkeys(nodes, 0)
     for node in nodes:

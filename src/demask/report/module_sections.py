@@ -65,10 +65,11 @@ def _count(number: int) -> str:
 
 def _box(row: ModuleRow, report: ReportValues) -> Box:
     """The box of a module. Without a weight of known shape it is a row of parameters."""
-    shapes: tuple[tuple[int, ...], tuple[int, ...]] = (row.parameters[:1], row.parameters[1:])
-    if not any(row.parameters):
-        shapes = (1,), (min(row.macs[1], 1),)
-    before, after = row.weight or shapes
+    before, after = list(row.parameters[:1]), list(row.parameters[1:])
+    if row.weight is not None:
+        before, after = (list(shape) for shape in row.weight)
+    elif not any(row.parameters):
+        before, after = [1], [min(row.macs[1], 1)]
     words = [f"{row.parameters[0]:,} parameters"]
     if row.parameters[0] != row.parameters[1]:
         words = [f"{row.parameters[0]:,} -> {row.parameters[1]:,} parameters"]
