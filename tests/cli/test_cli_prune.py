@@ -14,6 +14,7 @@ from demask.cli.pruning import command, images, networks, training
 from demask.cli.pruning.curves import Curves
 from demask.cli.pruning.images import read_images
 from demask.errors import BadInput
+from demask.pages.charts import draw_curves
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
@@ -270,10 +271,10 @@ def test_bad_options_write_nothing(run, few, tmp_path, words, complaint):
 
 def test_curves_are_drawn_to_scale():
     curves = Curves([(1, 2.0), (2, 1.0), (4, float("nan"))], [(2, 0.5)], [(2, "pruned <b>")])
-    svg = curves.svg()
+    svg = draw_curves(curves.charts())
     assert "pruned &lt;b&gt;" in svg and "nan" not in svg
     assert svg.count("<polyline") == 2
-    assert Curves().svg().count("<svg") == 2
+    assert draw_curves(Curves().charts()).count("<svg") == 2
 
 
 def test_the_examples_in_the_help_run(run, few, monkeypatch):
