@@ -209,7 +209,7 @@ def test_sparse_needs_torch_and_numpy_alone():
 
 
 ORDERS = """
-import demask.verify, demask.report.text
+import demask.verify, demask.report.sections
 import torch
 from torch import nn
 net = nn.Sequential(demask.sparse.SparseLinear.from_dense(nn.Linear(3, 2))).eval()

@@ -29,10 +29,12 @@ from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import (
     GIVEN,
     WHOLE,
+    ModuleSizes,
     Provenance,
     Speed,
     TuneDecision,
     provenance_of,
+    removed_parameters,
 )
 from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import Demasked, build
@@ -46,9 +48,9 @@ from demask.shrink.on_device import CPU, copy_to_cpu, device_of, move_module
 from demask.shrink.own_class.small_graphs import has_methods
 from demask.shrink.pipeline import capture_program as captured
 from demask.shrink.pipeline import shrink_program, sliced_shape
-from demask.shrink.program_size import count_removed, measure_program
+from demask.shrink.program_size import measure_modules, measure_program
 from demask.shrink.submodules import merge_records, part_dynamic_shapes
-from demask.sparse.segment.build_segments import layers_of
+from demask.sparse.segment.build_segments import SegmentLayer, layers_of
 from demask.sparse.segment.candidates import SegmentCandidates
 from demask.tune.candidates import Candidate, generate_candidates
 from demask.tune.epilogue import is_fused, unfuse
@@ -367,10 +369,7 @@ def _choose(
     if wanted.precision is not None:
         notes.append(_describe_loss(race, best, wanted.precision))
     measured = optimized_provenance(candidate.program, provenance, wanted.table)
-    removed = count_removed(program, unfuse(candidate.program))
-    record = replace(
-        measured, removed=removed, notes=tuple(notes), decisions=decisions, speed=speed
-    )
+    record = replace(measured, notes=tuple(notes), decisions=decisions, speed=speed)
     module_type = _module_type(candidate)
     race.modules.clear()
     return _build_module(
@@ -415,9 +414,13 @@ def _describe_loss(race: CandidateRace, name: str, precision: str) -> str:
 def optimized_provenance(program: Program, provenance: Provenance, table: Table) -> Provenance:
     """The provenance of an optimized program: its sizes, cuts, and ops that only adapt shapes."""
     whole = unfuse(program)
-    sizes = measure_program(whole, Analysis(whole, table).relations)
+    relations = Analysis(whole, table).relations
+    sizes, modules = measure_program(whole, relations), measure_modules(whole, relations)
     in_segments = layers_of(whole)
     sizes = replace(sizes, macs=sizes.macs + sum(layer.products for layer in in_segments))
+    before = {path: (row.parameters[0], row.macs[0]) for path, row in provenance.modules.items()}
+    _split_segments(modules, in_segments, before)
+    sizes_by_module = ModuleSizes.paired(before, modules)
     densities = {
         layer.name: layer.stored / layer.weights
         for layer in in_segments
@@ -430,12 +433,32 @@ def optimized_provenance(program: Program, provenance: Provenance, table: Table)
     }
     marks = [node.meta["effect"] for node in program.graph.nodes if "effect" in node.meta]
     return replace(provenance, after=sizes, cuts=cuts, effects=dict(Counter(marks)),
-                   densities=densities)  # fmt: skip
+                   densities=densities, modules=sizes_by_module,
+                   removed=removed_parameters(sizes_by_module))  # fmt: skip
+
+
+def _split_segments(
+    modules: dict[str, tuple[int, int]], layers: Sequence[SegmentLayer],
+    before: Mapping[str, tuple[int, int]],
+) -> None:  # fmt: skip
+    """Move the stored weights of layers, in place, from their segments, which are modules that the
+    network did not have before, to the modules that they were."""
+    moved = sum(layer.stored for layer in layers)
+    for path in [path for path in modules if path not in before]:
+        parameters, macs = modules[path]
+        modules[path] = max(parameters - moved, 0), macs
+        moved = max(moved - parameters, 0)
+    for layer in layers:
+        parameters, macs = modules.get(layer.name, (0, 0))
+        modules[layer.name] = parameters + layer.stored, macs + layer.products
 
 
 def unchanged_provenance(provenance: Provenance) -> Provenance:
     """The provenance of a network from which nothing was removed."""
-    return replace(provenance, after=provenance.before, removed={}, cuts={}, effects={}, reasons=())
+    before = {path: (row.parameters[0], row.macs[0]) for path, row in provenance.modules.items()}
+    same = ModuleSizes.paired(before, before)
+    return replace(provenance, after=provenance.before, removed={}, cuts={}, effects={}, reasons=(),
+                   modules=same)  # fmt: skip
 
 
 def _original(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -52,6 +52,10 @@ from demask.machine.threads import checked_threads
 from demask.machine.timing import sample_seconds
 from demask.ops import TABLE, Table
 from demask.optimize import optimized_provenance, unchanged_provenance
+from demask.pages import Lines, OnPage, Page, PageSource, Section, TextTable
+from demask.report import report
+from demask.report.sections import report_sections
+from demask.report.speed import returned, speed_sections
 from demask.shrink.pipeline import capture_program as captured
 from demask.shrink.pipeline import shrink_program
 from demask.shrink.program_size import measure_program
@@ -71,8 +75,9 @@ Edit = Callable[[], tuple[EditedFile | None, DemaskError | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Deployed:
-    """The network in the file that `optimize_onnx` wrote.
+class Deployed(PageSource):
+    """The network in the file that `optimize_onnx` wrote; it prints as a report, and is a page by
+    `to_html`.
 
     Attributes:
         slim: the network as a graph module; its attribute `demasked` is the record for
@@ -93,6 +98,30 @@ class Deployed:
     notes: tuple[str, ...] = ()
     speed: Speed | None = None
     decisions: tuple[TuneDecision, ...] = ()
+
+    def page(self) -> Page:
+        """What `print`, `to_html` and notebooks show, as sections."""
+        compared = OnPage([Lines([self.checked], "Verification")])
+        if self.slim is not None:
+            shown = report(self.slim)
+            return Page("demask slim", (*report_sections(shown), compared), shown.summary)
+        return Page("demask slim", (*self._sections(), compared))
+
+    def _sections(self) -> Iterator[Section]:
+        """What is known of a file that demask cannot run."""
+        edited, lines = self.edited, [returned(self.decisions), *self.notes]
+        if edited is not None:
+            lines.append(f"not understood: {', '.join(sorted(edited.foreign))}")
+        elif self.speed is None:
+            lines.append("nothing to remove: the original network was written")
+        yield Lines([*filter(None, lines)], "What was written")
+        if edited is not None:
+            rows = [(f"{edited.nodes:,}", f"{edited.unchanged:,}")]
+            yield OnPage([TextTable(("nodes", "of the file, byte for byte"), rows),
+                          TextTable(("node that is not cut", "why"), [*edited.barriers],
+                                    "What would free more", (0, 1))])  # fmt: skip
+        if self.speed is not None:
+            yield from speed_sections(self.speed, self.decisions)
 
 
 @in_isolation

@@ -44,6 +44,7 @@ from demask.numerics import (
     to_wide,
 )
 from demask.ops import TABLE, Table
+from demask.pages import Lines, OnPage, Page, PageSource, TextTable
 from demask.shrink import demask
 from demask.shrink.emit.constant_store import select
 from demask.shrink.pipeline import capture_program as captured
@@ -56,7 +57,7 @@ LAYERS = 8  # layers drawn from a network too large to copy, in addition to thre
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class Verification(PageSource):
     """The measured differences between the outputs of two networks, the result of `verify`.
 
     Attributes:
@@ -96,7 +97,17 @@ class Verification:
     layers: tuple[str, ...] = ()
     coverage: str = ""
 
-    def __str__(self) -> str:
+    def page(self) -> Page:
+        """What `print`, `to_html` and notebooks show, as sections."""
+        rows = [("largest difference in float64", f"{self.max_abs:.1e}"),
+                ("relative to the largest value", f"{self.max_rel:.1e}"),
+                (f"units in the last place, in {self.dtype}", f"{self.ulps:.3g}"),
+                ("calls compared", f"{self.runs:,}")]  # fmt: skip
+        table = OnPage([TextTable(("measure", "value"), rows)])
+        return Page("demask verify", (Lines([self._line], "Verification"), table))
+
+    @property
+    def _line(self) -> str:
         word = "equal" if self.ok else f"DIFFERENT ({self.failure})"
         text = (f"{word}: {self.max_rel:.1e} relative in float64, {self.ulps:.3g} ulps in "
                 f"{self.dtype}, {self.runs} runs")  # fmt: skip

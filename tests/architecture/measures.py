@@ -27,11 +27,12 @@ LAYERS = (
     ("graph",),
     ("facts",),
     ("shrink", "tune", "files"),
+    ("pages",),
+    ("report",),
     ("sparse", "traverse", "stride", "prune"),
     ("pilot", "checkpoint"),
     ("verify", "optimize"),
     ("optimize_onnx",),
-    ("report",),
     ("cli", "plugins", "__init__", "__main__"),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}

@@ -14,7 +14,7 @@ import demask
 from demask.errors import BadInput
 from demask.graph.provenance import Provenance, Reason, Sizes
 from demask.report import Decline, report
-from demask.report.text import removed_rows
+from demask.report.sections import removed_rows
 
 
 def demasked(**fields):
@@ -184,12 +184,12 @@ class Page(HTMLParser):
     def __init__(self, html):
         super().__init__()
         self.open, self.tags, self.text, self.loads = [], [], [], []
-        self.feed(html)
+        self.feed(html.replace("<wbr>", ""))
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.loads += [value for key, value in attrs if key in ("src", "href")]
-        if tag != "meta":
+        if tag not in ("meta", "br"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):

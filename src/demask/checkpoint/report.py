@@ -26,8 +26,9 @@ from demask.checkpoint.targets import TARGETS, BlockFormat
 from demask.checkpoint.tensors import StoredTensors
 from demask.errors import BadInput
 from demask.machine.byte_sizes import format_bytes, peak_memory
-from demask.text_table import number_table, render_text
+from demask.pages import Box, Lines, NetworkPicture, OnPage, Page, PageSource, TextTable
 
+SCALE = 16  # rows and columns of the picture of a layer
 LITTLE = 0.005  # of all parameters: less is not worth a word
 
 
@@ -47,8 +48,8 @@ class SliceCount:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointReport:
-    """What `checkpoint.slim` did.
+class CheckpointReport(PageSource):
+    """What `checkpoint.slim` did; it prints as a table, and is a page by `to_html`.
 
     Attributes:
         out: the new folder or file.
@@ -83,26 +84,52 @@ class CheckpointReport:
         """A dictionary that JSON can represent."""
         return {**asdict(self), "out": str(self.out)}
 
-    def __str__(self) -> str:
-        table = number_table("slices", "layers", "before", "live", "written", pad_edge=False)
-        for row in self.slices:
-            every = (row.live, (min(row.by_layer), row.written))
-            spans = (" to ".join(map(str, sorted(set(ends)))) for ends in every)
-            table.add_row(f"{row.name} ({row.kind}s)", str(row.layers), str(row.before), *spans)
+    def page(self) -> Page:
+        """What `print`, `to_html` and notebooks show, as sections."""
+        head = ("slices", "layers", "before", "live", "written")
+        table = TextTable(head, [_cells(row) for row in self.slices], "Slices", pad_edge=False)
+        compared = str(self.proof or "not compared with the original")
+        picture = NetworkPicture([box for row in self.slices for box in _boxes(row)], "The layers",
+                                 words="A box has the slices of a layer.")  # fmt: skip
+        memory = [f"memory of this process: at most {format_bytes(self.memory or 0)}"]
+        return Page("demask slim", (
+            table,
+            Lines(self._sizes(), "Sizes", is_close=True),
+            OnPage([picture]),
+            Lines([self._shares()], "What would free more", is_close=True),
+            Lines([compared], "Verification", is_close=True),
+            Lines(memory * (self.memory is not None), "Memory", is_close=True),
+            Lines(self.notes, "Notes", is_close=True),
+        ))  # fmt: skip
+
+    def _sizes(self) -> list[str]:
         sizes = " -> ".join(format_bytes(n) for n in self.bytes)
         numbers = " -> ".join(f"{n:,}" for n in self.parameters)
         lines = [f"{self.out}: {numbers} parameters, {sizes}"]
-        lines += [f"{path}: {a} -> {b} layers" for path, (a, b) in self.layers.items() if a != b]
+        changed = [(path, a, b) for path, (a, b) in self.layers.items() if a != b]
+        return [*lines, *(f"{path}: {a} -> {b} layers" for path, a, b in changed)]
+
+    def _shares(self) -> str:
+        """What zeros make useless, and what this format and others save of it."""
         shares = f"removable {self.removable:.1%}, in this format {self.removed:.1%}"
         more = [f"{name} {share:.1%}" for name, share in self.by_layer.items()
                 if share > self.removed + LITTLE]  # fmt: skip
         if more:
             shares += f", with sizes by layer: {', '.join(more)}"
-        lines.append(shares + (f"; {self.advice}" if self.advice else ""))
-        lines.append(str(self.proof or "not compared with the original"))
-        if self.memory is not None:
-            lines.append(f"memory of this process: at most {format_bytes(self.memory)}")
-        return "\n".join([render_text(table), *lines, *self.notes])
+        return shares + (f"; {self.advice}" if self.advice else "")
+
+
+def _cells(row: SliceCount) -> tuple[str, ...]:
+    every = (row.live, (min(row.by_layer), row.written))
+    spans = (" to ".join(map(str, sorted(set(ends)))) for ends in every)
+    return f"{row.name} ({row.kind}s)", str(row.layers), str(row.before), *spans
+
+
+def _boxes(row: SliceCount) -> list[Box]:
+    """One box per layer: the share of the slices that was written."""
+    return [Box(str(k), (SCALE, round(SCALE * count / row.before)), (SCALE, SCALE),
+                f"{count:,} of {row.before:,} {row.kind}s written", f"{row.name} ({row.kind}s)")
+            for k, count in enumerate(row.by_layer) if row.before]  # fmt: skip
 
 
 def describe_plan(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from importlib import import_module
 from math import isfinite
@@ -12,7 +13,12 @@ from typing import Annotated, Any
 
 import typer
 
+from demask.cli.groups import next_command
 from demask.errors import BadInput
+from demask.installation import VERSION
+from demask.pages import Command, InTerminal, Lines, OnPage, Page, PageSource, Section
+
+SUBJECTS = ("model", "a", "data", "runs")  # parameters that name what a command works on
 
 
 class Switch(StrEnum):
@@ -20,6 +26,43 @@ class Switch(StrEnum):
 
     on = "on"
     off = "off"
+
+
+def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
+    """Raise BadInput now if `path` could not be written after the work."""
+    from demask.files.atomic_write import check_writable
+
+    if path.suffix not in suffixes:
+        known = " or ".join(suffixes)
+        raise BadInput(f"expected an output that ends in {known}, got {path}; rename it")
+    check_writable(path)
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """A web page to write. context: of the command that writes it."""
+
+    path: Path
+    context: typer.Context
+
+    @classmethod
+    def checked(cls, context: typer.Context, value: Path | None) -> PageFile | None:
+        """The file of an option. Raises BadInput now if it could not be written after the work."""
+        if value is None:
+            return None
+        check_output(value, (".html",))
+        return cls(value, context)
+
+    def write(self, page: Page) -> None:
+        """Write a page with the command as its title, and with the next useful command."""
+        from demask.pages.source import write_page
+
+        names = self.context.params
+        subject = next((str(names[name]) for name in SUBJECTS if name in names), "")
+        title = f"{self.context.command_path} {Path(subject).name}".rstrip()
+        note = " ".join(filter(None, (page.note, f"demask {VERSION}")))
+        page = page.followed_by(Command(next_command(self.context)))
+        write_page(replace(page, title=title, note=note), self.path)
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
@@ -74,6 +117,17 @@ Tolerance = Annotated[
         "rounding moves the network itself.",
     ),
 ]
+Report = Annotated[
+    Any,
+    typer.Option(
+        "--report",
+        "--page",
+        parser=Path,
+        metavar="FILE.html",
+        callback=PageFile.checked,
+        help="Also write the result as one web page: a picture, tables, and what to do next.",
+    ),
+]
 Imports = Annotated[
     list[str] | None,
     typer.Option(
@@ -109,16 +163,6 @@ def import_modules(modules: list[str] | None) -> None:
             raise BadInput(f"cannot import {name}: {error}; is it installed here?") from error
 
 
-def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
-    """Raise BadInput now if `path` could not be written after the work."""
-    from demask.files.atomic_write import check_writable
-
-    if path.suffix not in suffixes:
-        known = " or ".join(suffixes)
-        raise BadInput(f"expected an output that ends in {known}, got {path}; rename it")
-    check_writable(path)
-
-
 def check_plot(path: Path) -> None:
     """Raise BadInput now if no picture could be drawn to `path` after the work."""
     from demask.files.pictures import SUFFIXES, check_picture
@@ -134,15 +178,36 @@ def plain(verification: Any) -> dict[str, Any]:
     return row | odd
 
 
-def show(text: object, data: dict[str, Any], as_json: bool) -> None:
-    typer.echo(json.dumps(data, indent=2) if as_json else str(text))
+def show(
+    shown: Page | PageSource, data: dict[str, Any], as_json: bool, page: PageFile | None = None
+) -> None:
+    """Print a result as text or its data as JSON. page: where to write the result as a web page,
+    which ends with the next useful command."""
+    from demask.pages.text import text_of
+
+    shown = shown if isinstance(shown, Page) else shown.page()
+    typer.echo(json.dumps(data, indent=2) if as_json else text_of(shown.sections))
+    if page is not None:
+        page.write(shown)
+        if not as_json:
+            typer.echo(f"report in {page.path}")
 
 
-def show_written(result: Any, output: Path, verification: Any, as_json: bool) -> None:
+def show_written(
+    result: Any, output: Path, verification: Any, as_json: bool, page: PageFile | None = None
+) -> None:
     """Print the report of a result that was written to `output`, and its verification."""
     import demask
 
     report = demask.report(result)
     data = {"output": str(output), "report": report.to_dict()}
     data["verification"] = plain(verification)
-    show(f"{report}\nwritten to {output} ({verification})", data, as_json)
+    written = written_sections(output, str(verification), verification.page().sections)
+    show(report.page().followed_by(*written), data, as_json, page)
+
+
+def written_sections(output: Path, words: str, verified: Sequence[Section] = ()) -> list[Section]:
+    """What was written where. words: in which way it was checked; verified: the same on a page."""
+    line = f"written to {output}"
+    return [InTerminal([Lines([f"{line} ({words})"], is_close=True)]),
+            OnPage([*verified, Lines([f"{line}."], "" if verified else "Written")])]  # fmt: skip

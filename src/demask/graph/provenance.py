@@ -77,6 +77,38 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleSizes:
+    """The size of a module without its submodules, before and after: elements of its parameters,
+    and MACs of one call on the example inputs."""
+
+    parameters: tuple[int, int]
+    macs: tuple[int, int]
+
+    def since(self, earlier: ModuleSizes | None) -> ModuleSizes:
+        """The sizes from before `earlier`, which ended where these begin, to those after these."""
+        if earlier is None:
+            return self
+        return ModuleSizes((earlier.parameters[0], self.parameters[1]),
+                           (earlier.macs[0], self.macs[1]))  # fmt: skip
+
+    @classmethod
+    def paired(
+        cls, before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]
+    ) -> dict[str, ModuleSizes]:
+        """By module, sizes from its parameters and MACs before and after, in the order of
+        `before`."""
+        names, none = dict.fromkeys([*before, *after]), (0, 0)
+        pairs = {name: (before.get(name, none), after.get(name, none)) for name in names}
+        return {name: cls((a[0], b[0]), (a[1], b[1])) for name, (a, b) in pairs.items()}
+
+
+def removed_parameters(modules: Mapping[str, ModuleSizes]) -> dict[str, int]:
+    """Parameters removed by module, without modules of which none is."""
+    counts = {path: sizes.parameters[0] - sizes.parameters[1] for path, sizes in modules.items()}
+    return {path: count for path, count in counts.items() if count > 0}
+
+
+@dataclass(frozen=True, slots=True)
 class InputSpec:
     """One tensor input: sizes (an int, or the name of a dynamic dimension), dtype ("float32"), the
     shape of the example, and the values that the input may have; None: any numbers."""
@@ -131,6 +163,7 @@ class Interface:
 
 
 WHOLE = "the network, whole"
+GRAPH_WOULD = "a graph would have"  # first words of the note on what a graph would save
 GIVEN = "given"  # the unchanged network, in files
 
 
@@ -179,7 +212,8 @@ class Provenance:
     valid for these values only. decisions, speed: of optimize(). interface: of the ONNX file that
     the network was read from. densities: by layer with sparse weights, the stored share of weights.
     form, graph_reasons: "class" or "graph", and why a class was not possible. numbers: by module,
-    integer attributes with new values.
+    integer attributes with new values. modules: sizes by module, in order of execution; {} where
+    they were not measured.
     """
 
     cuts: Mapping[str, Cut]
@@ -199,6 +233,7 @@ class Provenance:
     form: str = "graph"
     graph_reasons: tuple[str, ...] = ()
     numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    modules: Mapping[str, ModuleSizes] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary that JSON can represent; `from_dict` is the inverse."""
@@ -220,6 +255,7 @@ class Provenance:
             "form": self.form,
             "graph_reasons": list(self.graph_reasons),
             "numbers": {path: dict(values) for path, values in self.numbers.items()},
+            "modules": {path: [*row.parameters, *row.macs] for path, row in self.modules.items()},
         }
 
     @classmethod
@@ -243,6 +279,7 @@ class Provenance:
             form=str(data.get("form", "graph")),
             graph_reasons=tuple(map(str, data.get("graph_reasons", ()))),
             numbers={str(k): _numbers(v) for k, v in data.get("numbers", {}).items()},
+            modules={str(k): _module_sizes(v) for k, v in data.get("modules", {}).items()},
         )
 
 
@@ -266,6 +303,11 @@ def _numbers(data: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"expected integers, got {name} = {value!r:.40}")
         numbers[str(name)] = tuple(row) if isinstance(value, (list, tuple)) else value
     return numbers
+
+
+def _module_sizes(data: Sequence[Any]) -> ModuleSizes:
+    a, b, c, d = map(int, data)
+    return ModuleSizes((a, b), (c, d))
 
 
 def _decision(data: Mapping[str, Any]) -> TuneDecision:

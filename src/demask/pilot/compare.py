@@ -20,6 +20,7 @@ from demask.graph.isolation import in_isolation
 from demask.machine.byte_sizes import format_bytes
 from demask.machine.timing import Timing, time_alternately
 from demask.ops import TABLE, Table
+from demask.pages import Lines, Page, PageSource, TextTable
 from demask.pilot.data.lazy_weights import LoadedConstants
 from demask.pilot.data.measured_values import MeasuredValue, sites_of, zeroed
 from demask.pilot.data.sliced_run import each, flat, walk
@@ -28,7 +29,6 @@ from demask.pilot.weight_layers import layers_of
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.pipeline import capture_program
 from demask.shrink.program_size import measure_program
-from demask.text_table import number_table, render_lines
 
 DEFAULT = ("bits:8", "bits:4", "exponents", "rank:0.5", "channels:0.5", "downsample:2")
 WIDTH = 112
@@ -69,7 +69,7 @@ class ComparisonRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(PageSource):
     """The result of `compare`: for each simplifier, how far outputs differ and what a call costs.
 
     A simplifier derives a cheaper network from the full one. `print` shows a comparison as a table.
@@ -118,22 +118,23 @@ class Comparison:
         del numbers["same"]
         return numbers
 
-    def __str__(self) -> str:
-        heads = ("same class", "error", "correlation", "zeros: precision", "recall", "weights",
-                 "MACs", "speed")  # fmt: skip
-        table = number_table("simplifier", *heads, pad_edge=False)
-        table.columns[0].no_wrap = True
+    def page(self) -> Page:
+        """What `print`, `to_html` and notebooks show, as sections."""
+        heads = ("simplifier", "same class", "error", "correlation", "zeros: precision", "recall",
+                 "weights", "MACs", "speed")  # fmt: skip
         speed = "1 ×" if self.timing else "–"
         size = format_bytes(self.weight_bytes)
-        table.add_row("(full)", "", "", "", "", "", size, f"{self.macs:.3g}", speed)
+        rows: list[tuple[str, ...]] = [
+            ("(full)", "", "", "", "", "", size, f"{self.macs:.3g}", speed)
+        ]
         for row in self.rows:
-            table.add_row(row.by, *([] if row.refused else _cells(row)))
-        lines = render_lines(table, width=WIDTH)
+            rows.append((row.by, *([""] * (len(heads) - 1) if row.refused else _cells(row))))
         zeros = "" if self.zeros is None else f"; {_percent(self.zeros)} zeros after ReLU"
-        lines.append(f"{self.inputs} inputs{zeros}")
-        return "\n".join(
-            [*lines, *(f"{r.by}: refused: {r.refused}" for r in self.rows if r.refused)]
-        )
+        refused = [f"{r.by}: refused: {r.refused}" for r in self.rows if r.refused]
+        return Page("demask pilot compare", (
+            TextTable(heads, rows, "Simplifiers", unbroken=(0,), pad_edge=False, width=WIDTH),
+            Lines([f"{self.inputs} inputs{zeros}", *refused], is_close=True),
+        ))  # fmt: skip
 
 
 @in_isolation

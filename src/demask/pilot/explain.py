@@ -19,8 +19,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.table import Table as TextTable
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
@@ -35,6 +33,7 @@ from demask.machine.describe import describe_machine as described
 from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import sample_seconds
 from demask.ops import TABLE, Table
+from demask.pages import Lines, Page, PageSource, TextTable
 from demask.pilot.chains.chain_cost import NOMINAL, ChainRates, Reads, Uses, cached_shares, measured
 from demask.pilot.chains.chain_op import ROWS
 from demask.pilot.chains.chain_plan import ChainLayer
@@ -55,7 +54,6 @@ from demask.pilot.routing.router import call_copy
 from demask.shrink.build_uncut import build_uncut
 from demask.shrink.pipeline import capture_program
 from demask.sparse.plan.tape import NoPlan
-from demask.text_table import render_lines
 
 Pair = tuple[str, str]  # a pilot's text, "" for none; a condition's text
 CANDIDATES: tuple[Pair, ...] = (
@@ -97,7 +95,7 @@ class ExplainedPair:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(PageSource):
     """The result of `explain`: for each pilot and condition a predicted time and a verdict.
 
     A pilot is a cheap first run that selects the work; a condition is the policy by which the full
@@ -139,19 +137,20 @@ class Explanation:
         """The numbers as nested dictionaries, ready for JSON; times in seconds."""
         return asdict(self)
 
-    def __str__(self) -> str:
-        table = TextTable("pilot", "condition", "ms", "gain", "loss", "verdict", box=SIMPLE_HEAD)
-        for line in self.lines:
-            table.add_row(
-                line.pilot or "none", line.condition,
-                "" if line.seconds is None else f"{line.seconds * 1e3:.3f}",
-                "" if line.gain is None else f"{line.gain:.2f}",
-                "" if line.loss is None else f"{line.loss:.1%}",
-                f"{'use' if line.use else 'do not use'}: {line.why}",
-            )  # fmt: skip
+    def page(self) -> Page:
+        """What `print`, `to_html` and notebooks show, as sections."""
+        rows = [(
+            line.pilot or "none", line.condition,
+            "" if line.seconds is None else f"{line.seconds * 1e3:.3f}",
+            "" if line.gain is None else f"{line.gain:.2f}",
+            "" if line.loss is None else f"{line.loss:.1%}",
+            f"{'use' if line.use else 'do not use'}: {line.why}",
+        ) for line in self.lines]  # fmt: skip
+        columns = ("pilot", "condition", "ms", "gain", "loss", "verdict")
         head = (f"{self.summary}. As it is: {self.seconds * 1e3:.3f} ms, {self.inputs} inputs, "
                 f"{self.threads} threads, {self.machine}")  # fmt: skip
-        return "\n".join([head, *render_lines(table, width=140)])
+        table = TextTable(columns, rows, "Conditions", left=(0, 1, 5), is_close=True, width=140)
+        return Page("demask pilot explain", (Lines([head]), table), self.summary)
 
 
 @in_isolation

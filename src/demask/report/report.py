@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from torch import nn
 
 from demask.failures import public
 from demask.graph.isolation import in_isolation
-from demask.graph.provenance import InputSpec, Reason, provenance_of
-from demask.report.page import write_page
-from demask.report.text import EFFECTS, render
-from demask.report.values import Decline, ReportValues
+from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, provenance_of
+from demask.pages import Page, PageSource
+from demask.report.lifetimes import memory_timeline
+from demask.report.sections import EFFECTS, report_page
+from demask.report.values import Decline, ModuleRow, ReportValues
+from demask.shrink.pipeline import sliced_shape
 
 
 @dataclass(frozen=True, slots=True)
-class Report(ReportValues):
+class Report(ReportValues, PageSource):
     """The sizes of a network before and after demasking, and the reasons for what was not removed.
 
-    The result of `report`; `print` shows it as tables.
+    The result of `report`; `print` shows it as tables, `to_html` and notebooks as a page.
 
     Attributes:
         before, after: sizes of the original and of the result, each with `parameters` (elements,
@@ -44,6 +46,10 @@ class Report(ReportValues):
         densities: stored share of the weights, from 0 to 1, by name of the sparse layer.
         form: "class" if the result has the class of the original, "graph" if it is a graph module.
         graph_reasons: texts that say which parts of the result are graph modules, and why.
+        modules: the modules with parameters or MACs, in order of execution, each with `name`,
+            `parameters` and `macs` (before and after, without those of submodules; MACs of one
+            call) and `weight` (shapes of its largest tensor; None if unknown). Default: ().
+        timeline: of graphs, the bytes of the values that are alive at each call; else None.
         zeros: if nothing was removed: number of rows and columns of zeros, by tensor name; else {}.
 
     Example:
@@ -56,19 +62,9 @@ class Report(ReportValues):
         (58, 16, {'0': 30, '2': 12})
     """
 
-    def __str__(self) -> str:
-        return render(self)
-
-    def to_html(self, path: str | Path) -> None:
-        """Write the report as one HTML page, which refers to no other file.
-
-        Args:
-            path: name of the file. An existing file is replaced; after an error it is unchanged.
-
-        Raises:
-            BadInput: the file cannot be written.
-        """
-        write_page(self, Path(path))
+    def page(self) -> Page:
+        """What `print` and `to_html` show, as sections."""
+        return report_page(self, "demask report")
 
 
 @in_isolation
@@ -106,8 +102,22 @@ def report(slim: nn.Module) -> Report:
         form=provenance.form,
         graph_reasons=provenance.graph_reasons,
         batch=_batch_of(provenance.inputs),
+        modules=_modules(provenance),
+        timeline=memory_timeline(slim),
     )
     return replace(result, zeros=_zero_slices(slim)) if result.nothing_removed else result
+
+
+def _modules(provenance: Provenance) -> tuple[ModuleRow, ...]:
+    """The modules of a record, with the shapes of the largest tensor of which something is left."""
+    cuts: dict[str, Cut] = {}
+    for name, cut in provenance.cuts.items():
+        path = name.rpartition(".")[0]
+        if path not in cuts or math.prod(cuts[path].shape) < math.prod(cut.shape):
+            cuts[path] = cut
+    weights = {path: (cut.shape, sliced_shape(cut)) for path, cut in cuts.items()}
+    return tuple(ModuleRow(path, sizes.parameters, sizes.macs, weights.get(path))
+                 for path, sizes in provenance.modules.items())  # fmt: skip
 
 
 def _batch_of(inputs: Sequence[InputSpec]) -> int:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from demask.graph.provenance import GIVEN, WHOLE, Speed, TuneDecision
-from demask.text_table import number_table
+from demask.machine.describe import format_threads
+from demask.pages import InTerminal, Lines, OnPage, Section, TextTable
 
 NAMED = 3  # places named per row
 
@@ -39,19 +36,19 @@ def returned(decisions: Sequence[TuneDecision]) -> str:
     return f"returned: {whole.chosen}"
 
 
-def speed_parts(speed: Speed, decisions: Sequence[TuneDecision]) -> Iterable[RenderableType]:
+def speed_sections(speed: Speed, decisions: Sequence[TuneDecision]) -> Iterator[Section]:
     """The lines and tables of a measurement."""
     original, result = (_milliseconds(row) for row in (speed.given, speed.result))
-    threads = f"{speed.threads} thread{'s' if speed.threads > 1 else ''}"
-    yield Text(f"original {original} ms, result {result} ms: {speed.ratio:.2f} x")
-    yield Text(f"at least {speed.least:.2f} x, from {speed.pairs} rounds in turns, {threads}")
-    yield Text(speed.machine)
+    yield Lines([f"original {original} ms, result {result} ms: {speed.ratio:.2f} x",
+                 f"at least {speed.least:.2f} x, from {speed.pairs} rounds in turns, "
+                 f"{format_threads(speed.threads)}", speed.machine],
+                "Speed", is_wrapped=True)  # fmt: skip
     for decision in decisions:
         if decision.place == WHOLE:
-            yield _whole(decision)
+            yield _candidates(decision)
     pieces = choices([decision for decision in decisions if decision.place != WHOLE])
-    if pieces:
-        yield _pieces(pieces)
+    yield InTerminal([_pieces(pieces, NAMED)])
+    yield OnPage([_pieces(pieces, None)])
 
 
 def choices(decisions: Sequence[TuneDecision]) -> list[SpeedChoice]:
@@ -70,25 +67,26 @@ def choices(decisions: Sequence[TuneDecision]) -> list[SpeedChoice]:
     return sorted(rows, key=lambda choice: -choice.seconds)
 
 
-def _whole(decision: TuneDecision) -> Table:
-    table = number_table("candidate", "ms")
+def _candidates(decision: TuneDecision) -> TextTable:
+    rows = []
     for form, taken in sorted(decision.seconds.items(), key=lambda row: row[1]):
         name = "original" if form == GIVEN else form
         word = f"{name} (returned)" if form == decision.chosen else name
-        table.add_row(word, f"{1e3 * taken:.2f}")
-    return table
+        rows.append((word, f"{1e3 * taken:.2f}"))
+    return TextTable(("candidate", "ms"), rows, is_close=True)
 
 
-def _pieces(rows: Sequence[SpeedChoice]) -> Table:
-    table = number_table("pieces, chosen one by one", "count", "ms", "ms of the next best")
-    table.add_column("where")
-    for choice in rows:
-        more = choice.pieces - NAMED
-        where = ", ".join(choice.places[:NAMED]) + (f" and {more} more" if more > 0 else "")
+def _pieces(choices: Sequence[SpeedChoice], named: int | None) -> TextTable:
+    """named: places that are named per row; None for all."""
+    rows = []
+    for choice in choices:
+        places = choice.places[:named]
+        more = len(choice.places) - len(places)
+        where = ", ".join(places) + (f" and {more} more" if more else "")
         other = f"{1e3 * choice.other:.2f} ({choice.instead})" if choice.instead else "–"
-        row = (str(choice.pieces), f"{1e3 * choice.seconds:.2f}", other, Text(where))
-        table.add_row(choice.form, *row)
-    return table
+        rows.append((choice.form, str(choice.pieces), f"{1e3 * choice.seconds:.2f}", other, where))
+    head = ("pieces, chosen one by one", "count", "ms", "ms of the next best", "where")
+    return TextTable(head, rows, left=(0, 4), is_close=True)
 
 
 def _milliseconds(row: tuple[float, float, float]) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from demask.graph.provenance import GIVEN, WHOLE, Sizes, Speed, TuneDecision
+from demask.graph.provenance import GIVEN, GRAPH_WOULD, WHOLE, Sizes, Speed, TuneDecision
+from demask.pages import Timeline
 
 NOTHING = "nothing left to remove"
 
@@ -36,6 +37,20 @@ class Decline:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """The size of a module without its submodules, before and after.
+
+    parameters: elements. macs: multiply-adds of one call on the example inputs. weight: shapes of
+    its largest tensor; None where that is unknown.
+    """
+
+    name: str
+    parameters: tuple[int, int]
+    macs: tuple[int, int]
+    weight: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ReportValues:
     """The values of a report, which text and page print; `Report` documents them."""
 
@@ -52,6 +67,14 @@ class ReportValues:
     graph_reasons: tuple[str, ...] = ()
     zeros: Mapping[str, int] = field(default_factory=dict)
     batch: int = 1
+    modules: tuple[ModuleRow, ...] = ()
+    timeline: Timeline | None = None
+
+    @property
+    def graph_note(self) -> str:
+        """The note on what a graph in place of the network's class would save; "" if there is
+        none."""
+        return next((note for note in self.notes if note.startswith(GRAPH_WOULD)), "")
 
     @property
     def nothing_removed(self) -> bool:
@@ -127,4 +150,11 @@ class ReportValues:
             "graph_reasons": list(self.graph_reasons),
             "zeros": dict(self.zeros),
             "batch": self.batch,
+            "modules": [asdict(row) for row in self.modules],
+            "timeline": self.timeline and [[s.name, s.bytes] for s in self.timeline.spans],
         }
+
+
+def share(part: float, whole: float) -> str:
+    """`part` of `whole` in percent, or a dash where the whole is nothing."""
+    return f"{100 * part / whole:.1f} %" if whole else "–"

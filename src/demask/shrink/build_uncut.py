@@ -8,9 +8,9 @@ from demask.facts.analysis import Analysis
 from demask.graph.guards import literal_inputs
 from demask.graph.input_specs import input_specs
 from demask.graph.program import Program, copy_tensors
-from demask.graph.provenance import Cut, Provenance
+from demask.graph.provenance import Cut, ModuleSizes, Provenance
 from demask.graph.result.demasked_module import Demasked, build
-from demask.shrink.program_size import measure_program
+from demask.shrink.program_size import measure_modules, measure_program
 
 
 def build_uncut(before: Analysis, after: Program, notes: Iterable[str]) -> Demasked:
@@ -23,6 +23,8 @@ def build_sharing(before: Analysis, after: Program, notes: Iterable[str]) -> Dem
     program = before.program
     whole = {name: Cut(c.name, tuple(c.tensor.shape), (None,) * c.tensor.ndim)
              for name, c in after.constants.items() if name in program.constants}  # fmt: skip
+    relations = before.again(after).relations
+    modules = measure_modules(program, before.relations), measure_modules(after, relations)
     record = Provenance(
         cuts=whole,
         reasons=(),
@@ -30,9 +32,10 @@ def build_sharing(before: Analysis, after: Program, notes: Iterable[str]) -> Dem
         notes=(*program.notes, *notes),
         inputs=input_specs(program),
         before=measure_program(program, before.relations),
-        after=measure_program(after, before.again(after).relations),
+        after=measure_program(after, relations),
         guards=program.guards,
         values=literal_inputs(program.graph),
         interface=program.interface,
+        modules=ModuleSizes.paired(*modules),
     )
     return build(after, record)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import DemaskError, NotExportable
 from demask.facts.analysis import Analysis
+from demask.facts.known import Relations
 from demask.failures import CallFailed, Log, described, is_strict
 from demask.graph.capture.declared_masks import Masks, declare_masks
 from demask.graph.capture.errors import part_of
@@ -31,7 +32,14 @@ from demask.graph.normalize.select_token_early import select_token_early
 from demask.graph.normalize.separate_heads import separate_heads
 from demask.graph.normalize.split_recurrent import split_recurrent
 from demask.graph.program import Program, copy_tensors
-from demask.graph.provenance import Cut, Provenance, Reason, Sizes
+from demask.graph.provenance import (
+    Cut,
+    ModuleSizes,
+    Provenance,
+    Reason,
+    Sizes,
+    removed_parameters,
+)
 from demask.graph.queries import ExampleSizes
 from demask.graph.result.demasked_module import Demasked, build
 from demask.ops import Table
@@ -44,7 +52,7 @@ from demask.shrink.layout.placement import Placement, place
 from demask.shrink.program_size import (
     count_elements_written,
     count_numbers,
-    count_removed,
+    measure_modules,
     measure_program,
     sum_macs,
 )
@@ -246,14 +254,16 @@ def shrink_program(
 class _MeasuredProgram:
     """A program, its sizes, and the cuts of its tensors from those of the first program.
 
-    weight: parameters, MACs and elements written, which have to shrink. They are counted on the
-    captured sizes: with a batch of two, what is computed once for all images counts less.
+    relations: of its calls, recurrent ones split. weight: parameters, MACs and elements written,
+    which have to shrink. They are counted on the captured sizes: with a batch of two, what is
+    computed once for all images counts less.
     """
 
     program: Program
     sizes: Sizes
     weight: tuple[int, int, int]
     cuts: Mapping[str, Cut]
+    relations: Relations
     reasons: tuple[Reason, ...] = ()
 
 
@@ -266,7 +276,7 @@ def _measure(program: Program, table: Table) -> _MeasuredProgram:
     relations = Analysis(whole, table).relations
     sizes, captured_macs = measure_program(program, relations), sum_macs(relations, ExampleSizes())
     weight = (count_numbers(program), captured_macs, count_elements_written(program))
-    return _MeasuredProgram(program, sizes, weight, _whole_cuts(program))
+    return _MeasuredProgram(program, sizes, weight, _whole_cuts(program), relations)
 
 
 def _shrink_repeatedly(
@@ -492,6 +502,8 @@ def _place_tied(analysis: LayoutAnalysis) -> Placement:
 
 def _provenance(first: _MeasuredProgram, last: _MeasuredProgram, log: Log) -> Provenance:
     marks = [node.meta["effect"] for node in last.program.graph.nodes if "effect" in node.meta]
+    sizes = (measure_modules(one.program, one.relations) for one in (first, last))
+    modules = ModuleSizes.paired(*sizes)
     return Provenance(
         cuts=last.cuts,
         reasons=last.reasons,
@@ -500,8 +512,9 @@ def _provenance(first: _MeasuredProgram, last: _MeasuredProgram, log: Log) -> Pr
         inputs=input_specs(first.program),
         before=first.sizes,
         after=last.sizes,
-        removed=count_removed(first.program, last.program),
+        removed=removed_parameters(modules),
         guards=first.program.guards,
         values=literal_inputs(first.program.graph),
         interface=first.program.interface,
-    )
+        modules=modules,
+    )  # fmt: skip

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping
 
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from demask.failures import CallFailed, attributed
-from demask.graph.program import Constant, Program
+from demask.graph.program import Constant, Program, path_of
 from demask.graph.provenance import Sizes
 from demask.graph.queries import ExampleSizes
 from demask.ops import Declined, Relation, schema
@@ -104,15 +103,39 @@ def letter_sizes(relation: Relation, example: ExampleSizes) -> dict[str, int]:
     return sizes
 
 
-def count_removed(before: Program, after: Program) -> dict[str, int]:
-    """Parameters removed per module; tied tensors count once, as in `measure_program`."""
-    counts: Counter[str] = Counter()
-    for sign, program in ((1, before), (-1, after)):
-        for name, constant in _distinct(program).items():
-            if constant.parameter:
-                module = next(iter(constant.aliases), name).rpartition(".")[0]
-                counts[module] += sign * constant.tensor.numel()
-    return {module: count for module, count in counts.items() if count > 0}
+def measure_modules(
+    program: Program, relations: Mapping[fx.Node, Relation | Declined]
+) -> dict[str, tuple[int, int]]:
+    """Parameters and MACs by module, in order of execution; the sums are those of
+    `measure_program`. A call belongs to the module of the largest tensor that it reads, or else to
+    the module that contains it."""
+    owners = {name: _owner(name, constant) for name, constant in program.constants.items()}
+    parameters, macs = dict[str, int](), dict[str, int]()
+    for node, relation in relations.items():
+        read = [name for name in map(_constant_name, node.all_input_nodes) if name in owners]
+        largest = max(read, key=lambda name: program.constants[name].tensor.numel(), default="")
+        path, count = (
+            owners[largest] if largest else path_of(node),
+            _macs(relation, program.example),
+        )
+        for owner in (*map(owners.__getitem__, read), *[path] * bool(count)):
+            parameters.setdefault(owner, 0)
+        macs[path] = macs.get(path, 0) + count
+    for name, constant in _distinct(program).items():
+        if constant.parameter:
+            path = owners[name]
+            parameters[path] = parameters.get(path, 0) + constant.tensor.numel()
+    rows = {path: (count, macs.get(path, 0)) for path, count in parameters.items()}
+    return {path: row for path, row in rows.items() if any(row)}
+
+
+def _owner(name: str, constant: Constant) -> str:
+    """The path of the module that has a constant."""
+    return next(iter(constant.aliases), name).rpartition(".")[0]
+
+
+def _constant_name(node: fx.Node) -> str:
+    return str(node.target) if node.op == "get_attr" else ""
 
 
 def _distinct(program: Program) -> dict[str, Constant]:

@@ -23,7 +23,7 @@ from demask.graph.capture.declared_masks import Masks
 from demask.graph.input_domains import Domains
 from demask.graph.input_specs import input_specs
 from demask.graph.program import Program, copy_tensors
-from demask.graph.provenance import Cut, Provenance, Sizes, provenance_of
+from demask.graph.provenance import GRAPH_WOULD, Cut, Provenance, Sizes, provenance_of
 from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import build
 from demask.graph.result.restore_modules import originals_of
@@ -188,16 +188,19 @@ def as_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
         more = [reason for reason in record.reasons if reason.text not in known]
         size, least = (getattr(r.after, call.objective) for r in (record, candidate.record))
         if size > CLASS_OVERHEAD * least:
-            advice, unit = (
-                advise(find_preserved_shapes(candidate.target)),
-                OBJECTIVES[call.objective],
-            )
-            notes += (f'a graph would have {least:,} {unit} (result="graph"){advice}',)
+            notes += (_graph_note(call, candidate, size),)
         record = replace(record, reasons=(*stay, *more), notes=(*notes, *record.notes))
         if branching is not None:
             record = replace(record, inputs=inputs)
         record_call(own, record, call.args, call.kwargs)
         return own
+
+
+def _graph_note(call: DemaskCall, candidate: SmallerProgram, size: int) -> str:
+    """What a graph would save of a class of this size, and what would have to be masked alike."""
+    least, unit = getattr(candidate.record.after, call.objective), OBJECTIVES[call.objective]
+    advice = advise(find_preserved_shapes(candidate.target))
+    return f'{GRAPH_WOULD} {least:,} {unit}, {size - least:,} fewer (result="graph"){advice}'
 
 
 def as_unchanged_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
@@ -271,20 +274,30 @@ def _with_small_graphs(call: DemaskCall, candidate: SmallerProgram, own: nn.Modu
         return own
     record, shapes = provenance_of(own), find_preserved_shapes(candidate.target)
     parts = {path: provenance_of(graph) for path, graph in graphs.items()}
-    effects, removed = Counter[str](), Counter(record.removed)
+    effects, removed, modules = Counter[str](), Counter(record.removed), dict(record.modules)
     for path, part in parts.items():
         effects.update(part.effects)
-        removed.update({f"{path}.{name}".rstrip("."): n for name, n in part.removed.items()})
+        for name, n in part.removed.items():
+            removed[f"{path}.{name}".rstrip(".")] += n
+        for name, sizes in part.modules.items():
+            inner = f"{path}.{name}".rstrip(".")
+            modules[inner] = sizes.since(modules.get(inner))
     saved_macs = sum(part.before.macs - part.after.macs for part in parts.values())
+    after = measure_module(mixed, record.after.macs - saved_macs)
+    uncalled = measure_module(own).parameters - record.after.parameters
+    after_called = replace(after, parameters=after.parameters - uncalled)
+    note = _graph_note(call, candidate, getattr(after_called, call.objective))
+    notes = [note if old.startswith(GRAPH_WOULD) else old for old in record.notes]
     record = replace(
         record,
-        after=measure_module(mixed, record.after.macs - saved_macs),
+        after=after,
         cuts=_cuts_of_parts(record, parts),
         effects=dict(effects),
         removed=dict(removed),
+        modules=modules,
         graph_reasons=tuple(f"{path} is a graph: {explain(path, shapes)}" for path in parts),
-        notes=(*record.notes, *(f"{path}: {note}" for path, part in parts.items()
-                                for note in part.notes if note not in record.notes)),
+        notes=(*notes, *(f"{path}: {note}" for path, part in parts.items()
+                         for note in part.notes if note not in record.notes)),
     )  # fmt: skip
     try:
         wrong = call.check and describe_difference(

@@ -121,6 +121,8 @@ def merge_records(
                         for name, r in records.items() for decision in r.decisions),
         densities={f"{name}.{key}": density
                    for name, r in records.items() for key, density in r.densities.items()},
+        modules={f"{name}.{key}".rstrip("."): sizes
+                 for name, r in records.items() for key, sizes in r.modules.items()},
         form="class",
         graph_reasons=tuple(f"{name}: {why}" for name, r in records.items()
                             for why in r.graph_reasons),

@@ -15,6 +15,7 @@ from demask.errors import BadInput
 from demask.failures import public
 from demask.machine.byte_sizes import BUDGET, format_bytes
 from demask.ops import TABLE, Table
+from demask.pages import Lines, Page, PageSource
 from demask.traverse.execution.stream_job import (
     OUTPUTS,
     Streaming,
@@ -28,7 +29,7 @@ Model = nn.Module | ExportedProgram | str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
+class Streamed(PageSource):
     """The result of `stream`: shape and dtype of the output, and the time and memory of the run.
 
     Attributes:
@@ -64,11 +65,13 @@ class Streamed:
         """The attributes as a dictionary of JSON types; `shape` as a list of integers."""
         return {name: getattr(self, name) for name in self.__slots__} | {"shape": list(self.shape)}
 
-    def __str__(self) -> str:
+    def page(self) -> Page:
+        """What `print`, `to_html` and notebooks show, as sections."""
         many = f"{self.images:,} images, " if self.images > 1 else ""
         before = f" ({self.resumed:,} of them before)" if self.resumed else ""
-        return (f"{many}{self.rows:,} rows{before} in {self.seconds:.1f} s, predicted peak "
+        line = (f"{many}{self.rows:,} rows{before} in {self.seconds:.1f} s, predicted peak "
                 f"{format_bytes(self.peak)}: {self.dtype} {self.shape}")  # fmt: skip
+        return Page("demask stream", (Lines([line]),))
 
 
 @public

@@ -10,8 +10,6 @@ from math import isfinite
 from typing import Any
 
 import torch
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -32,8 +30,8 @@ from demask.machine.describe import (
 )
 from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import Timing, time_alternately
+from demask.pages import Lines, Page, PageSource, TextTable
 from demask.progress import ProgressStep
-from demask.text_table import number_table, render_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,7 @@ class BenchRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class Bench(PageSource):
     """The measurements of one model: rows by setting, and a description of the machine."""
 
     model: str
@@ -119,8 +117,10 @@ class Bench:
         rows = [row.to_dict() for row in self.rows]
         return {"model": self.model, "rows": rows, "machine": self.machine}
 
-    def __str__(self) -> str:
-        return render_text(_table(self), Text(), *map(Text, _remarks(self)))
+    def page(self) -> Page:
+        """What the command prints and writes, as sections."""
+        remarks = [*_remarks(self)]
+        return Page("demask bench", (_table(self), Lines(remarks, "Notes", is_wrapped=True)))
 
 
 def bench(network: NetworkFile, name: str, settings: BenchSettings, step: ProgressStep) -> Bench:
@@ -203,24 +203,23 @@ def _first(call: Callable[[], Any], name: str, batch: int) -> Any:
         ) from error
 
 
-def _table(measured: Bench) -> Table:
-    heads = ("parameters", "milliseconds", "speed", "difference", "setup")
-    table = number_table("", *heads, title=Text(measured.model), title_style="")
-    for column in table.columns:
-        column.no_wrap = column.header != "milliseconds"
+def _table(measured: Bench) -> TextTable:
+    heads = ("", "parameters", "milliseconds", "speed", "difference", "setup")
+    lines, rules = list[tuple[str, ...]](), []
     for setting, rows in measured.settings.items():
-        table.add_section()
-        table.add_row(setting)
+        rules.append(len(lines))
+        lines.append((setting,))
         for row in rows:
-            table.add_row(f"  {row.contender}", f"{row.parameters:,}", *_cells(row))
-    return table
+            lines.append((f"  {row.contender}", f"{row.parameters:,}", *_cells(row)))
+    return TextTable(heads, lines, "Times", title=measured.model, unbroken=(0, 1, 3, 4, 5),
+                     rules=rules)  # fmt: skip
 
 
-def _cells(row: BenchRow) -> tuple[str | Text, ...]:
+def _cells(row: BenchRow) -> tuple[str, ...]:
     """The cells of a row after its name and size."""
     preparation = "–" if row.preparation is None else f"{row.preparation:.1f} s"
     if row.timing is None or row.ratio is None:
-        return Text(f"fails: {row.failure}", justify="left"), "–", "–", preparation
+        return f"fails: {row.failure}", "–", "–", preparation
     speed = f"{'slower, ' if row.is_loss else ''}{row.ratio:.2f} ×"
     differs = (
         "–" if row.contender == ORIGINAL else f"{row.difference:.1e}" if row.difference else "0"

@@ -14,18 +14,21 @@ from demask.cli.options import (
     Inputs,
     Json,
     Model,
+    Report,
     Sizes,
     Static,
     import_modules,
     plain,
     show,
 )
+from demask.pages import Page
 from demask.progress import progress
 
 
 def inspect(
     model: Model,
     as_json: Json = False,
+    page: Report = None,
     imports: Imports = None,
     sizes: Sizes = None,
     inputs: Inputs = None,
@@ -59,13 +62,15 @@ def inspect(
             step("editing the file, to see what changes")
             edit = inspect_edit(network.file, network.args)
             parts, data = [*parts, edit], data | {"edit": edit.to_dict()}
-    show("\n\n".join(map(str, parts)), data, as_json)
+    sections = [section for part in parts for section in part.page().sections]
+    show(Page("demask inspect", sections), data, as_json, page)
 
 
 def verify(
     a: Annotated[Path, typer.Argument(metavar="A", help="The original: a file, as of slim.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="The other.")],
     as_json: Json = False,
+    page: Report = None,
     imports: Imports = None,
     sizes: Sizes = None,
     inputs: Inputs = None,
@@ -92,6 +97,6 @@ def verify(
         check_same_inputs(first, second)
         step("comparing")
         verification = demask.verify(first.model, second.module, first.args, check=False)
-    show(str(verification), plain(verification), as_json)
+    show(verification, plain(verification), as_json, page)
     if not verification.ok:
         raise typer.Exit(CHECK_FAILED)

@@ -16,11 +16,13 @@ from demask.cli.options import (
     Inputs,
     Json,
     Model,
+    Report,
     Sizes,
     Static,
     import_modules,
     show,
 )
+from demask.pages import Lines
 from demask.progress import progress
 
 Roi = Annotated[
@@ -58,6 +60,7 @@ def halo(
     model: Model,
     tile: Roi = 512,
     as_json: Json = False,
+    page: Report = None,
     imports: Imports = None,
     sizes: Sizes = None,
     inputs: Inputs = None,
@@ -91,7 +94,8 @@ def halo(
     shapes = [tuple(getattr(value, "shape", ())) for value in example]
     entries = list(_entries(result, shapes, shape, tile))
     data = result.to_dict() | {"entries": [asdict(entry) for entry in entries]}
-    show("\n".join([str(result).rstrip(), "", *map(str, entries)]), data, as_json)
+    others = Lines([*map(str, entries)], "In other tools")
+    show(result.page().followed_by(others), data, as_json, page)
 
 
 def _entries(

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from rich.box import SIMPLE_HEAD
-from rich.console import RenderableType
-from rich.table import Table as TextTable
-from rich.text import Text
 from torch import Tensor, fx, nn
 
 import demask
@@ -27,10 +23,11 @@ from demask.graph.provenance import Provenance
 from demask.graph.result.module_calls import graph_of_calls
 from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
+from demask.pages import InTerminal, Lines, OnPage, Page, PageSource, Section, TextTable
 from demask.progress import ProgressStep
 from demask.report.report import Report
-from demask.report.text import PLACES, ROWS, share
-from demask.text_table import number_table, render_text
+from demask.report.sections import PLACES, ROWS, report_sections
+from demask.report.values import share
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ class ModuleShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspection:
+class Inspection(PageSource):
     """What could be removed from a model.
 
     report: of the demasked model; `before` is the model itself. modules: those with parameters,
@@ -67,9 +64,10 @@ class Inspection:
         modules = [asdict(module) for module in self.modules]
         return {"report": self.report.to_dict(), "modules": modules, "ops": ops}
 
-    def __str__(self) -> str:
-        report = replace(self.report, removed={})  # its table has the rows of `modules`
-        return f"{report}\n\n{render_text(*_parts(self))}"
+    def page(self) -> Page:
+        """What the command prints and writes, as sections."""
+        own = report_sections(self.report, removed=False)  # its table has the rows of `modules`
+        return Page("demask inspect", (*own, *_sections(self)), self.report.summary)
 
 
 def inspect_network(network: NetworkFile, step: ProgressStep, table: Table = TABLE) -> Inspection:
@@ -92,7 +90,7 @@ def inspect_network(network: NetworkFile, step: ProgressStep, table: Table = TAB
 
 
 @dataclass(frozen=True, slots=True)
-class EditInspection:
+class EditInspection(PageSource):
     """What an edit of an ONNX file would change.
 
     bytes: of the file and of the edited one. nodes, unchanged: how many nodes that has, and how
@@ -111,8 +109,9 @@ class EditInspection:
         """The inspection as plain dictionaries, ready for JSON."""
         return asdict(self)
 
-    def __str__(self) -> str:
-        return render_text(*_edit_parts(self))
+    def page(self) -> Page:
+        """What the command prints and writes, as sections."""
+        return Page("demask inspect", tuple(_edit_sections(self)))
 
 
 def inspect_edit(path: Path, args: Sequence[Tensor], table: Table = TABLE) -> EditInspection:
@@ -129,25 +128,32 @@ def inspect_edit(path: Path, args: Sequence[Tensor], table: Table = TABLE) -> Ed
                           note)  # fmt: skip
 
 
-def _edit_parts(edit: EditInspection) -> Iterable[RenderableType]:
+def _edit_sections(edit: EditInspection) -> Iterator[Section]:
     before, after = edit.bytes
-    yield Text(edit.note or (
+    yield Lines([edit.note or (
         f"edit of the file: {before:,} -> {after:,} bytes; {edit.unchanged:,} of {edit.nodes:,} "
         "nodes are the file's own, byte for byte"
-    ))  # fmt: skip
-    table = TextTable("node", "op", "change", box=SIMPLE_HEAD)
-    for row in edit.changes[:ROWS]:
-        table.add_row(Text(row.node), Text(row.op), Text(row.change))
-    if len(edit.changes) > ROWS:
-        table.add_row(f"{len(edit.changes) - ROWS} more nodes: see --json", "", "")
-    if edit.changes:
-        yield table
+    )], "An edit of the file")  # fmt: skip
+    rows = [(row.node, row.op, row.change) for row in edit.changes]
+    yield TextTable(("node", "op", "change"), rows, "Nodes that change", left=(0, 1, 2),
+                    terminal_rows=_first_rows(rows, "nodes"))  # fmt: skip
     reasons: dict[str, list[str]] = {}
     for node, reason in edit.barriers:
         reasons.setdefault(reason, []).append(node)
+    lines = []
     for reason, nodes in list(reasons.items())[:ROWS]:
         more = f" and {len(nodes) - PLACES} more" if len(nodes) > PLACES else ""
-        yield Text(f"not cut: {', '.join(nodes[:PLACES])}{more}: {reason}")
+        lines.append(f"not cut: {', '.join(nodes[:PLACES])}{more}: {reason}")
+    yield InTerminal([Lines(lines, is_wrapped=True, is_close=True)])
+    every = [(reason, f"{len(nodes):,}", ", ".join(nodes)) for reason, nodes in reasons.items()]
+    yield OnPage([TextTable(("nodes that are not cut, and why", "nodes", "which"), every,
+                            left=(0, 2))])  # fmt: skip
+
+
+def _first_rows(rows: Sequence[tuple[str, ...]], what: str) -> list[tuple[str, ...]]:
+    """The rows that a terminal shows, and how many more there are."""
+    more = len(rows) - ROWS
+    return [*rows[:ROWS], *[(f"{more} more {what}: see --json or --report",)] * (more > 0)]
 
 
 def _ops(graph: fx.Graph) -> Counter[str]:
@@ -186,29 +192,19 @@ def _read_names(slim: nn.Module) -> dict[str, Tensor]:
     return dict(distinct.values())
 
 
-def _parts(inspection: Inspection) -> Iterable[RenderableType]:
-    table = number_table("module", "parameters", "masked", "share")
-    for row in inspection.modules[:ROWS]:
-        numbers = (f"{row.parameters:,}", f"{row.masked:,}", share(row.masked, row.parameters))
-        table.add_row(Text(row.module or "(the model itself)"), *numbers)
-    if len(inspection.modules) > ROWS:
-        table.add_row(f"{len(inspection.modules) - ROWS} more modules: see --json", "", "", "")
-    yield table
-    yield Text(f"\nops with an entry: {_counts(inspection.known)}")
-    yield Text(f"ops without an entry: {_counts(inspection.unknown)}")
-    if inspection.gaps:
-        yield Text("")
-        yield _gaps_table(inspection.gaps)
-
-
-def _gaps_table(gaps: Sequence[Gap]) -> TextTable:
-    table = number_table("no rule for", "calls", "slices not removed", "an entry would free")
-    for gap in gaps[:ROWS]:
-        words = "not known" if gap.frees is None else f"at most {gap.frees:,} parameters"
-        table.add_row(_short(gap.op), f"{gap.calls:,}", f"{gap.slices:,}", words)
-    if len(gaps) > ROWS:
-        table.add_row(f"{len(gaps) - ROWS} more ops: see --json", "", "", "")
-    return table
+def _sections(inspection: Inspection) -> Iterator[Section]:
+    rows = [(row.module or "(the model itself)", f"{row.parameters:,}", f"{row.masked:,}",
+             share(row.masked, row.parameters)) for row in inspection.modules]  # fmt: skip
+    yield TextTable(("module", "parameters", "masked", "share"), rows, "Masked by module",
+                    terminal_rows=_first_rows(rows, "modules"))  # fmt: skip
+    yield Lines([f"ops with an entry: {_counts(inspection.known)}",
+                 f"ops without an entry: {_counts(inspection.unknown)}"], "Ops", True)  # fmt: skip
+    rows = [(_short(gap.op), f"{gap.calls:,}", f"{gap.slices:,}",
+             "not known" if gap.frees is None else f"at most {gap.frees:,} parameters")
+            for gap in inspection.gaps]  # fmt: skip
+    head = ("no rule for", "calls", "slices not removed", "an entry would free")
+    yield TextTable(head, rows, "What entries for ops would free",
+                    terminal_rows=_first_rows(rows, "ops"))  # fmt: skip
 
 
 def _short(op: str) -> str:

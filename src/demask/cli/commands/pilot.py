@@ -15,6 +15,7 @@ from demask.cli.options import (
     Json,
     Model,
     Picture,
+    Report,
     Sizes,
     Static,
     check_output,
@@ -23,6 +24,7 @@ from demask.cli.options import (
     show,
 )
 from demask.errors import BadInput
+from demask.pages import Lines, OnPage
 from demask.progress import progress
 
 app = typer.Typer(cls=CommandsByJob, no_args_is_help=True, rich_markup_mode=None)
@@ -66,6 +68,7 @@ def compare(
     batch: Batch = 32,
     plot: Picture = None,
     as_json: Json = False,
+    page: Report = None,
     imports: Imports = None,
     sizes: Sizes = None,
     inputs: Inputs = None,
@@ -96,7 +99,7 @@ def compare(
         network = read_network(model, sizes, inputs, static, fix)
         calls = read_inputs(data, network, batch)
         comparison = compared(network.model, calls, by=by or DEFAULT, pairs=pairs, progress=step)
-    show(comparison, comparison.to_dict(), as_json)
+    show(comparison, comparison.to_dict(), as_json, page)
     if plot is not None:
         with progress("drawing"):
             from demask.pilot.draw_comparison import draw
@@ -126,6 +129,7 @@ def collect(
     batch: Batch = 32,
     plot: Picture = None,
     as_json: Json = False,
+    page: Report = None,
     imports: Imports = None,
     sizes: Sizes = None,
     inputs: Inputs = None,
@@ -171,7 +175,8 @@ def collect(
     rows = {name: m.mean(0).tolist() for name, m in collection.magnitudes.items()}
     written = {"output": str(output), "per": per, "source": collection.source, "mean": rows}
     written |= {"slices": collection.slices, "held": collection.held}
-    show(f"{collection}\nwritten to {output}", written, as_json)
+    line = Lines([f"written to {output}"], is_close=True)
+    show(collection.page().followed_by(line), written, as_json, page)
 
 
 @app.command(cls=CommandWithNext)
@@ -186,6 +191,7 @@ def explain(
     ] = 0.01,
     batch: Batch = 1,
     as_json: Json = False,
+    page: Report = None,
     imports: Imports = None,
     sizes: Sizes = None,
     inputs: Inputs = None,
@@ -211,7 +217,7 @@ def explain(
         calls = read_inputs(data, network, batch)
         step("predicting")
         explanation = explained(network.module, calls, threads=threads, loss=loss)
-    show(explanation, explanation.to_dict(), as_json)
+    show(explanation, explanation.to_dict(), as_json, page)
 
 
 @app.command(cls=CommandWithNext)
@@ -241,6 +247,7 @@ def condition(
         bool, typer.Option("--unchecked", help="Return it even if it may be slower than MODEL.")
     ] = False,
     as_json: Json = False,
+    page: Report = None,
     imports: Imports = None,
     sizes: Sizes = None,
     inputs: Inputs = None,
@@ -265,6 +272,7 @@ def condition(
         from demask.cli.read_network import read_network
         from demask.graph.result.demasked_module import Demasked
         from demask.pilot import condition as apply
+        from demask.report.lifetimes import memory_timeline
 
         import_modules(imports)
         network = read_network(model, sizes, inputs, static, fix)
@@ -283,8 +291,10 @@ def condition(
     about: Any = conditioned.conditioned
     rows = [decision._asdict() for decision in about.decisions]
     said = {"condition": condition, "pilot": about.pilot, "exact": about.exact, "decisions": rows}
-    words = f"\nwritten to {output}" if output is not None else ""
-    show(f"{about}{words}", said | ({"output": str(output)} if output else {}), as_json)
+    written = Lines([f"written to {output}"] * (output is not None), is_close=True)
+    timeline = memory_timeline(conditioned)
+    shown = about.page().followed_by(OnPage([timeline] if timeline else []), written)
+    show(shown, said | ({"output": str(output)} if output else {}), as_json, page)
 
 
 __all__ = ["app"]

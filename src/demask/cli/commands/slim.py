@@ -16,6 +16,7 @@ from demask.cli.options import (
     Inputs,
     Json,
     Model,
+    Report,
     Sizes,
     Static,
     Switch,
@@ -25,6 +26,7 @@ from demask.cli.options import (
     show,
     show_written,
     verify_and_write,
+    written_sections,
 )
 from demask.errors import BadInput
 from demask.progress import progress
@@ -112,6 +114,7 @@ def slim(
         ),
     ] = Switch.on,
     as_json: Json = False,
+    page: Report = None,
     imports: Imports = None,
     sizes: Sizes = None,
     inputs: Inputs = None,
@@ -160,7 +163,7 @@ def slim(
                 multiple=multiple, vocabulary=rows, experts=experts or "keep", adapter=adapter,
                 check=check is Switch.on, progress=step,
             )  # fmt: skip
-        show(report, report.to_dict(), as_json)
+        show(report, report.to_dict(), as_json, page)
         return
     others = {"--for": loader, "--multiple": multiple, "--vocabulary": vocabulary,
               "--experts": experts, "--adapter": adapter,
@@ -205,32 +208,24 @@ def slim(
             result = demask.demask(network.model, network.args, result="graph")
             verification = verify_and_write(network, result, output, step)
             shown = partial(show_written, result, output, verification)
-    shown(as_json)
+    shown(as_json, page)
 
 
-def _print_deployed(deployed: Any, output: Path, as_json: bool) -> None:
+def _print_deployed(deployed: Any, output: Path, as_json: bool, page: Any) -> None:
     import demask
-    from demask.report.speed import returned, speed_parts
-    from demask.text_table import render_text
 
     edited = deployed.edited
     if deployed.slim is not None:
-        report = demask.report(deployed.slim)
-        record = report.to_dict()
+        record = demask.report(deployed.slim).to_dict()
     else:  # demask cannot capture the file
         record: dict[str, Any] = {"notes": list(deployed.notes)}
-        lines = [returned(deployed.decisions), *deployed.notes]
         if edited is not None:
             record |= {"nodes": edited.nodes, "unchanged": edited.unchanged,
                        "barriers": dict(edited.barriers),
                        "foreign": sorted(edited.foreign)}  # fmt: skip
-            lines.append(f"not understood: {', '.join(record['foreign'])}")
-        elif deployed.speed is None:
-            lines.append("nothing to remove: the original network was written")
         if deployed.speed is not None:
             record["speed"] = asdict(deployed.speed)
-            lines.append(render_text(*speed_parts(deployed.speed, deployed.decisions)))
-        report = "\n".join(filter(None, lines))
     data = {"output": str(output), "report": record, "error": deployed.error,
             "checked": deployed.checked}  # fmt: skip
-    show(f"{report}\nwritten to {output} ({deployed.checked})", data, as_json)
+    written = written_sections(output, deployed.checked)
+    show(deployed.page().followed_by(*written), data, as_json, page)

@@ -14,6 +14,7 @@ from demask.cli.options import (
     Json,
     Model,
     Picture,
+    Report,
     Sizes,
     Static,
     check_output,
@@ -62,6 +63,7 @@ def optimize(
         ),
     ] = None,
     as_json: Json = False,
+    page: Report = None,
     imports: Imports = None,
     sizes: Sizes = None,
     inputs: Inputs = None,
@@ -95,7 +97,7 @@ def optimize(
             progress=step,
         )  # fmt: skip
         verification = verify_and_write(network, result, output, step, exact=precision is None)
-    show_written(result, output, verification, as_json)
+    show_written(result, output, verification, as_json, page)
 
 
 def bench(
@@ -109,6 +111,7 @@ def bench(
     ] = True,
     plot: Picture = None,
     as_json: Json = False,
+    page: Report = None,
     imports: Imports = None,
     sizes: Sizes = None,
     inputs: Inputs = None,
@@ -137,7 +140,7 @@ def bench(
         settings = benching.BenchSettings(counts, batches, pairs, seconds, with_compile)
     with progress("demasking", settings.steps) as step:
         measured = benching.bench(network, model.name, settings, step)
-    show(measured, measured.to_dict(), as_json)
+    show(measured, measured.to_dict(), as_json, page)
     if plot is not None:
         with progress("drawing"):
             from demask.cli.bench.plot import draw

@@ -11,10 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from demask.cli.failures import INTERRUPTED
-from demask.cli.options import Fix, Imports, Json, Model, import_modules, show
+from demask.cli.options import Fix, Imports, Json, Model, Report, import_modules, show
 from demask.errors import BadInput
 from demask.installation import install_command
 from demask.machine.byte_sizes import BUDGET
+from demask.pages import Lines, OnPage
 from demask.progress import progress
 
 READ = ".npy .zarr .tif .ome.tif .svs .ndpi .mrxs"
@@ -101,6 +102,7 @@ def stream(
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the plan, and run nothing.")] = False,
     as_json: Json = False,
+    page: Report = None,
     imports: Imports = None,
     fix: Fix = None,
 ) -> None:
@@ -135,11 +137,13 @@ def stream(
             client = stack.enter_context(_client(scheduler))
             job = prepare(network, source, destination, client=client, **options)
         if plan:
-            show(job.plan, {"rows": job.rows, "plan": job.plan.to_dict()}, as_json)
+            show(job.plan, {"rows": job.rows, "plan": job.plan.to_dict()}, as_json, page)
             return
         done = _run(job, resume)
     data = done.to_dict() | {"output": str(destination), "plan": job.plan.to_dict()}
-    show(f"{done}\nwritten to {destination}", data, as_json)
+    written = Lines([f"written to {destination}"], is_close=True)
+    tiles = OnPage(job.plan.page().sections)
+    show(done.page().followed_by(written, tiles), data, as_json, page)
 
 
 def _run(job: Any, resume: bool) -> Any:

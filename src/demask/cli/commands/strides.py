@@ -13,6 +13,7 @@ from demask.cli.options import (
     Inputs,
     Json,
     Model,
+    Report,
     Sizes,
     Static,
     check_output,
@@ -20,7 +21,9 @@ from demask.cli.options import (
     plain,
     show,
     verify_and_write,
+    written_sections,
 )
+from demask.pages import Lines, OnPage, Page
 from demask.progress import progress
 
 SUFFIXES = (".pt2", ".demask", ".onnx")
@@ -41,6 +44,7 @@ def lower(
         ),
     ] = "max_pool",
     as_json: Json = False,
+    page: Report = None,
     imports: Imports = None,
     sizes: Sizes = None,
     inputs: Inputs = None,
@@ -67,13 +71,14 @@ def lower(
         network = read_network(model, sizes, inputs, static or "inner", fix)
         step("lowering")
         result = lower(network.model, network.args, target=target)
-        _finish(network, result, output, step, as_json)
+        _finish(network, result, output, step, as_json, page)
 
 
 def raise_strides(
     model: Model,
     output: Output,
     as_json: Json = False,
+    page: Report = None,
     imports: Imports = None,
     sizes: Sizes = None,
     inputs: Inputs = None,
@@ -99,17 +104,25 @@ def raise_strides(
         network = read_network(model, sizes, inputs, static or "inner", fix)
         step("raising strides")
         result = raise_strides(network.model, network.args)
-        _finish(network, result, output, step, as_json)
+        _finish(network, result, output, step, as_json, page)
 
 
-def _finish(network: Any, result: Any, output: Path, step: Any, as_json: bool) -> None:
+def _finish(network: Any, result: Any, output: Path, step: Any, as_json: bool, page: Any) -> None:
+    from demask.report import report
+    from demask.report.module_sections import module_sections
+    from demask.report.sections import sizes_table
+
     verification = verify_and_write(network, result, output, step)
-    notes = list(result.demasked.notes)
+    notes, own = list(result.demasked.notes), report(result)
     words = f"largest difference {verification.max_abs:.2g} in {verification.dtype}"
-    text = "\n".join([*notes, f"written to {output} ({words})"])
-    show(
-        text, {"output": str(output), "notes": notes, "verification": plain(verification)}, as_json
-    )
+    timeline = [own.timeline] if own.timeline else []
+    shown = Page("demask lower", (
+        Lines(notes, "Strided convolutions"),
+        OnPage([sizes_table(own), *module_sections(own), *timeline]),
+        *written_sections(output, words, verification.page().sections),
+    ))  # fmt: skip
+    data = {"output": str(output), "notes": notes, "verification": plain(verification)}
+    show(shown, data, as_json, page)
 
 
 __all__ = ["lower", "raise_strides"]

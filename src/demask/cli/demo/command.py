@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from demask.cli.options import Json, check_output, show
+from demask.cli.options import Json, Report, check_output, show
 from demask.progress import progress
 
 
 def demo(
     as_json: Json = False,
+    page: Report = None,
     keep: Annotated[
         Path | None,
         typer.Option(metavar="FILE.pt2", help="Also write the masked network, to try things on."),
@@ -38,4 +39,4 @@ def demo(
         digits = load_digits()
     with progress("training", demonstration.steps(digits)) as step:
         shown = demonstration.run(digits, step, runs, keep)
-    show(shown, shown.to_dict(), as_json)
+    show(shown, shown.to_dict(), as_json, page)

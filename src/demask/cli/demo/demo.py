@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor, nn
 
 import demask
@@ -28,10 +26,11 @@ from demask.machine.describe import (
 )
 from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, time_alternately
+from demask.pages import Lines, OnPage, Page, PageSource, TextTable
 from demask.progress import ProgressStep
+from demask.report.module_sections import module_sections
 from demask.report.report import Report
-from demask.report.text import decline_line, scatters_reasons
-from demask.text_table import number_table, render_text
+from demask.report.sections import decline_line, scatters_reasons
 
 EPOCHS, TUNING = 5, 4  # before and after pruning; enough for 98 % of the test images
 EXAMPLE = 8  # images that demask traces the networks with, and counts MACs for
@@ -60,7 +59,7 @@ class DemoNetwork:
 
 
 @dataclass(frozen=True, slots=True)
-class Demo:
+class Demo(PageSource):
     """Results of the demo: three contenders by name, the report, and the machine in words."""
 
     contenders: Mapping[str, DemoNetwork]
@@ -87,8 +86,11 @@ class Demo:
             "machine": self.machine,
         }
 
-    def __str__(self) -> str:
-        return render_text(_table(self), Text(), *map(Text, _remarks(self)))
+    def page(self) -> Page:
+        """What the command prints and writes, as sections."""
+        remarks = Lines([*_remarks(self)], "Notes", is_wrapped=True)
+        modules = OnPage([*module_sections(self.report)])
+        return Page("demask demo", (_table(self), modules, remarks), self.report.summary)
 
 
 def run(digits: Digits, step: ProgressStep, runs: int, keep: Path | None = None) -> Demo:
@@ -188,13 +190,11 @@ def _timed(
         return time_alternately(calls, runs, seconds=PATIENCE)
 
 
-def _table(demo: Demo) -> Table:
-    title = "A residual CNN that reads handwritten digits"
-    table = number_table("", *demo.contenders, title=title, title_style="")
-    for label, text in _rows(demo).items():
-        table.add_row(label, *map(text, demo.contenders.values()))
-    table.add_row("scatters left", "–", "–", _scatters(demo.report))
-    return table
+def _table(demo: Demo) -> TextTable:
+    rows = [(label, *map(text, demo.contenders.values())) for label, text in _rows(demo).items()]
+    rows.append(("scatters left", "–", "–", _scatters(demo.report)))
+    return TextTable(("", *demo.contenders), rows, "Before and after",
+                     title="A residual CNN that reads handwritten digits")  # fmt: skip
 
 
 def _rows(demo: Demo) -> dict[str, Callable[[DemoNetwork], str]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from demask.cli.options import Imports, Json, check_output, import_modules, plain, show
+from demask.cli.options import Imports, Json, Report, check_output, import_modules, plain, show
 from demask.errors import BadInput
+from demask.pages import Lines
 from demask.progress import progress
 
 RATE, DIGITS_EPOCHS, DIGITS_TUNE = 3e-3, 4.0, 6.0
@@ -85,11 +86,8 @@ def prune(
         int | None,
         typer.Option(min=1, help="Torch's threads. Default: one for digits, else torch's number."),
     ] = None,
-    page: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.html", help="Also write a web page with the curves."),
-    ] = None,
     as_json: Json = False,
+    page: Report = None,
     imports: Imports = None,
 ) -> None:
     """Train a network on images, prune it while it trains, and write the small network.
@@ -100,12 +98,10 @@ def prune(
 
     \b
     Examples:
-      demask prune digits -o digits.pt2 --page digits.html
+      demask prune digits -o digits.pt2 --report digits.html
       demask prune digits -o half.demask --macs 0.5 --score taylor
     """
     check_output(output, suffixes=(".pt2", ".demask"))
-    if page is not None:
-        check_output(page, suffixes=(".html",))
     _check(amount, macs, ms, normalize)
     with progress("loading") as step:
         import torch
@@ -116,7 +112,6 @@ def prune(
             SCORES,
             PruneOptions,
             prune_classifier,
-            write_page,
         )
         from demask.cli.pruning.training import Training, TrainingOptions
         from demask.machine.threads import set_threads
@@ -140,15 +135,9 @@ def prune(
         result = prune_classifier(training, options)
         save = demask.save if output.suffix == ".demask" else demask.to_pt2
         save(result.network, output)
-    if page is not None:
-        write_page(result, f"demask prune {data}", page)
-    _show(result, output, page, as_json)
-
-
-def _show(result: Any, output: Path, page: Path | None, as_json: bool) -> None:
-    words = f"{result}\nwritten to {output}" + (f"; curves in {page}" if page else "")
     more = {"output": str(output), "verification": plain(result.verification)}
-    show(words, more | result.to_dict(), as_json)
+    written = Lines([f"written to {output}"], is_close=True)
+    show(result.page().followed_by(written), more | result.to_dict(), as_json, page)
 
 
 def _check(amount: float | None, macs: float | None, ms: float | None, normalize: str) -> None:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from html import escape
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.text import Text
 from torch import nn
 
 import demask
 from demask import prune
 from demask.cli.pruning.curves import Curves
 from demask.cli.pruning.training import Training
-from demask.files import atomic_write as atomic
 from demask.graph.module_copy import structural_copy
-from demask.graph.provenance import Sizes
 from demask.machine.describe import describe_machine, format_spread
 from demask.machine.timing import Timing, time_alternately
-from demask.report.page import document, html_table
-from demask.report.text import share
-from demask.text_table import number_table, render_text
+from demask.pages import Lines, OnPage, Page, PageSource, TextTable
+from demask.report.module_sections import module_sections
+from demask.report.report import Report
+from demask.report.values import share
 
 EXAMPLE, TIMED, PAIRS, PATIENCE = 2, 64, 15, 4.0  # images; images, rounds and seconds of timing
 BEGIN, END = 0.1, 0.5  # of the tuning: the first pruning step, and the last
@@ -52,17 +48,16 @@ class PruneOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class PruneResult:
+class PruneResult(PageSource):
     """A network before and after `demask prune`.
 
-    network: the small network. before, after: sizes; MACs are those of EXAMPLE images. accuracies:
-    by phase. timings: seconds for TIMED images. verification: of masked and demasked network.
+    network: the small network. report: of it; MACs are those of EXAMPLE images. accuracies: by
+    phase. timings: seconds for TIMED images. verification: of masked and demasked network.
     pruned: a line for each pruning step.
     """
 
     network: nn.Module
-    before: Sizes
-    after: Sizes
+    report: Report
     accuracies: dict[str, float]
     timings: dict[str, Timing]
     verification: Any
@@ -72,8 +67,8 @@ class PruneResult:
     def to_dict(self) -> dict[str, Any]:
         """The numbers in JSON types; times in seconds."""
         return {
-            "before": asdict(self.before),
-            "after": asdict(self.after),
+            "before": asdict(self.report.before),
+            "after": asdict(self.report.after),
             "accuracies": self.accuracies,
             "seconds": {name: asdict(timing) for name, timing in self.timings.items()},
             "images": TIMED,
@@ -83,7 +78,7 @@ class PruneResult:
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Rows of the table: name, before, after, share."""
-        before, after = self.before, self.after
+        before, after = self.report.before, self.report.after
         pairs = [("parameters", before.parameters, after.parameters),
                  ("MACs per image", before.macs // EXAMPLE, after.macs // EXAMPLE),
                  ("bytes", before.bytes, after.bytes)]  # fmt: skip
@@ -96,11 +91,15 @@ class PruneResult:
                      f"{100 * (tuned - dense):+.2f} points"))  # fmt: skip
         return rows
 
-    def __str__(self) -> str:
-        table = number_table("", "before", "after", "")
-        for row in self.rows():
-            table.add_row(*row)
-        return render_text(table, Text("\n".join(self.remarks())))
+    def page(self) -> Page:
+        """What the command prints and writes, as sections."""
+        note = f"{describe_machine()}, demask {demask.__version__}."
+        return Page("demask prune", (
+            TextTable(("", "before", "after", ""), self.rows()),
+            OnPage([self.curves.charts(), *module_sections(self.report)]),
+            Lines([*self.remarks()], "Steps", is_wrapped=True, is_close=True),
+            OnPage(self.verification.page().sections),
+        ), note=note)  # fmt: skip
 
     def remarks(self) -> Iterator[str]:
         """What happened, in lines."""
@@ -132,9 +131,9 @@ def prune_classifier(training: Training, options: PruneOptions) -> PruneResult:
     training.curves.events.append((training.curves.step, "demasked"))
     training.run(total - done, "training the small network")
     accuracies["tuned"] = training.evaluate()
-    report, images = demask.report(slim), training.example(TIMED)
+    images = training.example(TIMED)
     timings = _timed({"before": original.eval(), "after": slim.eval()}, images)
-    return PruneResult(slim, report.before, report.after, accuracies, timings, verification,
+    return PruneResult(slim, demask.report(slim), accuracies, timings, verification,
                        training.curves, tuple(lines))  # fmt: skip
 
 
@@ -185,19 +184,3 @@ def _timed(networks: dict[str, nn.Module], images: torch.Tensor) -> dict[str, Ti
     with torch.inference_mode():
         calls = {name: lambda net=net: net(images) for name, net in networks.items()}
         return time_alternately(calls, PAIRS, seconds=PATIENCE)
-
-
-def write_page(result: PruneResult, title: str, path: Path) -> None:
-    """Write a web page of the result, with its curves, whole or not at all."""
-    sections = [
-        f"<h1>{escape(title)}</h1>",
-        html_table(("", "before", "after", ""), result.rows(), numbers=(1, 2, 3)),
-        "<h2>Training</h2>",
-        result.curves.svg(),
-        "<p>Dashed lines: steps of pruning, and where the masked network was replaced by the small "
-        "one.</p>",
-        "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in result.remarks()) + "</ul>",
-        f"<p>{escape(describe_machine())}, demask {demask.__version__}.</p>",
-    ]
-    with atomic.write(path) as file:
-        file.write(document(title, sections).encode())

@@ -17,6 +17,18 @@ from torch import nn
 
 from demask.errors import BadInput
 from demask.ops import Table
+from demask.pages import (
+    Box,
+    InTerminal,
+    Lines,
+    NetworkPicture,
+    OnPage,
+    Page,
+    PageSource,
+    TextTable,
+)
+
+UNCHANGED = ("dense", "as it was")  # how a layer is run of which nothing is left out
 
 
 @runtime_checkable
@@ -107,10 +119,10 @@ class Decision(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Conditioned:
+class Conditioned(PageSource):
     """The record of a condition that was applied to a network, as its attribute `conditioned`.
 
-    Printing a record lists the decisions, one per line.
+    Printing a record lists the decisions, one per line; `to_html` and notebooks show a page.
 
     Attributes:
         condition: the condition, such as `Skip(0.5)`.
@@ -136,10 +148,19 @@ class Conditioned:
     exact: bool
     decisions: tuple[Decision, ...] = ()
 
-    def __str__(self) -> str:
+    def page(self) -> Page:
+        """What `print`, `to_html` and notebooks show, as sections."""
         by = f" by {self.pilot}" if self.pilot else ""
         kind = "exact" if self.exact else "outputs may differ"
-        return "\n".join([f"{text(self.condition)}{by}, {kind}", *map(str, self.decisions)])
+        head = f"{text(self.condition)}{by}, {kind}"
+        size = (1, 1)
+        boxes = [Box(one.layer, size, size, f"{one.what} ({one.why})",
+                     is_changed=one.what not in UNCHANGED) for one in self.decisions]  # fmt: skip
+        picture = NetworkPicture(boxes, "The layers", "runs in full", "", "runs conditioned")
+        table = TextTable(("layer", "how it runs", "why"), self.decisions, "Decisions", (0, 1, 2))
+        lines = [head, *map(str, self.decisions)]
+        return Page("demask pilot condition", (InTerminal([Lines(lines)]),
+                                               OnPage([picture, table])), head)  # fmt: skip
 
 
 def text(condition: Condition) -> str:

@@ -23,15 +23,15 @@ from demask.errors import BadInput
 from demask.files.atomic_write import write
 from demask.files.bounded_read import parse_json
 from demask.machine.byte_sizes import format_bytes
+from demask.pages import Lines, Page, PageSource, TextTable
 from demask.pilot.data.draw import draw
-from demask.text_table import number_table, render_lines
 
 FORMAT = "demask execution data 1"
 MEASURES = ("mean", "max")
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutionData:
+class ExecutionData(PageSource):
     """Magnitudes of the values of each part of each layer, from one or several runs.
 
     A magnitude is the mean or the largest of |value|, as `measure` says. Parts are channels, units,
@@ -158,17 +158,17 @@ class ExecutionData:
         title = f"{self.measure} |value| per {self.per}, {self.source}"
         draw(self.magnitudes, self.grids, title, Path(path))
 
-    def __str__(self) -> str:
-        heads = ("inputs", f"{self.per}s", "mean", "least", "most", "zero")
-        table = number_table("layer", *heads, pad_edge=False)
-        for name, values in self.magnitudes.items():
-            table.add_row(name, *_cells(values))
-        lines = render_lines(table)
+    def page(self) -> Page:
+        """What `print`, `to_html` and notebooks show, as sections."""
+        heads = ("layer", "inputs", f"{self.per}s", "mean", "least", "most", "zero")
+        rows = [(name, *_cells(values)) for name, values in self.magnitudes.items()]
         slices = (
             f"; {self.slices} slices, weights in memory: {format_bytes(self.peak_weight_bytes)}"
         )
         words = f"{self.measure} |value| per {self.per}, of {self.source}"
-        return "\n".join([*lines, words + (slices if self.slices > 1 else "")])
+        words += slices if self.slices > 1 else ""
+        table = TextTable(heads, rows, "Layers", pad_edge=False)
+        return Page("demask pilot collect", (table, Lines([words], is_close=True)))
 
 
 def _cells(values: Tensor) -> list[str]:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from demask.errors import DemaskError
 from demask.graph.example_runs import Inputs, copy_in_eval, run_seeded
 from demask.graph.module_copy import structural_copy
-from demask.graph.provenance import Provenance
+from demask.graph.provenance import ModuleSizes, Provenance
 from demask.shrink.check import describe_difference
 
 # Attributes of a layer with its own number, and of configs with the number of layers.
@@ -42,6 +42,8 @@ class ShorterNetwork:
                   for name, cut in record.cuts.items()},
             removed={**{self._original(path): n for path, n in record.removed.items()},
                      **self.removed},
+            modules={**{self._original(path): sizes for path, sizes in record.modules.items()},
+                     **{path: ModuleSizes((n, 0), (0, 0)) for path, n in self.removed.items()}},
             notes=(f"layers that add nothing were removed, and later ones renumbered: {layers}",
                    *record.notes),
         )  # fmt: skip

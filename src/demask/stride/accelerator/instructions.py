@@ -6,7 +6,7 @@ does not have is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.program import Program
 from demask.machine.byte_sizes import format_bytes
 from demask.ops import TABLE, Table
+from demask.pages import InTerminal, Lines, OnPage, Page, PageSource, Span, TextTable, Timeline
 from demask.stride.accelerator import instruction_json as stored
 from demask.stride.accelerator.addresses import assign_addresses
 from demask.stride.accelerator.emit_compute import RULES
@@ -32,12 +33,14 @@ from demask.stride.accelerator.emitter import emit
 from demask.stride.accelerator.instruction_json import Ports
 from demask.stride.accelerator.interpreter import run_instructions
 from demask.stride.accelerator.machine import (
+    ACTIVATIONS,
     Counts,
     Instruction,
     InstructionWork,
     Machine,
     Setting,
     count_work,
+    crossing,
 )
 from demask.stride.accelerator.units import unit_of, work_of
 from demask.stride.lowering.lower import lowered
@@ -108,11 +111,11 @@ def listed(program: Program, machine: Machine, notes: tuple[str, ...] = ()) -> I
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Instructions:
+class Instructions(PageSource):
     """The steps with which an accelerator loads a network's weights and computes its outputs once.
 
-    `demask.stride.instructions` returns it; `print` shows the steps and their cost. All tensors are
-    float32 and in row-major order.
+    `demask.stride.instructions` returns it; `print` shows the steps and their cost, `to_html` and
+    notebooks also the memory over time. All tensors are float32 and in row-major order.
 
     Attributes:
         machine: the `Machine` for which addresses are assigned and cycles are counted.
@@ -196,7 +199,8 @@ class Instructions:
         """
         return cls(**stored.decode(data))
 
-    def __str__(self) -> str:
+    def page(self) -> Page:
+        """What `print`, `to_html` and notebooks show, as sections."""
         counts = self.counts
         cycles = ", ".join(f"{unit} {n - (counts.loading if unit == 'dma' else 0):,}"
                            for unit, n in counts.cycles.items())  # fmt: skip
@@ -205,17 +209,55 @@ class Instructions:
         used = ", ".join(f"{buffer} {format_bytes(size)}" for buffer, size in self.sizes.items())
         lines = [f"{len(self.instructions)} instructions, {counts.macs:,} multiply-adds",
                  f"cycles: {counts.total:,} per run ({cycles}), and {counts.loading:,} to load the "
-                 "weights once", f"buffers: {used}", f"between host and device: {crossed}",
-                 *self.notes]  # fmt: skip
-        rows = (_line(k, row) for k, row in enumerate(self.instructions))
-        return "\n".join([*lines, *rows])
+                 "weights once", f"buffers: {used}",
+                 f"between host and device: {crossed}"]  # fmt: skip
+        cells = [_cells(k, row) for k, row in enumerate(self.instructions)]
+        listed = [f"{k:>5}  {unit:6}  {op:12}  {operands}{f'; {settings}' * bool(settings)}"
+                  for k, unit, op, operands, settings in cells]  # fmt: skip
+        cycles_of = [f"{work.cycles:,}" for _, _, work in self._works()]
+        head = ("step", "unit", "op", "reads -> writes", "settings", "cycles")
+        rows = [(*row, n) for row, n in zip(cells, cycles_of, strict=True)]
+        table = TextTable(head, rows, "Instructions", left=(0, 1, 2, 3, 4))
+        return Page("demask: instructions", (
+            Lines(lines), OnPage([self._timeline()]),
+            Lines(self.notes, "Strided convolutions", is_close=True),
+            InTerminal([Lines(listed, is_close=True)]), OnPage([table]),
+        ))  # fmt: skip
+
+    def _timeline(self) -> Timeline:
+        """Cycles of a run against bytes alive in the buffer of activations."""
+        steps = zip(self._works(), _count_alive(self.instructions), strict=True)
+        spans = [
+            Span(f"step {k}, {row.op}", float(work.cycles), size, f"{work.cycles:,} cycles")
+            for k, ((_, row, work), size) in enumerate(steps)
+            if crossing(row) != "weights"  # loaded once for many runs
+        ]
+        return Timeline(spans, "cycles of a run", "Activations in memory")
 
 
-def _line(number: int, row: Instruction) -> str:
+def _cells(number: int, row: Instruction) -> tuple[str, ...]:
     reads = ", ".join(map(str, row.reads))
     settings = "; ".join(f"{name} {_plain(value)}" for name, value in row.settings.items())
-    text = f"{number:5}  {unit_of(row.op):6}  {row.op:12}  {reads} -> {row.writes}"
-    return f"{text}; {settings}" if settings else text
+    return str(number), unit_of(row.op), row.op, f"{reads} -> {row.writes}", settings
+
+
+def _count_alive(steps: Sequence[Instruction]) -> list[int]:
+    """Bytes of the activations that are alive at each step: from the one that writes a value to the
+    last that reads it. What is written over an operand has its memory."""
+    owners, lives = dict[str, str](), dict[str, tuple[int, int, int]]()
+    for k, step in enumerate(steps):
+        over = {one.address: one.value for one in step.reads if one.buffer == ACTIVATIONS}
+        for one in (*step.reads, step.writes):
+            if one.buffer == ACTIVATIONS:
+                same = over.get(one.address, one.value)
+                owner = owners.setdefault(one.value, owners.get(same, one.value))
+                size, start, _ = lives.get(owner, (one.bytes, k, k))
+                lives[owner] = max(size, one.bytes), start, k
+    alive = [0] * len(steps)
+    for size, start, end in lives.values():
+        for k in range(start, end + 1):
+            alive[k] += size
+    return alive
 
 
 def _plain(value: Setting) -> str:

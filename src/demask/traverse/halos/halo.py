@@ -21,8 +21,6 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table as TextTable
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
@@ -34,8 +32,9 @@ from demask.graph.isolation import in_isolation
 from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
 from demask.ops.flow import Part
+from demask.pages import Lines, Page, PageSource, TextTable
 from demask.pytree_paths import leaves_with_paths
-from demask.text_table import WIDTH, render_lines
+from demask.text_table import WIDTH
 from demask.traverse.halos.axis_steps import Rules, TooSmall
 from demask.traverse.halos.error_curve import Leaf, Point, TileCut, curve_of
 from demask.traverse.halos.record import HaloRecording, record_calls
@@ -122,7 +121,7 @@ class Barrier:
 
 
 @dataclass(frozen=True, slots=True)
-class Halo:
+class Halo(PageSource):
     """The result of `halo`: the number of input positions that a tile needs outside of the tile.
 
     `print` shows a table. For an input with the name x, `result["x"]` is its entry in `inputs`.
@@ -174,8 +173,9 @@ class Halo:
         """The attributes as a dictionary of JSON types; None instead of infinity."""
         return _plain(asdict(self))
 
-    def __str__(self) -> str:
-        return _text(self)
+    def page(self) -> Page:
+        """What `print`, `to_html` and notebooks show, as sections."""
+        return _page(self)
 
 
 @in_isolation
@@ -404,17 +404,20 @@ def _plain(value: Any) -> Any:
     return None if value == math.inf else value
 
 
-def _text(result: Halo) -> str:
-    table = TextTable("input", "axis", "exact", "local", "align", box=SIMPLE_HEAD)
+def _page(result: Halo) -> Page:
+    rows = []
     for one in result.inputs:
         for name, side in (("rows", one.rows), ("columns", one.columns)):
             if side is not None:
                 exact = _pair(side.before, side.after)
                 local = _pair(side.local_before, side.local_after)
-                table.add_row(one.name, name, exact, local, str(side.align))
-    lines = [*render_lines(table), *_barrier_lines(result.barriers)]
-    lines += [f"padding {point}" for point in result.curve]
-    return "\n".join([*lines, *result.notes])
+                rows.append((one.name, name, exact, local, str(side.align)))
+    lines = [*_barrier_lines(result.barriers), *(f"padding {point}" for point in result.curve)]
+    head = ("input", "axis", "exact", "local", "align")
+    return Page("demask halo", (
+        TextTable(head, rows, "Positions that a tile needs around it", left=range(len(head))),
+        Lines([*lines, *result.notes], "What reads more"),
+    ))  # fmt: skip
 
 
 def _barrier_lines(barriers: tuple[Barrier, ...]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from demask.errors import BadInput
 from demask.machine.byte_sizes import format_bytes
+from demask.pages import InTerminal, Lines, OnPage, Page, PageSource, Span, TextTable, Timeline
 
 LAYERWISE, BANDS, FRUSTUMS, BARRIER = "layer-wise", "bands", "frustums", "barrier"
 MODES = (LAYERWISE, BANDS, FRUSTUMS, BARRIER)
@@ -38,6 +39,7 @@ class Segment:
         steps: number of bands or tiles of one image; default 1.
         workers: number of threads, each of which computes a strip of the image; default 1.
         bytes: predicted memory of values inside the segment, in bytes; default 0.
+        stored: bytes of the stored values in memory while it runs, its own and others; default 0.
         macs: multiply-adds for one image; default 0.
         traffic: bytes of stored values and inputs that are read and written; default 0.
         stripe: rows of the tallest stored value that one task of `stream` computes by itself, with
@@ -65,11 +67,14 @@ class Segment:
     macs: int = 0
     traffic: int = 0
     stripe: int = 0
+    stored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class TilePlan:
-    """The result of `plan`: how a network is executed within a memory budget; prints as a table.
+class TilePlan(PageSource):
+    """The result of `plan`: how a network is executed within a memory budget.
+
+    It prints as a table; `to_html` and notebooks also show its memory over time.
 
     `demask.traverse.Plan` is this class. `plan` predicts all numbers, for one image, from the
     graph.
@@ -146,20 +151,36 @@ class TilePlan:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadInput(f"the plan of the network is damaged: {error!r}") from error
 
-    def __str__(self) -> str:
+    def page(self) -> Page:
+        """What `print`, `to_html` and notebooks show, as sections."""
         head = (f"{len(self.segments)} segments; peak {format_bytes(self.peak)} of "
                 f"{format_bytes(self.budget)} (live {format_bytes(self.live)}, "
                 f"process {format_bytes(self.overhead)}); "
                 f"{self.macs:.4g} MACs ({self.recompute:.4f} x untiled); "
                 f"traffic {format_bytes(self.traffic)}")  # fmt: skip
-        rows = [("", "mode", "tile", "steps", "calls", "keeps", "memory", "MACs", "traffic")]
-        rows += [_row(k, segment) for k, segment in enumerate(self.segments)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        heads = ("", "mode", "tile", "steps", "calls", "keeps", "memory", "MACs", "traffic")
+        rows = [_row(k, segment) for k, segment in enumerate(self.segments)]
+        widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
         lines = ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip()
-                 for row in rows]  # fmt: skip
-        return "\n".join([head, *lines, *self.notes])
+                 for row in (heads, *rows)]  # fmt: skip
+        segments = TextTable(("segment", *heads[1:]), rows, "Segments", left=(0, 1, 2, 4, 5))
+        return Page("demask: plan of tiles", (
+            InTerminal([Lines([head, *lines])]), OnPage([self._timeline(), segments]),
+            Lines(self.notes, "Notes", is_close=True),
+        ), head)  # fmt: skip
+
+    def _timeline(self) -> Timeline:
+        """The values in memory, segment by segment."""
+        spans = [
+            Span(_span(s.nodes), s.macs + 1, s.stored + s.bytes, f"{s.mode}, {s.macs:.3g} MACs")
+            for s in self.segments
+        ]
+        limits = {"budget": self.budget} if self.budget <= CLOSE * self.peak else {}
+        return Timeline(spans, "multiply-adds, segment after segment", "Values in memory",
+                        limits)  # fmt: skip
 
 
+CLOSE = 3  # a budget of at most so many times the peak is drawn with it
 _NUMBERS = ("budget", "peak", "live", "overhead", "macs", "macs_untiled", "traffic")
 
 
@@ -190,7 +211,7 @@ def _segment(row: Any) -> Segment:
         key: _number(row[key])
         for key in ("rows", "columns", "steps", "workers", "bytes", "macs", "traffic")
     }
-    numbers["stripe"] = _number(row.get("stripe", 0))
+    numbers |= {key: _number(row.get(key, 0)) for key in ("stripe", "stored")}
     over = {_word(a): _word(b) for a, b in row["over"].items()}
     fields: dict[str, Any] = {**names, **numbers}
     return Segment(mode, over=over, **fields)

@@ -83,7 +83,8 @@ class MemoryLayout:
 
     places: the segments. maps: offsets of maps in the arena; work: of each segment's memory. size:
     of the arena. whole_bytes: of the values without rows that live while each segment runs;
-    last_used: those that it reads last.
+    last_used: those that it reads last. stored: bytes of all values that live between segments, of
+    those alive while each segment runs.
     """
 
     places: tuple[PlacedSegment, ...]
@@ -92,6 +93,7 @@ class MemoryLayout:
     size: int
     whole_bytes: tuple[int, ...]
     last_used: tuple[frozenset[fx.Node], ...]
+    stored: tuple[int, ...]
 
     @property
     def live(self) -> int:
@@ -343,7 +345,12 @@ def _allocate(
         whole_bytes.append(sum(map(value_bytes, live_values)))
         last_used.append(frozenset(v for v, (_, last) in whole_lifetimes.items() if last == k))
     work = arena.offsets[len(lives) :]
-    return MemoryLayout(places, maps, work, arena.size, tuple(whole_bytes), tuple(last_used))
+    stored = tuple(
+        whole + sum(block.size for block in blocks[: len(lives)] if block.start <= k <= block.end)
+        for k, whole in enumerate(whole_bytes)
+    )
+    return MemoryLayout(places, maps, work, arena.size, tuple(whole_bytes), tuple(last_used),
+                        stored)  # fmt: skip
 
 
 def find_overwrites(

@@ -474,7 +474,8 @@ def _lay_out(planner: Planner, fastest: tuple[float, list[Segment]]) -> tuple[fl
 
 def packed_plan(flow: Flow, layout: MemoryLayout, budget: int, reserved: int) -> TilePlan:
     """The plan of placed segments, with exact counts."""
-    exact = tuple(place.segment for place in layout.places)
+    exact = tuple(replace(place.segment, stored=stored)
+                  for place, stored in zip(layout.places, layout.stored, strict=True))  # fmt: skip
     live = layout.live + reserved
     total = sum(s.macs for s in exact)
     untiled = sum(flow.macs(n) for n in flow.calls)

@@ -1,22 +1,24 @@
-"""A report as plain text of 100 columns, and the formats that the web page shares."""
+"""The sections of a report: the same rows in a terminal and on a web page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
+from demask.pages import InTerminal, Lines, OnPage, Page, Section, TextTable
+from demask.report.module_sections import module_sections
+from demask.report.speed import returned, speed_sections
+from demask.report.values import Decline, ReportValues, share
 
-from demask.report.speed import returned, speed_parts
-from demask.report.values import Decline, ReportValues
-from demask.text_table import number_table, render_text
-
-ROWS = 20  # modules and reasons shown in the text; `to_dict` and `to_html` hold them all
+ROWS = 20  # modules and reasons shown in a terminal; `to_dict` and `to_html` hold them all
 PLACES = 3  # places named per reason
 PARTS = 12  # parts named that are graphs
 ADDED = "(added by the result)"
 UNCALLED = "(modules that are not called)"
+
+ALIKE = (
+    "Layers whose results meet are not masked alike, so that ops restore shapes between them. "
+    "demask.prune.align masks the same channels of such layers; then more can go."
+)
 
 # Every op that only restores a shape, by its effect, and why a network needs it.
 EFFECTS = {
@@ -27,11 +29,6 @@ EFFECTS = {
     "pad": "a reader needs more positions, at one end, than were computed",
     "border map": "constants enter a zero-padded window, so they differ at the border",
 }
-
-
-def render(report: ReportValues) -> str:
-    """The report as text: what was returned, sizes, what was removed, and what was not."""
-    return render_text(*_parts(report))
 
 
 def sizes_rows(report: ReportValues) -> list[tuple[str, str, str, str]]:
@@ -45,11 +42,6 @@ def sizes_rows(report: ReportValues) -> list[tuple[str, str, str, str]]:
     ]
     pairs = [row for row in pairs if row[0] != "buffers" or row[1] or row[2]]
     return [(name, f"{old:,}", f"{new:,}", share(new, old)) for name, old, new in pairs]
-
-
-def share(part: float, whole: float) -> str:
-    """`part` of `whole` in percent, or a dash where the whole is nothing."""
-    return f"{100 * part / whole:.1f} %" if whole else "–"
 
 
 def scatters_line(report: ReportValues) -> str:
@@ -86,32 +78,61 @@ def decline_line(decline: Decline) -> str:
     return f"{decline.slices:,} slices not removed: {decline.text} ({places})"
 
 
-def _parts(report: ReportValues) -> Iterable[RenderableType]:
-    yield from (Text(f"{line}\n") for line in returned_lines(report))
-    yield _sizes_table(report)
-    yield Text("")
-    if report.nothing_removed:
-        yield Text(report.summary)
-    yield from map(Text, _shortened([decline_line(item) for item in report.declined], "reasons"))
-    yield from (Text(f"note: {note}") for note in report.notes)
-    if removed_rows(report):
-        yield Text("")
-        yield _removed_table(report)
-    yield Text(f"\nops that only restore shapes: {scatters_line(report)}")
-    yield from map(Text, scatters_reasons(report))
+def report_page(report: ReportValues, title: str) -> Page:
+    """The report as a page: what was returned, sizes, what was removed, and what was not."""
+    return Page(title, tuple(report_sections(report)), report.summary)
+
+
+def report_sections(report: ReportValues, *, removed: bool = True) -> Iterator[Section]:
+    """The sections of a report. removed: whether a terminal lists what was removed by module."""
+    returned = returned_lines(report)
+    yield InTerminal([Lines(returned)])
+    yield sizes_table(report)
+    speed = report.speed
+    measured = [] if speed is None else [*speed_sections(speed, report.decisions)]
+    yield OnPage([Lines(returned, "What was returned"), *measured, *module_sections(report),
+                  *_more_sections(report)])  # fmt: skip
+    lines = [report.summary] if report.nothing_removed else []
+    lines += _shortened([decline_line(item) for item in report.declined], "reasons")
+    lines += [f"note: {note}" for note in report.notes]
+    yield InTerminal([Lines(lines, is_wrapped=True)])
+    if removed:
+        head = ("module", "parameters removed")
+        short = TextTable(head, removed_rows(report, ROWS))
+        own = [] if report.modules else [TextTable(head, removed_rows(report), "Removed")]
+        yield from (InTerminal([short]), OnPage(own))
+    scatters = [f"ops that only restore shapes: {scatters_line(report)}"]
+    yield Lines([*scatters, *scatters_reasons(report)], "Ops that only restore shapes", True)
     if report.densities:
-        yield Text("")
-        yield _sparse_table(report)
-    if report.speed is not None:
-        yield Text("")
-        yield from speed_parts(report.speed, report.decisions)
+        rows = sparse_rows(report)
+        more = [(f"{len(rows) - ROWS} more layers", "")] if len(rows) > ROWS else []
+        yield TextTable(("sparse layers", "weights stored"), rows, "Sparse layers",
+                    terminal_rows=[*rows[:ROWS], *more])  # fmt: skip
+    yield InTerminal(measured)
+    if report.timeline is not None:
+        yield OnPage([report.timeline])
 
 
-def _sizes_table(report: ReportValues) -> Table:
-    table = number_table("", "before", "after", "share")
-    for row in sizes_rows(report):
-        table.add_row(*row)
-    return table
+def sizes_table(report: ReportValues) -> TextTable:
+    """Sizes before and after, and the share that is left."""
+    return TextTable(("", "before", "after", "share"), sizes_rows(report))
+
+
+def _more_sections(report: ReportValues) -> Iterator[Section]:
+    """What would free more: zeros that stay, and why; then the other notes."""
+    heading, better = "What would free more", report.graph_note
+    if report.declined:
+        rows = [(item.text, f"{item.slices:,}", ", ".join(item.places)) for item in report.declined]
+        yield TextTable(("slices of zeros that stay, and why", "slices", "where"), rows, heading,
+                    left=(0, 2))  # fmt: skip
+        heading = ""
+    if better:
+        yield Lines([f"{better[:1].upper()}{better[1:]}."], heading)
+    elif heading and any(report.scatters.values()):
+        yield Lines([ALIKE], heading)
+    elif heading and report.modules:
+        yield Lines(["Nothing that demask knows of."], heading)
+    yield Lines([note for note in report.notes if note != better], "Notes")
 
 
 def removed_rows(report: ReportValues, most: int | None = None) -> list[tuple[str, str]]:
@@ -128,26 +149,9 @@ def removed_rows(report: ReportValues, most: int | None = None) -> list[tuple[st
     return rows
 
 
-def _removed_table(report: ReportValues) -> Table:
-    table = number_table("module", "parameters removed")
-    for module, count in removed_rows(report, ROWS):
-        table.add_row(Text(module), count)
-    return table
-
-
 def sparse_rows(report: ReportValues) -> list[tuple[str, str]]:
     """One row per sparse layer: its name, and the share of its weights that is stored."""
     return [(name, share(density, 1.0)) for name, density in report.densities.items()]
-
-
-def _sparse_table(report: ReportValues) -> Table:
-    table = number_table("sparse layers", "weights stored")
-    rows = sparse_rows(report)
-    for name, stored in rows[:ROWS]:
-        table.add_row(Text(name), stored)
-    if len(rows) > ROWS:
-        table.add_row(f"{len(rows) - ROWS} more layers", "")
-    return table
 
 
 def _shortened(lines: list[str], what: str) -> list[str]:
