@@ -106,7 +106,7 @@ class _Facade(ModuleType):
 
 sys.modules[__name__].__class__ = _Facade
 
-# Graphs that torch.export.load reads may call demask's ops. A command line that only prints its help
-# imports no torch.
+# Graphs that torch.export.load reads may call demask's ops. A command line that prints its help
+# alone imports no torch.
 if "torch" in sys.modules:
     import_module("demask.sparse")
