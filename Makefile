@@ -1,5 +1,5 @@
 # make demo     what demask does, on real images, on this machine
-# make test     lint, types, the site, tests
+# make test     lint, types, tests
 # make docs     the site: build/site/index.html
 # make coverage the same tests, and which lines of the package they run: build/coverage
 # make nightly  the slow suites; SHARD=2/6 runs the second sixth of them, at most 40 minutes
@@ -39,27 +39,33 @@ RUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 MUTANTS := cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m mutants --shard $(SHARD)
 
-.PHONY: demo test docs coverage nightly mutants package bench clean
+.PHONY: demo test types suite docs coverage nightly mutants package bench clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/demask demo
 
+# pyright has one thread, and takes the time of a third of the tests.
 test: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(MAKE) --no-print-directory -j2 types suite
+
+types: $(VENV)/dev.stamp
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(SITE) --quiet
+
+suite: $(VENV)/dev.stamp
 	$(RUN) -n 2 --dist worksteal --cpu-times build/cpu.json
 
-docs: $(VENV)/dev.stamp
+docs: $(VENV)/docs.stamp
 	$(SITE)
 
 coverage: $(VENV)/dev.stamp
 	$(RUN) -n 2 --dist worksteal --cov=demask --cov-report=term:skip-covered --cov-report=html:build/coverage
 
-nightly: $(VENV)/dev.stamp $(VENV)/real.stamp $(LOADERS:%=.venv-%/loader.stamp)
+nightly: $(VENV)/dev.stamp $(VENV)/docs.stamp $(VENV)/real.stamp $(LOADERS:%=.venv-%/loader.stamp)
 	mkdir -p build/nightly && git rev-parse --short HEAD > build/nightly/$(subst /,-of-,$(SHARD)).commit
 	status=0; \
+	$(SITE) --quiet || status=1; \
 	$(RUN) -n 2 -m nightly --shard $(SHARD) --junit-xml build/nightly/$(subst /,-of-,$(SHARD)).xml || status=1; \
 	($(MUTANTS) --count 20) || status=1; \
 	exit $$status
@@ -104,13 +110,18 @@ $(VENV)/dev.stamp: pyproject.toml
 	touch $@ $(VENV)/demo.stamp
 
 $(VENV)/tests.stamp: pyproject.toml
-	$(PIP) --editable ".[demo,dev,docs]"
+	$(PIP) --editable ".[demo,dev]"
 	$(PIP) --no-deps $(TORCHVISION)
 	touch $@
 
 # The largest; torch's CUDA builds have brought their own. It needs no other package.
 $(VENV)/triton.stamp:
 	$(PIP) triton
+	touch $@
+
+# Its icons alone are 14,000 files.
+$(VENV)/docs.stamp: $(VENV)/dev.stamp
+	$(PIP) --editable ".[docs]"
 	touch $@
 
 # Where one cannot be had, its tests are skipped and say so.

@@ -202,7 +202,6 @@ def test_sparse_needs_torch_and_numpy_alone():
         for name, package in (
             ("optimize", "safetensors"),
             ("save", "safetensors"),
-            ("report", "rich"),
             ("pilot", "llvmlite"),
         )
     ]
@@ -239,7 +238,7 @@ def test_public_names():
     with pytest.raises(AttributeError, match="no attribute 'optimise'"):
         demask.optimise  # noqa: B018
     names = ast.parse(Path(demask.__file__).read_text()).body
-    [typed] = [node for node in names if isinstance(node, ast.If)]
+    typed, _ = [node for node in names if isinstance(node, ast.If)]
     imports = [alias.name for node in typed.body for alias in node.names]  # type: ignore[attr-defined]
     assert sorted(imports) == sorted([*PUBLIC_NAMES, *PUBLIC_MODULES])
 

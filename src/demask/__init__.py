@@ -109,4 +109,4 @@ sys.modules[__name__].__class__ = _Facade
 # Graphs that torch.export.load reads may call demask's ops. A command line that prints its help
 # alone imports no torch.
 if "torch" in sys.modules:
-    import_module("demask.sparse")
+    import_module(PUBLIC_MODULES["sparse"])

@@ -39,7 +39,7 @@ PLACES: tuple[tuple, ...] = (
     ("verify.py", "verify", ("connective", "elif x.is_complex() and difference.gap:")),
     ("numerics.py", "numerics verify",
      ("extreme", "return in_units(self.gap, self.size, max(eps, self.eps))")),
-    ("report/text.py", "report", ("connective", 'if report.form == "class" and not reasons:')),
+    ("report/sections.py", "report", ("connective", 'if report.form == "class" and not reasons:')),
     ("compat/fake_shapes.py", "fake_shapes", ("guard", "if self.op is _BATCH_NORM:")),
     # files
     ("files/archive/archive.py", "files_archive",
