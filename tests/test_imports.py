@@ -27,10 +27,11 @@ LAYOUT = (
     ("tune",),
     ("files",),
     ("kernels",),
+    ("pages",),
+    ("report",),
     ("sparse", "traverse", "stride", "prune", "pilot", "checkpoint"),
     ("optimize", "verify"),
     ("optimize_onnx",),
-    ("report",),
     ("cli",),
     ("__main__", "plugins"),
 )

@@ -83,7 +83,7 @@ def _written(section: Section) -> str:
 
 
 def _lines(lines: Sequence[str]) -> str:
-    """One line as a paragraph, several as a list; line breaks in a line are kept."""
+    """One line as a paragraph, several as a list; line breaks in a line stay."""
     written = [escape(line).replace("\n", "<br>") for line in lines if line.strip()]
     if len(written) == 1:
         return f"<p>{written[0]}</p>"

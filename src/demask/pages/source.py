@@ -40,7 +40,7 @@ class PageSource:
 
 
 def write_page(page: Page, path: str | Path) -> None:
-    """Write a page as HTML, whole or not at all. Raises BadInput where that is impossible."""
+    """Write a page as HTML, complete or not at all. Raises BadInput where that is impossible."""
     from demask.files import atomic_write as atomic
     from demask.pages.html import document
 

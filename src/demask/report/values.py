@@ -156,5 +156,5 @@ class ReportValues:
 
 
 def share(part: float, whole: float) -> str:
-    """`part` of `whole` in percent, or a dash where the whole is nothing."""
+    """`part` of `whole` in percent, or a dash where that is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "–"
