@@ -44,7 +44,7 @@ MUTANTS := cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m mutants --shard $(S
 demo: $(VENV)/demo.stamp
 	$(BIN)/demask demo
 
-# pyright has one thread, and takes the time of a third of the tests.
+# pyright has one thread, and runs beside the tests.
 test: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
