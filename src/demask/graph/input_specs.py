@@ -6,6 +6,7 @@ from torch import Tensor
 
 from demask.graph.program import Program
 from demask.graph.provenance import InputSpec
+from demask.ops import schema
 
 
 def input_specs(program: Program) -> tuple[InputSpec, ...]:
@@ -15,7 +16,7 @@ def input_specs(program: Program) -> tuple[InputSpec, ...]:
         value = node.meta.get("val")
         if node.op == "placeholder" and isinstance(value, Tensor):
             sizes = tuple(s if isinstance(s, int) else str(s.node.expr) for s in value.shape)
-            example = program.example.shape(node)
+            example = tuple(schema.example_size(s) for s in value.shape)
             dtype = str(value.dtype).removeprefix("torch.")
             domain = program.domains.get(str(node.target))
             specs.append(InputSpec(node.name, sizes, dtype, example, domain))
