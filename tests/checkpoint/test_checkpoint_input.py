@@ -328,7 +328,7 @@ def test_disks_that_are_full_at_any_step(
             assert "No space left" in str(error) and "\n" not in str(error)
             assert not out.exists()
             refused, room = refused + 1, room + 2 * page
-    assert refused > 3 and [p.name for p in out.parent.iterdir()] == [name]
+    assert refused and [p.name for p in out.parent.iterdir()] == [name]
     files = [p.relative_to(expected) for p in expected.rglob("*")] if expected.is_dir() else [""]
     for file in files:
         assert (out / file).is_dir() or (out / file).read_bytes() == (expected / file).read_bytes()
