@@ -163,7 +163,10 @@ def write_gguf(
                 for part in parts[name]
             ]  # fmt: skip
             value = (torch.cat(values) if len(values) > 1 else values[0]).to(kind).contiguous()
-            writer.write_tensor_data(value.view(-1).view(torch.uint8).numpy())
+            # Not by `write_tensor_data`: numpy's `tofile` says nothing where a disk is full.
+            writer.write_padding(file, file.tell())
+            file.write(value.view(-1).view(torch.uint8).numpy().data)
+            writer.write_padding(file, file.tell())
         file.flush()
         proof = None
         if original is not None:

@@ -3,7 +3,6 @@ does not leave for ever."""
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import shutil
@@ -78,10 +77,7 @@ def write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
                 file.close()  # Windows renames no open file
             os.replace(part, final)
     except OSError as error:
-        words = error.strerror or str(error)
-        if error.errno is None and " requested and " in words:  # numpy's, of a file that is cut off
-            words = os.strerror(errno.ENOSPC)
-        raise BadInput(f"cannot write {path}: {words}") from error
+        raise BadInput(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextmanager
