@@ -1,7 +1,7 @@
 """An ONNX file: read, demasked, written; no code of the network is needed.
 
 `demask slim model.onnx -o slim.onnx` does this in one command, edits the file in place of
-exporting it anew, and measures in ONNX Runtime which widths are fast. In Python the network is an
+exporting it, and measures in ONNX Runtime which widths are fast. In Python the network is an
 `nn.Module` in between, which can be pruned and trained. See [ONNX files](../docs/onnx.md).
 
 It prints:

@@ -60,11 +60,11 @@ def _name(key: tuple[str, str]) -> str:
 
 def table() -> list[str]:
     """One line per op."""
-    whole = Counter(case.key for case in conformance.cases())
+    cases = Counter(case.key for case in conformance.cases())
     passed = Counter(case.key for case in conformance.cases() if not case.expected)
     lines = ["| op | file | node tests |", "| --- | --- | --: |"]
     for key, name in sorted(files().items()):
-        cell = f"{passed[key]} of {whole[key]}" if whole[key] else "none"
+        cell = f"{passed[key]} of {cases[key]}" if cases[key] else "none"
         lines.append(f"| `{_name(key)}` | {name} | {cell} |")
     return lines
 
@@ -93,7 +93,7 @@ def expected() -> list[str]:
 
 
 def page() -> str:
-    """The whole page."""
+    """The text of the page."""
     tested = {case.key for case in conformance.cases()}
     untested = len(files().keys() - tested)
     head = HEAD.format(version=onnx.__version__, opset=onnx.defs.onnx_opset_version())

@@ -280,18 +280,19 @@ def test_zeros_that_are_left_for_no_known_reason_are_named():
     )
 
 
-def test_sizes_are_those_that_users_count():
+@pytest.mark.parametrize("batch", [1, 5])  # of one, torch.export captures two
+def test_sizes_are_those_that_users_count(batch):
     """Buffers apart, MACs of one example, and the rows of a class with graphs add up."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 16, 4))
     net.train(), net(torch.randn(4, 3, 6, 6)), net.eval()
     nn.init.zeros_(net[0].weight[:4])
-    shown = report(demask.demask(net, (torch.randn(5, 3, 6, 6),)))
-    assert shown.batch == 5
+    shown = report(demask.demask(net, (torch.randn(batch, 3, 6, 6),)))
+    assert shown.batch == batch
     assert shown.before.parameters == sum(p.numel() for p in net.parameters())
     assert shown.before.buffers == 2 * 8 + 1
     macs = 8 * 27 * 16 + 8 * 16 * 4
-    assert shown.before.macs == 5 * macs
+    assert shown.before.macs == batch * macs
     assert shown.work == ("MACs per example", macs, macs // 2)
     assert "MACs per example" in str(shown) and " buffers " in str(shown)
     assert rows(shown) == shown.before.parameters - shown.after.parameters

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from demask.checkpoint.family import ConfigData, numbers_of_config
 from demask.checkpoint.slices import ReducedModel, SliceGroup
-from demask.shrink.own_class.pretrained import HEADS, find_config, larger_configs
+from demask.shrink.own_class.pretrained import HEADS, find_config, find_config_with_room
 
 
 def choose_sizes(
@@ -32,11 +32,10 @@ def choose_sizes(
     uncut = {g.name: g.size for g in groups}, reduced.data
     if wanted != uncut[0]:
         model = reduced.cut(wanted)
-        for config, _ in larger_configs(model, copies.deepcopy(model.config)):
-            sizes = _sizes_in(reduced, config.to_dict(), groups)
-            if sizes and all(sizes[name] >= n for name, n in wanted.items()):
-                uncut = sizes, config.to_dict()
-                break
+        config = find_config_with_room(model, model.config)
+        sizes = _sizes_in(reduced, config.to_dict(), groups)
+        if sizes and all(sizes[name] >= n for name, n in wanted.items()):
+            uncut = sizes, config.to_dict()
     for heads in _counts_of_heads(groups, live):
         wanted = {**uncut[0], **heads}
         model = reduced.cut(wanted)

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -359,8 +358,8 @@ def add_old_keys(config: ConfigData, full: ConfigData, others: Mapping[str, str]
 def with_smaller_sizes(model: Any) -> Any | None:
     """A network of transformers as `slim` writes it: of the same class, with fewer zeros. None
     where `slim` cannot."""
-    with tempfile.TemporaryDirectory(prefix="demask-") as root:
-        folder, out = Path(root, "larger"), Path(root, "smaller")
+    with atomic.temporary_folder() as root:
+        folder, out = root / "larger", root / "smaller"
         try:
             type(model).save_pretrained(model, folder)
             slim(folder, out, multiple=1, check=False)

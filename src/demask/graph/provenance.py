@@ -213,7 +213,7 @@ class Provenance:
     the network was read from. densities: by layer with sparse weights, the stored share of weights.
     form, graph_reasons: "class" or "graph", and why a class was not possible. numbers: by module,
     integer attributes with new values. modules: sizes by module, in order of execution; {} where
-    they were not measured.
+    they were not measured. batch: examples in the call whose MACs the sizes have; 0 if unknown.
     """
 
     cuts: Mapping[str, Cut]
@@ -234,6 +234,7 @@ class Provenance:
     graph_reasons: tuple[str, ...] = ()
     numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     modules: Mapping[str, ModuleSizes] = field(default_factory=dict)
+    batch: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary that JSON can represent; `from_dict` is the inverse."""
@@ -256,6 +257,7 @@ class Provenance:
             "graph_reasons": list(self.graph_reasons),
             "numbers": {path: dict(values) for path, values in self.numbers.items()},
             "modules": {path: [*row.parameters, *row.macs] for path, row in self.modules.items()},
+            "batch": self.batch,
         }
 
     @classmethod
@@ -280,6 +282,7 @@ class Provenance:
             graph_reasons=tuple(map(str, data.get("graph_reasons", ()))),
             numbers={str(k): _numbers(v) for k, v in data.get("numbers", {}).items()},
             modules={str(k): _module_sizes(v) for k, v in data.get("modules", {}).items()},
+            batch=int(data.get("batch", 0)),
         )
 
 

@@ -3,7 +3,7 @@ elsewhere and no script runs; names are escaped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from demask.pages.charts import draw_curves, draw_timeline
@@ -18,6 +18,7 @@ from demask.pages.sections import (
     StepCharts,
     TextTable,
     Timeline,
+    flatten,
 )
 from demask.pages.style import STYLE
 
@@ -44,7 +45,7 @@ def _body(page: Page, level: int) -> str:
     parts = [f"<h{level}>{escape(page.title)}</h{level}>"]
     if page.summary:
         parts.append(f'<p class="summary">{escape(page.summary)}</p>')
-    for section in _flat(page.sections):
+    for section in flatten(page.sections, OnPage):
         if written := _written(section):
             heading = getattr(section, "heading", "")
             title = f"<h{level + 1}>{escape(heading)}</h{level + 1}>\n" if heading else ""
@@ -52,14 +53,6 @@ def _body(page: Page, level: int) -> str:
     if page.note:
         parts.append(f"<footer>{escape(page.note)}</footer>")
     return "\n".join(parts)
-
-
-def _flat(sections: Sequence[Section]) -> Iterator[Section]:
-    for section in sections:
-        if isinstance(section, OnPage):
-            yield from _flat(section.sections)
-        else:
-            yield section
 
 
 def _written(section: Section) -> str:

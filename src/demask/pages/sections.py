@@ -3,7 +3,7 @@ the same numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 
@@ -154,3 +154,12 @@ class Page:
     def followed_by(self, *sections: Section) -> Page:
         """The page with more sections at its end."""
         return replace(self, sections=(*self.sections, *sections))
+
+
+def flatten(sections: Sequence[Section], shown: type[InTerminal | OnPage]) -> Iterator[Section]:
+    """Sections with those that one of the two shows alone in place of what holds them."""
+    for section in sections:
+        if isinstance(section, InTerminal | OnPage):
+            yield from flatten(section.sections, shown) if isinstance(section, shown) else ()
+        else:
+            yield section

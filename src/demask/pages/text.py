@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.text import Text
 
-from demask.pages.sections import InTerminal, Lines, Section, TextTable
+from demask.pages.sections import InTerminal, Lines, Section, TextTable, flatten
 from demask.text_table import WIDTH, number_table, render_lines
 
 
 def text_of(sections: Sequence[Section]) -> str:
     """The sections with an empty line between them, except before those that are close."""
     lines: list[str] = []
-    for section in _flat(sections):
+    for section in flatten(sections, InTerminal):
         if not (own := _lines_of(section)):
             continue
         if lines and not getattr(section, "is_close", False):
             lines.append("")
         lines += own
     return "\n".join(lines)
-
-
-def _flat(sections: Sequence[Section]) -> Iterator[Section]:
-    for section in sections:
-        if isinstance(section, InTerminal):
-            yield from _flat(section.sections)
-        else:
-            yield section
 
 
 def _lines_of(section: Section) -> list[str]:

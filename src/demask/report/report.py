@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from demask.failures import public
 from demask.graph.isolation import in_isolation
-from demask.graph.provenance import Cut, InputSpec, Provenance, Reason, provenance_of
+from demask.graph.provenance import Cut, Provenance, Reason, provenance_of
 from demask.pages import Page, PageSource
 from demask.report.lifetimes import memory_timeline
 from demask.report.sections import EFFECTS, report_page
@@ -101,7 +101,7 @@ def report(slim: nn.Module) -> Report:
         densities=provenance.densities,
         form=provenance.form,
         graph_reasons=provenance.graph_reasons,
-        batch=_batch_of(provenance.inputs),
+        batch=provenance.batch,
         modules=_modules(provenance),
         timeline=memory_timeline(slim),
     )
@@ -118,14 +118,6 @@ def _modules(provenance: Provenance) -> tuple[ModuleRow, ...]:
     weights = {path: (cut.shape, sliced_shape(cut)) for path, cut in cuts.items()}
     return tuple(ModuleRow(path, sizes.parameters, sizes.macs, weights.get(path))
                  for path, sizes in provenance.modules.items())  # fmt: skip
-
-
-def _batch_of(inputs: Sequence[InputSpec]) -> int:
-    """The size of the dynamic axis that is the first one of every input with axes; 0 if there is
-    none."""
-    first = {(spec.sizes[0], spec.example[0]) for spec in inputs if spec.sizes}
-    names = {name for name, _ in first if isinstance(name, str)}
-    return next(iter(first))[1] if len(first) == len(names) == 1 else 0
 
 
 def _zero_slices(network: nn.Module) -> dict[str, int]:

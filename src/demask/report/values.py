@@ -155,6 +155,6 @@ class ReportValues:
         }
 
 
-def share(part: float, whole: float) -> str:
-    """`part` of `whole` in percent, or a dash where that is 0."""
-    return f"{100 * part / whole:.1f} %" if whole else "–"
+def share(part: float, total: float) -> str:
+    """`part` of `total` in percent, or a dash where that is 0."""
+    return f"{100 * part / total:.1f} %" if total else "–"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from demask.facts.analysis import Analysis
 from demask.graph.guards import literal_inputs
-from demask.graph.input_specs import input_specs
+from demask.graph.input_specs import example_batch, input_specs
 from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import Cut, ModuleSizes, Provenance
 from demask.graph.result.demasked_module import Demasked, build
@@ -31,6 +31,7 @@ def build_sharing(before: Analysis, after: Program, notes: Iterable[str]) -> Dem
         effects={},
         notes=(*program.notes, *notes),
         inputs=input_specs(program),
+        batch=example_batch(program),
         before=measure_program(program, before.relations),
         after=measure_program(after, relations),
         guards=program.guards,

@@ -25,7 +25,7 @@ from demask.graph.capture.functionalize import functionalize
 from demask.graph.capture.shared_captures import shared_captures
 from demask.graph.guards import literal_inputs
 from demask.graph.input_domains import NOTHING, Domain, Domains, domains_of
-from demask.graph.input_specs import input_specs
+from demask.graph.input_specs import example_batch, input_specs
 from demask.graph.normalize.canonical_calls import canonicalize_calls
 from demask.graph.normalize.select_before_view import select_before_view
 from demask.graph.normalize.select_token_early import select_token_early
@@ -510,6 +510,7 @@ def _provenance(first: _MeasuredProgram, last: _MeasuredProgram, log: Log) -> Pr
         effects=dict(Counter(marks)),
         notes=(*log.notes, *first.program.notes),
         inputs=input_specs(first.program),
+        batch=example_batch(first.program),
         before=first.sizes,
         after=last.sizes,
         removed=removed_parameters(modules),

@@ -21,7 +21,7 @@ from demask.errors import CaptureDiffers, DemaskError, Mismatch, NeedsGraph
 from demask.failures import Log, described, is_strict, warn_caller
 from demask.graph.capture.declared_masks import Masks
 from demask.graph.input_domains import Domains
-from demask.graph.input_specs import input_specs
+from demask.graph.input_specs import example_batch, input_specs
 from demask.graph.program import Program, copy_tensors
 from demask.graph.provenance import GRAPH_WOULD, Cut, Provenance, Sizes, provenance_of
 from demask.graph.result.class_result import record_call
@@ -76,7 +76,7 @@ class DemaskCall:
 
     stated: what the caller states of inputs. smaller: demask() itself, for modules of a class
     result. objective: the size by which results are chosen, of `OBJECTIVES`. state: whether the
-    network keeps state in Python. fixed: what keeps its size in a class.
+    network keeps state in Python.
     """
 
     model: nn.Module | ExportedProgram
@@ -90,7 +90,6 @@ class DemaskCall:
     smaller: Callable[..., nn.Module]
     objective: str = "parameters"
     state: bool = False
-    fixed: FixedSizes = field(default_factory=FixedSizes)
     _captured: list[Program] = field(default_factory=list, init=False)
     _more: Iterator[Program] | None = field(default=None, init=False)
 
@@ -155,7 +154,7 @@ def as_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     model, program = find_class(call.model), candidate.program
     if name := find_number(program):
         raise ProgramMismatch(f"input {name} is a number, which may decide what the code does")
-    notes, inputs = (), input_specs(program)
+    notes, inputs, batch = (), input_specs(program), example_batch(program)
     branching: Program | None = None
     if branch := find_branch(program):
         static = replace(call, shapes={})
@@ -166,13 +165,13 @@ def as_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
             raise ProgramMismatch(f"its code depends on a size ({branch})")
         branching, (call, program) = program, proved
         notes = (f"its code depends on a size ({branch}): the example's sizes were compared",)
-    elif not call.fixed.shapes:
+    else:
         target, record = candidate.target, candidate.record
         if candidate.has_side:
             target, record = shrink_program(program, call.table, sides=False)
         with contextlib.suppress(ProgramMismatch):
             return _proved_class(call, model, program, (target, record))
-    fixed = call.fixed
+    fixed = FixedSizes()
     while True:
         shrink = partial(shrink_program, program, call.table, fixed=fixed)
         try:
@@ -191,7 +190,7 @@ def as_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
             notes += (_graph_note(call, candidate, size),)
         record = replace(record, reasons=(*stay, *more), notes=(*notes, *record.notes))
         if branching is not None:
-            record = replace(record, inputs=inputs)
+            record = replace(record, inputs=inputs, batch=batch)
         record_call(own, record, call.args, call.kwargs)
         return own
 

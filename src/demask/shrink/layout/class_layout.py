@@ -44,14 +44,12 @@ class FixedSizes:
     values, operands: of calls of one program, which could not be emitted with shapes alone.
     modules: paths of modules whose code does not run at other sizes (EVERYTHING: nothing is cut).
     sized: paths of modules in which calls with sizes among their arguments do not.
-    shapes: of weights by name, for configs that have no smaller ones.
     """
 
     values: frozenset[Key] = frozenset()
     operands: frozenset[Operand] = frozenset()
     modules: frozenset[str] = frozenset()
     sized: frozenset[str] = frozenset()
-    shapes: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
 
     def including(self, values: set[Key], operands: set[Operand]) -> FixedSizes:
         """With more values and operands."""
@@ -124,7 +122,6 @@ class ClassPlacer(Placer):
         self.groups: list[_GroupedAxes] = []
         self.channels = analysis.carried
         self.carried: list[_CarriedAxis] = []
-        self.shapes = dict(fixed.shapes)
 
     def live(self, key: Key) -> bool:
         return key in self.needs.live
@@ -264,12 +261,8 @@ class ClassPlacer(Placer):
                         self.cells.need(cells, more)
 
     def _missing(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Positions that a constraint needs: those of a shape, a carrier for dropped constants of
-        each group, and those of joined parts where their union has them, and the other way
-        round."""
-        for name, axes in self.weights.items():
-            for cells, size in zip(axes, self.shapes.get(str(name), ()), strict=False):
-                yield from self._grow(self.cells.leaves(cells), size)
+        """Positions that a constraint needs: a carrier for dropped constants of each group, and
+        those of joined parts where their union has them, and the other way round."""
         for carried in self.carried:
             line, outs = self.cells.line(carried.cells), self.cells.line(carried.outs)
             valid = carried.channels.valid
@@ -294,21 +287,6 @@ class ClassPlacer(Placer):
                 back = torch.zeros_like(part)
                 back[position[(source == j) & union]] = True
                 yield joined.parts[j], back
-
-    def _grow(self, cells: Sequence[int], size: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Positions for an axis to have a size: of its first cell that can have as many."""
-        lines = [self.cells.line([cell]) for cell in cells]
-        if any(line is None for line in lines):
-            return
-        for cell, line in zip(cells, lines, strict=True):
-            assert line is not None
-            count = int(line.sum())
-            others = math.prod(int(other.sum()) for other in lines if other is not None) // count
-            if size % others == 0 and count < size // others <= len(line):
-                more = line.clone()
-                more[(~line).nonzero().squeeze(1)[: size // others - count]] = True
-                yield (cell,), more
-                return
 
     def _even_groups(self, group: _GroupedAxes) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """Positions for which every pack has equally many inputs, and equally many outputs."""

@@ -209,28 +209,24 @@ def _options(config: Any, pairs: set[tuple[int, int]]) -> dict[Place, list[int]]
     return options
 
 
-def larger_configs(model: nn.Module, config: Any) -> Iterator[tuple[Any, nn.Module]]:
-    """Configs with room for the tensors of a model and as many heads as the original has, with
-    models of them on the meta device: the smallest, and the original config.
+def find_config_with_room(model: nn.Module, config: Any) -> Any:
+    """The smallest config with room for the tensors of a model and as many heads as the original
+    has.
 
     config: the original, with room for all tensors. The search makes one number after the other as
     small as it can be.
     """
-    for is_whole in (False, True):
-        other = copies.deepcopy(config)
-        fresh = try_config(model, other)
-        pairs = set() if is_whole else _changed_sizes(fresh, model)
-        for place, values in _options(other, pairs).items():
-            name = next(part for part in reversed(place) if isinstance(part, str))
-            for value in () if HEADS.search(name) and not name.endswith("dim") else values:
-                smaller = copies.deepcopy(other)
-                _set_number(smaller, place, value)
-                candidate = try_config(model, smaller)
-                if fresh is not None and _has_room(candidate, model, fresh):
-                    other, fresh = smaller, candidate
-                    break
-        if fresh is not None:
-            yield other, fresh
+    fresh = try_config(model, config)
+    for place, values in _options(config, _changed_sizes(fresh, model)).items():
+        name = next(part for part in reversed(place) if isinstance(part, str))
+        for value in () if HEADS.search(name) and not name.endswith("dim") else values:
+            smaller = copies.deepcopy(config)
+            _set_number(smaller, place, value)
+            candidate = try_config(model, smaller)
+            if fresh is not None and _has_room(candidate, model, fresh):
+                config, fresh = smaller, candidate
+                break
+    return config
 
 
 def _has_room(fresh: nn.Module | None, model: nn.Module, most: nn.Module) -> bool:
