@@ -336,7 +336,7 @@ def test_disks_that_are_full_at_any_step(
         assert (out / file).is_dir() or (out / file).read_bytes() == (expected / file).read_bytes()
 
 
-def run_until(source: Path, out: Path, step: int, multiple: int) -> None:
+def run_until(source: Path, out: Path, step: int, multiple: int, **options: Any) -> None:
     """Slim a folder in a process that is killed at a step."""
     steps = 0
 
@@ -346,7 +346,7 @@ def run_until(source: Path, out: Path, step: int, multiple: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         steps += 1
 
-    checkpoint.slim(source, out, multiple=multiple, check=False, progress=count)
+    checkpoint.slim(source, out, multiple=multiple, check=False, progress=count, **options)
 
 
 def test_killed_at_any_time(masked: Path, tmp_path: Path) -> None:
@@ -370,6 +370,32 @@ def test_killed_at_any_time(masked: Path, tmp_path: Path) -> None:
         p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()
     }
     assert config_of(out)["intermediate_size"] == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    at_night(("out", {"target": "mlx", "per_layer": True}), ("out.gguf", {"target": "llama.cpp"})),
+)
+def test_other_formats_killed_at_any_step(
+    masked: Path, tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    titles: list[str] = []
+    expected, out = tmp_path / "expected" / name, tmp_path / "folder" / name
+    expected.parent.mkdir(), out.parent.mkdir()
+    checkpoint.slim(masked, expected, multiple=4, check=False, **options,
+                    progress=lambda title, done=1: titles.append(title))  # fmt: skip
+    for step in range(len(titles)):
+        process = multiprocessing.get_context("fork").Process(
+            target=run_until, args=(masked, out, step, 4), kwargs=options
+        )
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL and not out.exists()
+    checkpoint.slim(masked, out, multiple=4, check=False, **options)
+    assert [p.name for p in out.parent.iterdir()] == [name]
+    pairs = [(out, expected)] if out.is_file() else zip(
+        sorted(out.iterdir()), sorted(expected.iterdir()), strict=True)  # fmt: skip
+    assert all(a.name == b.name and a.read_bytes() == b.read_bytes() for a, b in pairs)
 
 
 def test_two_processes_at_once(single: Path, tmp_path: Path) -> None:
