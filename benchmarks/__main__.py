@@ -10,7 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common.catalog import QUICK, main_of, markdown_list, scripts
+from benchmarks.common.catalog import QUICK, main_of, markdown_list, results, scripts, sources
+from benchmarks.common.ledger import Ledger, find_stale
+from benchmarks.common.pages import write_pages
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
@@ -24,6 +26,7 @@ def start() -> None:
       python -m benchmarks list
       python -m benchmarks run residual --quick
       python -m benchmarks run residual --threads 1
+      python -m benchmarks stale
     """
 
 
@@ -37,8 +40,28 @@ def list_all(
         return
     table = Table("name", "shows", "takes", "needs", "writes")
     for name, (engine, benchmark) in scripts().items():
-        table.add_row(f"{name} ({engine})", benchmark.shows, benchmark.time,
-                      "; ".join(benchmark.needs), ", ".join(benchmark.results))  # fmt: skip
+        files = ", ".join(path.name for path in results(name))
+        table.add_row(
+            f"{name} ({engine})", benchmark.shows, benchmark.time, "; ".join(benchmark.needs), files
+        )
+    Console().print(table)
+
+
+@app.command()
+def pages() -> None:
+    """Write every page and every quoted figure again, from benchmarks/results/ledger.json."""
+    for path in write_pages():
+        print(path)
+
+
+@app.command()
+def stale() -> None:
+    """List rows that are older than the last change of what they measure, the oldest first."""
+    table = Table("page", "rows", "measured", "on", "commits since", "the last")
+    ledger = Ledger.read()
+    for old in find_stale(ledger, {name: sources(name) for name in ledger.pages}):
+        machine = old.run.machine.partition(",")[0]
+        table.add_row(old.page, str(old.rows), old.run.date, machine, str(old.changes), old.last)
     Console().print(table)
 
 

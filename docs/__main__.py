@@ -15,6 +15,7 @@ from docs.generate import ROOT, blocks, texts
 NAMES = {
     "table": ("table.md, the ops", ["table"]),
     "onnx": ("onnx-ops.md, the ops of ONNX", ["onnx"]),
+    "commands": ("commands.md, what --help prints", ["commands"]),
     "networks": ("networks.md, from benchmarks/results/networks.json", ["networks"]),
     "nightly": ("nightly.md, from build/nightly", ["nightly"]),
     "pictures": ("drawings", ["before_after", "strips"]),

@@ -18,6 +18,7 @@ SOURCES = sorted(Path(demask.__file__).parent.rglob("*.py"))
 GENERATED = {
     "table": ("table",),
     "networks": ("networks",),
+    "commands": ("commands",),
     "before_after": ("pictures",),
     "strips": ("pictures",),
     "onnx": ("onnx", pytest.mark.nightly),

@@ -1,6 +1,5 @@
-"""optimize() against ONNX Runtime and OpenVINO: `python -m benchmarks run executors`.
-
-Writes benchmarks/results/executors.md.
+"""optimize() against ONNX Runtime, OpenVINO and torch.compile, each on the masked and on the
+demasked network: `python -m benchmarks run executors`.
 """
 
 from __future__ import annotations
@@ -21,19 +20,23 @@ import cifar
 import demask
 import networks
 from benchmarks.common.catalog import BENCH, Benchmark
-from benchmarks.common.tables import RESULTS, command, format_spread, markdown
+from benchmarks.common.command import command
+from benchmarks.common.inductor import NAME, inductor
+from benchmarks.common.ledger import Cell, Page, Table
 from benchmarks.optimize.runtime import MASKED, call, faces
 from benchmarks.shrink import encoder
 from benchmarks.shrink.peers_called import compiled, openvino_module
 from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
-    "optimize() against ONNX Runtime and OpenVINO on the masked and the demasked network",
-    "about 1 minute a setting", ("executors.md",), needs=(BENCH,),
+    "optimize() against ONNX Runtime, OpenVINO and torch.compile, each on both networks",
+    "about 1 minute a setting", needs=(BENCH,),
     quick="--networks ResNet-20 --threads 1 --pairs 3 --seconds 2",
 )  # fmt: skip
 
 OURS, TORCH = "optimize()", "original in PyTorch"
+RUNTIME, OPENVINO = "ONNX Runtime", "OpenVINO"
+TOOLS = (RUNTIME, OPENVINO, NAME)
 Setting = tuple[Callable[[], tuple[nn.Module, Tensor]], int]  # network and image, batch
 
 
@@ -69,22 +72,11 @@ def face_detector() -> tuple[nn.Module, Tensor]:
         return demask.from_onnx(path).eval(), image
 
 
-class HiddenState(nn.Module):
-    """The last hidden state of an encoder, of token numbers."""
-
-    def __init__(self, encoder: nn.Module):
-        super().__init__()
-        self.encoder = encoder
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.encoder(input_ids=ids).last_hidden_state
-
-
 def token_encoder() -> tuple[nn.Module, Tensor]:
     """A MiniLM-sized encoder with random weights, half of its heads and units masked."""
     torch.manual_seed(0)
     model, _ = encoder.masked(encoder.encoder("sdpa"), torch.Generator().manual_seed(0))
-    return HiddenState(model).eval(), torch.randint(0, 30522, (1, 128))
+    return encoder.HiddenState(model).eval(), torch.randint(0, 30522, (1, 128))
 
 
 FACES, ENCODER = "UltraFace RFB-320", "encoder, 128 tokens"
@@ -122,15 +114,20 @@ class Row:
     timings: Mapping[str, Timing]
 
     @property
-    def runtime(self) -> str:
-        """The fastest contender that is not of PyTorch."""
+    def rival(self) -> str:
+        """The fastest contender that is neither the original nor optimize()."""
         others = [name for name in self.timings if name not in (OURS, TORCH)]
         return min(others, key=lambda name: self.timings[name].median)
 
     @property
     def ratio(self) -> float:
         """How many times as fast as that optimize() is."""
-        return self.timings[self.runtime].median / self.timings[OURS].median
+        return self.timings[self.rival].median / self.timings[OURS].median
+
+    def fastest(self, tool: str) -> Timing | None:
+        """The faster timing of a tool, on the masked or on the demasked network."""
+        timings = [timing for name, timing in self.timings.items() if name.startswith(tool)]
+        return min(timings, key=lambda timing: timing.median, default=None)
 
     @property
     def target(self) -> float:
@@ -148,37 +145,35 @@ def rows(
         images = torch.cat([image, *(torch.randn_like(image) for _ in range(batch - 1))])
         with tempfile.TemporaryDirectory() as folder:
             bar.update(step, description=f"{name}: exporting")
-            files = write_files(model, images, Path(folder))
+            slim = demask.demask(model, (images,), result="graph")
+            forms = {"masked": model}
+            if demask.report(slim).removed:
+                forms["demasked"] = slim
+            for form, network in forms.items():
+                demask.to_onnx(network, Path(folder, f"{form}.onnx"), (images,))
             for count in threads:
                 bar.update(step, description=f"{name}, {count} threads")
-                yield measured(name, model, images, files, count, pairs, seconds)
+                yield measured(name, forms, images, Path(folder), count, pairs, seconds)
                 bar.advance(step)
 
 
-def write_files(model: nn.Module, images: Tensor, folder: Path) -> dict[str, Path]:
-    """ONNX files of the masked and the demasked network; one where nothing is masked."""
-    files = {"masked": folder / "masked.onnx"}
-    demask.to_onnx(model, files["masked"], (images,))
-    slim = demask.demask(model, (images,), result="graph")
-    if demask.report(slim).removed:
-        files["demasked"] = folder / "demasked.onnx"
-        demask.to_onnx(slim, files["demasked"], (images,))
-    return files
-
-
-def measured(name: str, model: nn.Module, images: Tensor, files: Mapping[str, Path], threads: int,
+def measured(name: str, forms: Mapping[str, nn.Module], images: Tensor, folder: Path, threads: int,
              pairs: int, seconds: float) -> Row:  # fmt: skip
-    """One row: all contenders in turns."""
+    """One row: all contenders in turns. forms: the network, masked and demasked; folder: with an
+    ONNX file of each."""
     torch.set_num_threads(threads)
+    model = forms["masked"]
     fast = demask.optimize(model, (images,), threads=threads)
     calls: dict[str, Callable[[], object]] = {OURS: lambda: fast(images)}
     calls[TORCH] = lambda: model(images)
-    for kind, path in files.items():
-        calls[f"ONNX Runtime, {kind}"] = call(path, (images,), threads)
+    for form, network in forms.items():
+        path = folder / f"{form}.onnx"
+        calls[f"{RUNTIME}, {form}"] = call(path, (images,), threads)
         graph = openvino_module().Core().read_model(str(path))
         graph.reshape(list(images.shape))
         run = compiled(graph, threads)
-        calls[f"OpenVINO, {kind}"] = lambda run=run: run(images)
+        calls[f"{OPENVINO}, {form}"] = lambda run=run: run(images)
+        calls[f"{NAME}, {form}"] = inductor(network, images)
     with torch.no_grad():
         error = difference(fast, model, images)
         timings = time_alternately(calls, pairs, seconds=seconds)
@@ -195,18 +190,16 @@ def difference(fast: nn.Module, model: nn.Module, images: Tensor) -> float:
 
 
 HEAD = [
-    "network", "threads", "original, ms", "optimize(), ms", "fastest runtime, ms", "which", "ratio",
-    "target", "", "what optimize() chose", "error",
+    "network", "threads", "original, ms", "optimize(), ms", *(f"{t}, ms" for t in TOOLS), "fastest",
+    "ratio", "target", "what optimize() chose", "error",
 ]  # fmt: skip
 
 
-def cells(row: Row) -> list[str]:
-    timings = row.timings
-    spreads = (format_spread(timings[name]) for name in (TORCH, OURS, row.runtime))
-    loses = "slower" if row.ratio < 1 else "below the target" if row.ratio < row.target else ""
-    target = f"{row.target}" if row.name in TARGETS else ""
-    return [row.name, str(row.threads), *spreads, row.runtime, f"{row.ratio:.2f}", target, loses,
-            row.form, f"{row.error:.0e}"]  # fmt: skip
+def cells(row: Row) -> list[Cell]:
+    return [
+        row.name, row.threads, row.timings[TORCH], row.timings[OURS], *map(row.fastest, TOOLS),
+        row.rival, row.ratio, TARGETS.get(row.name), row.form, row.error,
+    ]  # fmt: skip
 
 
 def listed(rows: Sequence[Row]) -> str:
@@ -217,7 +210,7 @@ def listed(rows: Sequence[Row]) -> str:
     return "; ".join(f"{name} ({' and '.join(of)})" for name, of in threads.items()) or "none"
 
 
-def page(rows: Sequence[Row], words: str) -> str:
+def page(rows: Sequence[Row]) -> Page:
     means = []
     for label, is_kind in (("half masked", False), ("unmasked", True)):
         ratios = [row.ratio for row in rows if ("unmasked" in row.name) is is_kind]
@@ -226,31 +219,30 @@ def page(rows: Sequence[Row], words: str) -> str:
             means.append(
                 f"{label} {mean:.2f} ({sum(r < 1 for r in ratios)} of {len(ratios)} slower)"
             )
-    return f"""# optimize() against ONNX Runtime and OpenVINO
-
-{words} ONNX Runtime {onnxruntime.__version__}, OpenVINO {openvino_module().__version__}.
-
+    summary = f"as fast as the fastest runtime, times: {'; '.join(means)}"
+    text = f"""
 Slower than the fastest runtime (threads): {listed([row for row in rows if row.ratio < 1])}.
 Below the target ratio: {listed([row for row in rows if 1 <= row.ratio < row.target])}.
 
 Batch 1 unless the name says otherwise, float32. All contenders of a row run in turns in one process
-(median, 10 %–90 % quantile, ms). The runtimes get the masked file and the one that
-`demask.to_onnx(demask.demask(model))` writes; the fastest of the four is the rival. Threads of ONNX
-Runtime wait without spinning, which would take the cores from the next contender. ResNet-20 and
-ResNet-56: trained, half of the channels masked; the others: torchvision, random weights, half of
-the channels masked, shifts of norms nonzero, or nothing masked. UltraFace: trained, {MASKED:.0%} of
-the channels of each convolution masked; encoder: 6 layers of width 384, 12 heads, 1,536 units,
-random weights, half of the heads and units masked. *Ratio*: time of the rival over that of
-optimize(). *Error*: against the original in float64, relative to the largest output.
+(median, 10 %–90 % quantile, ms). The runtimes (ONNX Runtime {onnxruntime.__version__}, OpenVINO
+{openvino_module().__version__}, torch.compile with constants frozen) get the masked network and the
+one that `demask.demask` returns, the former two as ONNX files; a column shows the faster of both,
+and the fastest of the six is the rival. Threads of ONNX Runtime wait without spinning, which would
+take the cores from the next contender. ResNet-20 and ResNet-56: trained, half of the channels
+masked; the others: torchvision, random weights, half of the channels masked, shifts of norms
+nonzero, or nothing masked. UltraFace: trained, {MASKED:.0%} of the channels of each convolution
+masked; encoder: 6 layers of width 384, 12 heads, 1,536 units, random weights, half of the heads and
+units masked. *Ratio*: time of the rival over that of optimize(). *Error*: against the original in
+float64, relative to the largest output.
 
-Geometric means of the ratios: {"; ".join(means)}.
-
-{markdown(HEAD, [cells(row) for row in rows])}
-"""
+Geometric means of the ratios: {"; ".join(means)}."""
+    title = "optimize() against ONNX Runtime, OpenVINO and torch.compile"
+    return Page(title, [text, Table(HEAD, [*map(cells, rows)], 2)], summary)
 
 
 def main() -> None:
-    command(__doc__, rows, HEAD, cells, page, RESULTS / "executors.md", 10.0, list(SETTINGS))
+    command("executors", __doc__, rows, page, 10.0, list(SETTINGS))
 
 
 if __name__ == "__main__":

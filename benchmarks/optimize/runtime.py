@@ -21,14 +21,16 @@ from torch import Tensor
 import demask
 import networks
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, command, format_spread, markdown
+from benchmarks.common.command import command
+from benchmarks.common.ledger import Cell, Page, Table
 from benchmarks.shrink import encoder, residual
+from demask.machine.describe import format_counts
 from demask.machine.timing import Timing, time_alternately
 from demask.optimize_onnx import deploy
 
 BENCHMARK = Benchmark(
     "masked ONNX files in ONNX Runtime, original and slimmed", "at most 20 s a setting",
-    ("runtime.md",), needs=(DEV, SHARED_DATA),
+    needs=(DEV, SHARED_DATA),
     quick="--networks MobileNetV2 --threads 1 --pairs 3 --seconds 2",
 )  # fmt: skip
 
@@ -154,44 +156,44 @@ def call(path: Path, inputs: Sequence[Tensor], threads: int) -> Callable[[], obj
 
 HEAD = [
     "network", "threads", "parameters", "MACs left", "original, ms", "minimal, ms", "slim, ms",
-    "speed", "", "what was written", "difference",
+    "speed", "what was written", "difference",
 ]  # fmt: skip
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: Row) -> list[Cell]:
     before, after = row.report.before, row.report.after
     return [
-        row.network, str(row.threads), f"{before.parameters:,} → {after.parameters:,}",
-        f"{after.macs / before.macs:.2f}", format_spread(row.original), format_spread(row.minimal),
-        format_spread(row.result), f"{row.speed:.2f}", "" if row.speed >= 1 else "slower", row.form,
-        f"{row.error:.0e}",
+        row.network, row.threads, f"{before.parameters:,} → {after.parameters:,}",
+        after.macs / before.macs, row.original, row.minimal, row.result, row.speed, row.form,
+        row.error,
     ]  # fmt: skip
 
 
-def page(rows: Sequence[Row], words: str) -> str:
-    counts = sorted({t.count for row in rows for t in (row.original, row.minimal, row.result)})
-    return f"""# Masked ONNX files in ONNX Runtime
-
-{words} ONNX Runtime {onnxruntime.__version__}.
-
-*Original*: the masked file. *Minimal*: `demask slim --minimal`, every width as small as it can be.
-*Slim*: `demask slim`, which measures widths in multiples of 1, 4, 8 and 16, and constants that
-enter padded windows computed or added as maps, and writes the file as it was where nothing is
-faster. UltraFace: a trained face detector, {MASKED:.0%} of the channels of each convolution masked,
-shifts of norms nonzero; its file lists all weights as inputs, which prevents the runtime from
-fusing norms, so the second row has it without. ResNet-50, MobileNetV2: random weights, half of the
-channels masked, norms included; ResNet-56: trained, half of the channels, shifts nonzero; encoder:
-half of the heads and units. Batch 1, float32. Milliseconds are the median (10 %–90 % quantile) of
-{counts[0]}–{counts[-1]} alternated calls in one process; threads wait without spinning, which would
-take the cores from the next contender. *Difference*: of the outputs, relative to the largest.
-Slower: {sum(row.speed < 1 for row in rows)} of {len(rows)}.
-
-{markdown(HEAD, [cells(row) for row in rows])}
-"""
+def page(rows: Sequence[Row]) -> Page:
+    counts = format_counts(t for row in rows for t in (row.original, row.minimal, row.result))
+    slower = sum(row.speed < 1 for row in rows)
+    text = f"""
+*Original*: the masked file, in ONNX Runtime {onnxruntime.__version__}. *Minimal*: `demask slim
+--minimal`, every width as small as it can be. *Slim*: `demask slim`, which measures widths in
+multiples of 1, 4, 8 and 16, and constants that enter padded windows computed or added as maps, and
+writes the file as it was where nothing is faster. UltraFace: a trained face detector,
+{MASKED:.0%} of the channels of each convolution masked, shifts of norms nonzero; its file lists all
+weights as inputs, which prevents the runtime from fusing norms, so the second row has it without.
+ResNet-50, MobileNetV2: random weights, half of the channels masked, norms included; ResNet-56:
+trained, half of the channels, shifts nonzero; encoder: half of the heads and units. Batch 1,
+float32. Milliseconds are the median (10 %–90 % quantile) of {counts} alternated calls in one
+process; threads wait without spinning, which would take the cores from the next contender.
+*Difference*: of the outputs, relative to the largest."""
+    speeds = [row.speed for row in rows]
+    summary = (f"{min(speeds):.2f} to {max(speeds):.2f} times as fast; "
+               f"slower in {slower} of {len(rows)}")  # fmt: skip
+    return Page(
+        "Masked ONNX files in ONNX Runtime", [text, Table(HEAD, [*map(cells, rows)], 2)], summary
+    )
 
 
 def main() -> None:
-    command(__doc__, rows, HEAD, cells, page, RESULTS / "runtime.md", 20.0, list(FILES))
+    command("runtime", __doc__, rows, page, 20.0, list(FILES))
 
 
 if __name__ == "__main__":

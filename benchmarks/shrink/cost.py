@@ -1,7 +1,7 @@
 """How long `demask.demask` itself takes: `python -m benchmarks run cost`.
 
 A residual network of 56 layers must be done in 10 s, and a network of twice as many nodes must
-take at most 2.4 times as long. Writes benchmarks/results/cost.md; exits with 1 over a limit.
+take at most 2.4 times as long. Exits with 1 over a limit.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import demask
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
+from benchmarks.common.ledger import Page, Run, Table, save
 from benchmarks.shrink.residual import calls_of
 from cifar import IMAGE, Block, ResNet, masked
 from demask.graph.capture.capture import capture
+from demask.machine.describe import load_average
 from networks import randomised
 
 BENCHMARK = Benchmark(
-    "seconds of demask() itself", "minutes", ("cost.md",), needs=(DEV,), quick="--runs 1",
+    "seconds of demask() itself", "minutes", needs=(DEV,), quick="--runs 1",
 )  # fmt: skip
 
 LIMIT, RATIO = 10.0, 2.4
@@ -64,7 +63,7 @@ def seconds(work: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=RESULTS / "cost.md")
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     options = parser.parse_args()
     torch.set_num_threads(1)
     builders: dict[str, Callable[[], nn.Module]] = {"ResNet-56": lambda: ResNet(56)}
@@ -82,29 +81,21 @@ def main() -> None:
             export[name].append(seconds(lambda model=model: capture(model, (images,))))
     small, large = (f"{size} nodes" for size in SIZES)
     ratio = median(whole[large]) / median(whole[small])
-    head = ["network", "calls", "demask(), s", "fastest–slowest", "of it torch.export, s"]
+    head = ["network", "calls", "demask(), s", "fastest", "slowest", "of it torch.export, s"]
     lines = [
-        [name, str(calls_of(model, (images,))), f"{median(whole[name]):.2f}",
-         f"{min(whole[name]):.2f}–{max(whole[name]):.2f}", f"{median(export[name]):.2f}"]
+        [name, calls_of(model, (images,)), median(whole[name]), min(whole[name]), max(whole[name]),
+         median(export[name])]
         for name, model in models.items()
     ]  # fmt: skip
-    ok = median(whole["ResNet-56"]) < LIMIT and ratio <= RATIO
-    verdict = (
-        f"ResNet-56: {median(whole['ResNet-56']):.2f} s (limit {LIMIT:g}). "
-        f"{large} / {small}: {ratio:.2f} (limit {RATIO:g})."
+    first = median(whole["ResNet-56"])
+    summary = (
+        f"ResNet-56: {first:.2f} s (limit {LIMIT:g}); {large} / {small}: {ratio:.2f} "
+        f"(limit {RATIO:g})"
     )
-    words = (
-        f"{provenance('cost', '1 thread', before=before)} Medians of {options.runs} runs in turns."
-    )
-    table = Table(*head, title=f"{words}\n{verdict}")
-    for line in lines:
-        table.add_row(*line)
-    Console().print(table)
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(
-        "# The time that demask() itself takes\n\n"
-        f"{words}\n\n{markdown(head, lines)}\n\n{verdict}\n"
-    )
+    text = f"Medians of {options.runs} runs in turns."
+    page = Page("The time that demask() itself takes", [text, Table(head, lines)], summary)
+    print(save("cost", page, Run.now("1 thread", before=before), options.output))
+    ok = first < LIMIT and ratio <= RATIO
     sys.exit(0 if ok else 1)
 
 

@@ -8,7 +8,7 @@ biases) are masked, drawn anew. Writes benchmarks/results/encoder.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +21,15 @@ from torch.export import Dim
 import demask
 from architectures import transformers
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, command, format_spread, markdown
+from benchmarks.common.command import command
+from benchmarks.common.inductor import NAME, inductor
+from benchmarks.common.ledger import Cell, Page, Table
+from demask.machine.describe import format_counts
 from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
     "a MiniLM-sized encoder: masked, demasked, and built by hand", "at most 60 s a setting",
-    ("encoder.md",), needs=(DEV,), quick="--threads 1 --pairs 3 --seconds 2",
+    needs=(DEV,), quick="--threads 1 --pairs 3 --seconds 2",
 )  # fmt: skip
 
 LAYERS, WIDTH, HEADS, UNITS, SIZE = 6, 384, 12, 1536, 32
@@ -98,6 +101,17 @@ def _part(
     return layer
 
 
+class HiddenState(nn.Module):
+    """The last hidden state of an encoder, of token numbers."""
+
+    def __init__(self, encoder: nn.Module):
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.encoder(input_ids=ids).last_hidden_state
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One setting; difference: to the masked network, relative, float32."""
@@ -111,16 +125,13 @@ class Row:
     masked: Timing
     result: Timing
     hand: Timing
+    masked_compiled: Timing
+    result_compiled: Timing
 
     @property
     def speed(self) -> float:
         """The median time of the masked network over that of the demasked one."""
         return self.masked.median / self.result.median
-
-    @property
-    def over_hand(self) -> float:
-        """The time of the demasked network over that of the one built by hand."""
-        return self.result.median / self.hand.median
 
 
 def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> Iterator[Row]:
@@ -139,11 +150,13 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
             for count in threads:
                 bar.update(step, description=f"{attention}, {batch} x {length}, {count} threads")
                 torch.set_num_threads(count)
-                calls = {
+                calls: dict[str, Callable[[], object]] = {
                     name: lambda network=network, ids=ids: network(input_ids=ids)
                     for name, network in (("masked", model), ("result", slim), ("hand", hand))
                 }
-                with torch.inference_mode():
+                calls |= {f"{n}, {NAME}": inductor(HiddenState(network), ids)
+                          for n, network in (("masked", model), ("result", slim))}  # fmt: skip
+                with torch.no_grad():
                     timings = time_alternately(calls, pairs, seconds=seconds)
                 times = [timings[name] for name in calls]
                 yield Row(attention, batch, length, count, demask.report(slim), difference, *times)
@@ -162,41 +175,39 @@ def furthest(model: nn.Module, others: Sequence[nn.Module], ids: Tensor) -> floa
 
 HEAD = [
     "attention", "batch x tokens", "threads", "parameters", "MACs left", "masked, ms",
-    "demasked, ms", "speed", "", "by hand, ms", "demasked / by hand", "difference",
+    "demasked, ms", "speed", "by hand, ms", f"masked, {NAME}, ms", f"demasked, {NAME}, ms",
+    "difference",
 ]  # fmt: skip
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: Row) -> list[Cell]:
     before, after = row.report.before, row.report.after
     return [
-        row.attention, f"{row.batch} x {row.length}", str(row.threads),
-        f"{before.parameters:,} → {after.parameters:,}", f"{after.macs / before.macs:.2f}",
-        format_spread(row.masked), format_spread(row.result), f"{row.speed:.2f}",
-        "" if row.speed >= 1 else "slower", format_spread(row.hand), f"{row.over_hand:.2f}",
-        f"{row.difference:.0e}",
+        row.attention, f"{row.batch} x {row.length}", row.threads,
+        f"{before.parameters:,} → {after.parameters:,}", after.macs / before.macs, row.masked,
+        row.result, row.speed, row.hand, row.masked_compiled, row.result_compiled, row.difference,
     ]  # fmt: skip
 
 
-def page(rows: Sequence[Row], words: str) -> str:
-    counts = sorted({t.count for row in rows for t in (row.masked, row.result, row.hand)})
-    return f"""# A MiniLM-sized encoder, masked and demasked
-
-{words}
-
+def page(rows: Sequence[Row]) -> Page:
+    counts = format_counts(t for row in rows for t in (row.masked, row.result, row.hand))
+    speeds = [row.speed for row in rows]
+    text = f"""
 BERT with {LAYERS} layers of width {WIDTH}, {HEADS} heads and {UNITS:,} units, random weights; half
 of the heads and half of the units of each layer are masked (not biases of units). One demask, with
 batch and length dynamic, serves all sizes. Milliseconds are the median (10 %–90 % quantile) of
-{counts[0]}–{counts[-1]} alternated calls of each network in one process, float32. *By hand*: the
-same code with layers of the widths that are left. *eager*: attention as products and
-softmax. *Difference*: the larger of both to the masked network. Slower:
-{sum(row.speed < 1 for row in rows)} of {len(rows)}.
-
-{markdown(HEAD, [cells(row) for row in rows])}
-"""
+{counts} alternated calls of each network in one process, float32. *By hand*: the same code with
+layers of the widths that are left. *eager*: attention as products and softmax. *Difference*: the
+larger of both to the masked network."""
+    return Page(
+        "A MiniLM-sized encoder, masked and demasked", [text, Table(HEAD, [*map(cells, rows)], 3)],
+        f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as masked; slower in "
+        f"{sum(speed < 1 for speed in speeds)} of {len(rows)}",
+    )  # fmt: skip
 
 
 def main() -> None:
-    command(__doc__, rows, HEAD, cells, page, RESULTS / "encoder.md", seconds=12.0)
+    command("encoder", __doc__, rows, page, seconds=12.0)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
 Each network gets random weights and batch norm statistics (ResNet-56: trained ones, and it sees
 photographs), and half of each convolution's output channels are zeroed, drawn anew for each layer.
 Every contender starts from that same network: how it is called, and which settings it needed, is in
-`peers_called.CALLED`. The masked network is the reference of all errors and speeds. Writes
-benchmarks/results/peers.md and peers.svg.
+`peers_called.CALLED`. The masked network is the reference of all errors and speeds.
 
 Needs the `bench` extra and torchvision (`make bench` installs both).
 """
@@ -23,39 +22,36 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import cifar
 import networks
 from benchmarks.common.catalog import BENCH, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, format_spread, load_average, markdown, provenance
+from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.shrink.peers_called import (
     CALLED,
     DEMASK,
     FOLDED,
-    MASK,
     MASKED,
     OPENVINO,
-    OWN,
     PLAIN,
-    PRUNED,
-    SIMPLIFY,
+    SLIM_COMPILED,
     TORCH,
     WRONG,
     Outcome,
     outcomes,
     relative,
 )
-from benchmarks.shrink.peers_picture import Point, picture
 from demask.machine.allocator import fix_allocator
+from demask.machine.describe import format_counts, load_average
 from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
     "demask, torch-pruning, torch-simplify and OpenVINO on the same masks: speed and error",
-    "at most 20 s a setting, and export", ("peers.md", "peers.svg"), needs=(BENCH, SHARED_DATA),
+    "at most 20 s a setting, and export", needs=(BENCH, SHARED_DATA),
     quick="--networks resnet18 --batches 1 --threads 1 --pairs 3 --seconds 3 --size 64",
 )  # fmt: skip
 
@@ -139,7 +135,8 @@ class Row:
         """Contenders in torch that were faster than demask, which is a loss."""
         medians = {who: self.timings[who].median for who in TORCH if who in self.timings}
         own = medians.pop(DEMASK, 0.0)
-        return [who for who in medians if who != FOLDED and medians[who] < own]
+        ours = (FOLDED, SLIM_COMPILED)
+        return [who for who in medians if who not in ours and medians[who] < own]
 
 
 def case(name: str, shifts: str, size: int) -> Case:
@@ -159,7 +156,7 @@ def timed(case: Case, images: Tensor, threads: int, pairs: int, seconds: float) 
     """Torch's contenders in turns, then OpenVINO's: so that one pool of threads is at work."""
     torch.set_num_threads(threads)
     timings: dict[str, Timing] = {}
-    with torch.inference_mode():
+    with torch.no_grad():
         for family in (TORCH, OPENVINO):
             ready = {w: o.ready(images, threads) for w in family if (o := case.outcomes[w]).ready}
             calls = {w: (lambda call=call: call(images)) for w, call in ready.items()}
@@ -184,19 +181,12 @@ def rows(options: argparse.Namespace, bar: Progress, skipped: dict[str, str]) ->
             bar.update(step, description=f"{name}, batch {batch}, {threads} threads")
             images = drawn(name, batch, options.size, torch.Generator().manual_seed(batch))
             part.append(timed(network_case, images, threads, options.pairs, options.seconds))
-            bar.console.log(*summary(part[-1]))
             bar.advance(step)
         light = replace(
             network_case,
             outcomes={w: replace(o, ready=None) for w, o in network_case.outcomes.items()},
         )
         yield from (replace(row, case=light) for row in part)  # frees gigabytes of networks
-
-
-def summary(row: Row) -> list[str]:
-    """The row in short."""
-    setting = [row.case.network, row.case.shifts, str(row.batch), str(row.threads)]
-    return setting + [milliseconds(row, who, short=True) for who in TORCH + OPENVINO]
 
 
 def describe_outcome(outcome: Outcome, original: Outcome) -> str:
@@ -208,124 +198,58 @@ def describe_outcome(outcome: Outcome, original: Outcome) -> str:
     return f"{outcome.numbers / 1e6:.2f} M ({share:.0f} %), {error}, {outcome.seconds:.1f} s"
 
 
-def milliseconds(row: Row, who: str, *, short: bool = False) -> str:
-    """A cell of times: † where the result is wrong, – where there is none."""
-    if who not in row.timings:
-        return "–"
-    timing = row.timings[who]
-    words = f"{1e3 * timing.median:.1f}" if short else format_spread(timing)
-    return words + (" †" if row.case.outcomes[who].wrong else "")
+OUTCOMES = ["network", "stored", "rounding", "signal", *TORCH[1:], *OPENVINO]
+TIMES = ["network", "batch", "threads", *TORCH, *OPENVINO, "faster than demask"]
+TEXT = """
+Half of each convolution's output channels are zeroed, drawn anew for each layer. *Results*:
+numbers left (of those stored), the error of the outputs relative to the largest, in float32, and
+seconds to build it. **Wrong**: an error above {wrong:g}. *Rounding*: the masked network's own
+error in float32. *Signal*: the difference of its outputs on two images; an error that large means
+that nothing is left. Times: milliseconds, median (10 %–90 % quantile) of {calls} calls
+in turns in one process; †: the result is wrong. OpenVINO is another runtime: compare its columns
+with each other."""
 
 
-def results(cases: Iterable[Case]) -> list[list[str]]:
+def results(cases: Iterable[Case]) -> Table:
     """Per network the result of each contender."""
-    return [
-        [c.network, f"{c.outcomes[MASKED].numbers / 1e6:.2f} M", f"{c.rounding:.0e}",
-         f"{c.signal:.0e}",
+    return Table(OUTCOMES, [
+        [c.network, f"{c.outcomes[MASKED].numbers / 1e6:.2f} M", c.rounding, c.signal,
          *(describe_outcome(c.outcomes[who], c.outcomes[MASKED]) for who in TORCH[1:]),
          *(describe_outcome(c.outcomes[who], c.outcomes[PLAIN]) for who in OPENVINO)]
         for c in cases
-    ]  # fmt: skip
+    ])  # fmt: skip
 
 
-def times(rows: Iterable[Row]) -> list[list[str]]:
+def times(rows: Iterable[Row]) -> Table:
     """Per setting the times of each contender, and those that beat demask."""
-    return [
-        [r.case.network, str(r.batch), str(r.threads),
-         *(milliseconds(r, who) for who in TORCH + OPENVINO),
-         ", ".join(w + (" †" if r.case.outcomes[w].wrong else "") for w in r.faster())]
-        for r in rows
-    ]  # fmt: skip
+
+    def cells(row: Row) -> list[Cell]:
+        faster = [who + " †" * row.case.outcomes[who].wrong for who in row.faster()]
+        timings = (row.timings.get(who) for who in (*TORCH, *OPENVINO))
+        return [row.case.network, row.batch, row.threads, *timings, ", ".join(faster)]
+
+    return Table(TIMES, [*map(cells, rows)], 3)
 
 
-OUTCOMES = ["network", "stored", "rounding", "signal", *TORCH[1:], *OPENVINO]
-SHORT = ["network", "shifts", "batch", "threads", *TORCH, *OPENVINO]
-TIMES = ["network", "batch", "threads", *TORCH, *OPENVINO, "faster than demask"]
-
-
-LEGEND = """In short, at the smallest batch and fewest threads: milliseconds, share of the stored
-numbers that is left, error relative to the largest output (bold or †: wrong)."""
-BRIEF = (DEMASK, SIMPLIFY, MASK)
-
-
-def readme(rows: Sequence[Row], shifts: str = "kept") -> str:
-    """The short table: one row per network, the smallest batch and fewest threads of the run."""
-    head = ["network", "masked, ms", *BRIEF, "OpenVINO's Pruning"]
-    lines: dict[str, list[str]] = {}
-    for row in sorted(rows, key=lambda r: (r.batch, r.threads)):
-        case = row.case
-        if case.shifts == shifts and case.network not in lines:
-            original = case.outcomes[MASKED]
-            cells = [brief(row, who, original) for who in BRIEF]
-            cells.append(brief(row, PRUNED, case.outcomes[PLAIN], timed=False))
-            lines[case.network] = [case.network, milliseconds(row, MASKED, short=True), *cells]
-    order = list(dict.fromkeys(row.case.network for row in rows if row.case.network in lines))
-    return markdown(head, [lines[name] for name in order])
-
-
-def brief(row: Row, who: str, original: Outcome, *, timed: bool = True) -> str:
-    """Milliseconds, share of the numbers left, error."""
-    outcome = row.case.outcomes[who]
-    if outcome.failure:
-        return "fails"
-    share = f"{100 * outcome.numbers / original.numbers:.0f} %"
-    error = f"**{outcome.error:.0e}**" if outcome.wrong else f"{outcome.error:.0e}"
-    return ", ".join([*([milliseconds(row, who, short=True)] if timed else []), share, error])
-
-
-INTRO = """# demask and its peers, on the same masks
-
-{words}
-
-Half of each convolution's output channels are zeroed, drawn anew for each layer. *Results*:
-numbers left (of those stored), the error of the outputs relative to the largest, in float32, and
-seconds to build it. **Wrong** or †: an error above {wrong:g}. *Rounding*: the masked network's own
-error in float32. *Signal*: the difference of its outputs on two images; an error that large means
-that nothing is left. Times: milliseconds, median (10 %–90 % quantile) of {calls} calls
-in turns in one process. OpenVINO is another runtime: compare its columns with each other.
-
-![Speed against error](peers.svg)"""
-
-
-def page(rows: Sequence[Row], words: str, skipped: Mapping[str, str]) -> str:
-    """The results as markdown."""
-    counts = sorted({timing.count for row in rows for timing in row.timings.values()})
-    calls = "–".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-    parts = [INTRO.format(words=words, wrong=WRONG, calls=calls)]
+def page(rows: Sequence[Row], skipped: Mapping[str, str]) -> Page:
+    calls = format_counts(timing for row in rows for timing in row.timings.values())
+    parts: list[str | Table] = [TEXT.format(wrong=WRONG, calls=calls)]
+    summaries = []
     for shifts, title in (("kept", "are constants"), ("zero", "are 0")):
         part = [row for row in rows if row.case.shifts == shifts]
         if part:
-            cases = list({row.case.network: row.case for row in part}.values())
-            parts += [
-                f"## Shifts {shifts}: masked channels {title}",
-                LEGEND,
-                readme(part, shifts),
-                markdown(OUTCOMES, results(cases)),
-                markdown(TIMES, times(part)),
-                losses(part),
-            ]
+            cases = {row.case.network: row.case for row in part}.values()
+            right = sum(any(not r.case.outcomes[who].wrong for who in r.faster()) for r in part)
+            parts += [f"## Masked channels {title}", results(cases), times(part)]
+            summaries.append(
+                f"masked channels {title}: of {len(part)} settings, something in torch was faster "
+                f"than demask in {sum(bool(r.faster()) for r in part)}, and something that "
+                f"computes the same in {right}"
+            )
     parts += [f"{name} was skipped: {why}." for name, why in skipped.items()]
-    called = [f"- **{who}**: {text}" for who, text in CALLED.items()]
-    return "\n\n".join([*parts, "## How each was called", "\n".join(called)]) + "\n"
-
-
-def losses(rows: Sequence[Row]) -> str:
-    """How often something in torch was faster than demask, whether it is right or not."""
-    right = sum(any(not r.case.outcomes[who].wrong for who in r.faster()) for r in rows)
-    return (
-        f"Of {len(rows)} settings, something was faster than demask in "
-        f"{sum(bool(r.faster()) for r in rows)}, and something that computes the same in {right}."
-    )
-
-
-def points(rows: Sequence[Row]) -> list[Point]:
-    """For the picture: speed and error of demask and its peers in torch, one choice of shifts."""
-    return [
-        Point(who, row.timings[MASKED].median / row.timings[who].median,
-              row.case.outcomes[who].error, row.case.network)
-        for row in rows for who in (*BRIEF, OWN)
-        if who in row.timings and row.case.shifts == rows[0].case.shifts
-    ]  # fmt: skip
+    called = "\n".join(f"- **{who}**: {text}" for who, text in CALLED.items())
+    parts.append(f"## How each was called\n\n{called}")
+    return Page("demask and its peers, on the same masks", parts, "; ".join(summaries))
 
 
 def arguments() -> argparse.Namespace:
@@ -337,7 +261,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=224, help="of torchvision's images")
     parser.add_argument("--pairs", type=int, default=15, help="calls of each contender, in turns")
     parser.add_argument("--seconds", type=float, default=20.0, help="at most, per setting")
-    parser.add_argument("--output", type=Path, default=RESULTS / "peers.md")
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     return parser.parse_args()
 
 
@@ -352,21 +276,16 @@ def versions() -> str:
 
 
 def main() -> None:
-    options = arguments()
-    versions()
+    options, packages = arguments(), versions()
     warnings.simplefilter("ignore")  # peers warn of torch's deprecations on every trace
     allocator, before, skipped = fix_allocator(), load_average(), {}
-    console = Console()
+    console, results = Console(), []
     with Progress(console=console, transient=True) as bar:
-        results = list(rows(options, bar, skipped))
-    words = provenance("peers", versions(), allocator, before=before)
-    table = Table(*SHORT, title=words, caption="milliseconds; † the result is wrong")
-    for row in results:
-        table.add_row(*summary(row))
-    console.print(table)
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(page(results, words, skipped))
-    options.output.with_suffix(".svg").write_text(picture(points(results)))
+        for row in rows(options, bar, skipped):
+            results.append(row)
+            run = Run.now(packages, allocator, before=before)
+            text = save("peers", page(results, skipped), run, options.output)
+    console.print(Markdown(text))
 
 
 if __name__ == "__main__":

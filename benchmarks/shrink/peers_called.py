@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -21,11 +21,13 @@ from torch.fx.experimental.optimization import fuse
 
 import demask
 import networks
+from benchmarks.common.inductor import NAME, inductor
 
 MASKED, DEMASK, FOLDED = "masked", "demask", "folded, then demask"
 SIMPLIFY, MASK, OWN = "torch-simplify", "torch-pruning, mask", "torch-pruning, own choice"
 PLAIN, PRUNED, BOTH = "OpenVINO, masked", "OpenVINO, pruned", "OpenVINO, demask"
-TORCH = (MASKED, DEMASK, FOLDED, SIMPLIFY, MASK, OWN)
+COMPILED, SLIM_COMPILED = f"masked, {NAME}", f"demask, {NAME}"
+TORCH = (MASKED, DEMASK, FOLDED, SIMPLIFY, MASK, OWN, COMPILED, SLIM_COMPILED)
 OPENVINO = (PLAIN, PRUNED, BOTH)
 WRONG = 1e-4  # relative, float32: rounding stays below 1e-5 here, a lost constant is above 1e-3
 
@@ -47,6 +49,8 @@ CALLED = {
     OWN: "what its README shows: `BasePruner(model, images, importance=GroupMagnitudeImportance(), "
     "pruning_ratio=0.5, ignored_layers=[last layer]).step()` on the masked network. It removes "
     "live channels too: the error says how far the result is from the masked network.",
+    COMPILED: "`torch.compile(model)` with inductor, constants frozen, sizes fixed.",
+    SLIM_COMPILED: "the same, of the result of demask.",
     PLAIN: "`openvino.convert_model(model, example_input=images)`, reshaped to the batch, compiled "
     "for the CPU in float32. Another runtime with its own fusions: compare its columns with each "
     "other, not with the torch ones.",
@@ -174,8 +178,21 @@ def compiled(graph: Any, threads: int) -> Call:
     return call
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A network that torch.compile compiles for each batch and number of threads."""
+
+    model: nn.Module
+
+
+def called(call: Callable[[], object], _: Tensor) -> Any:
+    """What it returns for the images that it was compiled with."""
+    return call()
+
+
 def stored(result: Any) -> int:
     """Numbers that a network stores: parameters and buffers, or float constants of OpenVINO."""
+    result = result.model if isinstance(result, Compiled) else result
     if isinstance(result, nn.Module):
         return sum(v.numel() for v in chain(result.parameters(), result.buffers()) if v.ndim)
     constants = [node.output(0) for node in result.get_ops() if node.get_type_name() == "Constant"]
@@ -215,6 +232,8 @@ def outcomes(model: nn.Module, images: Tensor, expected: Tensor) -> dict[str, Ou
         SIMPLIFY: lambda x: simplified(model, x),
         MASK: lambda x: pruned_by_mask(model, x),
         OWN: lambda x: pruned_by_choice(model, x),
+        COMPILED: lambda x: Compiled(model),
+        SLIM_COMPILED: lambda x: Compiled(slim()),
         PLAIN: lambda x: converted(model, x),
         PRUNED: lambda x: converted(model, x, shrink=True),
         BOTH: lambda x: converted(slim(), x),
@@ -230,6 +249,8 @@ def attempted(build: Callable[[Tensor], Any], images: Tensor, expected: Tensor) 
         seconds = time.perf_counter() - start
         if isinstance(result, nn.Module):
             ready: Ready = lambda x, threads: result  # noqa: E731
+        elif isinstance(result, Compiled):
+            ready = lambda x, threads: partial(called, inductor(result.model, x))  # noqa: E731
         else:
             ready = lambda x, threads: compiled(build(x), threads)  # noqa: E731
         with torch.inference_mode():

@@ -8,7 +8,7 @@ for each layer, so the sides of a residual add never agree. Writes benchmarks/re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -19,15 +19,18 @@ from torch import Tensor, nn
 import cifar
 import demask
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, command, format_spread, markdown
+from benchmarks.common.command import command
+from benchmarks.common.inductor import NAME, inductor
+from benchmarks.common.ledger import Cell, Page, Table
 from demask.graph.capture.capture import capture
+from demask.machine.describe import format_counts
 from demask.machine.timing import Timing, time_alternately
 from demask.verify import ULPS
 from networks import randomised
 
 BENCHMARK = Benchmark(
     "ResNet-20, -56 and a wide one: masked, demasked, and built by hand at the widths left",
-    "at most 20 s a setting", ("residual.md",), needs=(DEV, SHARED_DATA),
+    "at most 20 s a setting", needs=(DEV, SHARED_DATA),
     quick="--threads 1 --pairs 3 --seconds 2",
 )  # fmt: skip
 
@@ -46,7 +49,8 @@ def network(name: str, generator: torch.Generator) -> cifar.ResNet:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One network in one setting; difference: relative, in float64; calls: before and after."""
+    """One network in one setting. difference: relative, in float64. calls: before and after.
+    compiled: by torch.compile, the masked and the demasked network."""
 
     network: str
     shifts: str
@@ -58,16 +62,12 @@ class Row:
     masked: Timing
     result: Timing
     hand: Timing
+    compiled: tuple[Timing, Timing]
 
     @property
     def speed(self) -> float:
         """How many times as fast the demasked network is: the ratio of the medians."""
         return self.masked.median / self.result.median
-
-    @property
-    def over_hand(self) -> float:
-        """The time of the demasked network over that of the one built by hand."""
-        return self.result.median / self.hand.median
 
 
 def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> Iterator[Row]:
@@ -80,7 +80,8 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
         generator = torch.Generator().manual_seed(0)
         model = cifar.masked(network(name, generator), generator, shifts=shifts)
         example = (pixels[:2],)
-        slim, hand = demask.demask(model, example), cifar.HandResNet(model)
+        slim = demask.demask(model, example, result="graph")
+        hand = cifar.HandResNet(model)
         difference = checked(model, slim, example)
         report, calls = demask.report(slim), (calls_of(model, example), calls_of(slim, example))
         for batch in BATCHES:
@@ -89,7 +90,8 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
                 models = {"masked": model, "result": slim, "hand": hand}
                 times = timed(models, pixels[:batch], count, pairs, seconds)
                 shift_kind = "nonzero" if shifts else "zero"
-                yield Row(name, shift_kind, batch, count, report, calls, difference, *times)
+                yield Row(name, shift_kind, batch, count, report, calls, difference,
+                          *times[:3], (times[3], times[4]))  # fmt: skip
                 bar.advance(step)
 
 
@@ -105,76 +107,73 @@ def checked(model: nn.Module, slim: nn.Module, example: tuple[Tensor]) -> float:
     if ulps > ULPS:
         raise demask.Mismatch(f"expected at most {ULPS:g} ulps in float32, got {ulps:.3g}")
     wide, inputs = deepcopy(model).double(), (example[0].double(),)
-    return demask.verify(wide, demask.demask(wide, inputs), inputs).max_rel
+    return demask.verify(wide, demask.demask(wide, inputs, result="graph"), inputs).max_rel
 
 
 def timed(
     models: dict[str, nn.Module], images: Tensor, threads: int, pairs: int, seconds: float
 ) -> list[Timing]:
-    """All networks on the same images, called in turns; in the order of `models`."""
+    """All networks on the same images, called in turns: in the order of `models`, and then the
+    masked and the demasked one by torch.compile."""
     torch.set_num_threads(threads)
-    calls = {name: lambda model=model: model(images) for name, model in models.items()}
-    with torch.inference_mode():
+    calls: dict[str, Callable[[], object]] = {
+        name: lambda model=model: model(images) for name, model in models.items()
+    }
+    calls |= {f"{name}, {NAME}": inductor(models[name], images) for name in ("masked", "result")}
+    with torch.no_grad():
         timings = time_alternately(calls, pairs, seconds=seconds)
-    return [timings[name] for name in models]
-
-
-def cells(row: Row) -> list[str]:
-    before, after = row.report.before, row.report.after
-    return [
-        row.network, row.shifts, str(row.batch), str(row.threads),
-        f"{before.parameters:,} → {after.parameters:,}", f"{after.macs / before.macs:.2f}",
-        format_spread(row.masked), format_spread(row.result), f"{row.speed:.2f}",
-        "" if row.speed >= 1 else "slower", format_spread(row.hand), f"{row.over_hand:.2f}",
-        f"{row.difference:.0e}",
-    ]  # fmt: skip
+    return list(timings.values())
 
 
 HEAD = [
     "network", "shifts", "batch", "threads", "parameters", "MACs left", "masked, ms",
-    "demasked, ms", "speed", "", "by hand, ms", "demasked / by hand", "difference",
+    "demasked, ms", "speed", "by hand, ms", f"masked, {NAME}, ms", f"demasked, {NAME}, ms",
+    "difference",
 ]  # fmt: skip
 
 
-def page(rows: Sequence[Row], words: str) -> str:
-    counts = sorted({t.count for row in rows for t in (row.masked, row.result, row.hand)})
-    slower = [row for row in rows if row.speed < 1]
-    return f"""# Residual networks, masked and demasked
+def cells(row: Row) -> list[Cell]:
+    before, after = row.report.before, row.report.after
+    return [
+        row.network, row.shifts, row.batch, row.threads,
+        f"{before.parameters:,} → {after.parameters:,}", after.macs / before.macs, row.masked,
+        row.result, row.speed, row.hand, *row.compiled, row.difference,
+    ]  # fmt: skip
 
-{words}
 
+def page(rows: Sequence[Row]) -> Page:
+    counts = format_counts(t for row in rows for t in (row.masked, row.result, row.hand))
+    speeds = [row.speed for row in rows]
+    slower = sum(speed < 1 for speed in speeds)
+    text = f"""
 Half of each convolution's output channels are masked, drawn anew for each layer. Shifts *nonzero*:
 batch norms stay as they are, so masked channels are constants; *zero*: they are 0. ResNet-20 and
 -56 have their trained weights, the wide one random ones; images are real. Milliseconds are the
-median (10 %–90 % quantile) of {counts[0]}–{counts[-1]} alternated calls of each network in one
-process. *By hand*: a module written for the widths that are left, joins by slices and index_add;
-where shifts are nonzero it lacks what constants need (border maps, constants at joins), so it is
-less work there. *MACs left*: demasked / masked. *Difference*: relative to the largest output, in
-float64. Slower than the masked network: {len(slower)} of {len(rows)} settings.
-
-{markdown(HEAD, [cells(row) for row in rows])}
-
+median (10 %–90 % quantile) of {counts} alternated calls of each network in one process.
+*Demasked*: `demask.demask(model, images, result="graph")`. *By hand*:
+a module written for the widths that are left, joins by slices and index_add; where shifts are
+nonzero it lacks what constants need (border maps, constants at joins), so it is less work there.
+*MACs left*: demasked / masked. *Difference*: relative to the largest output, in float64."""
+    calls = """
 Fewer MACs are no speed where a forward pass is mostly calls: the demasked graph has more of them,
 some only to keep shapes or to give constants their border; border maps of one size are one call.
 The ratio depends on the allocator: with memory returned to the kernel each forward pass faults
-its activations in again, which flatters the network that allocates less. `demask()` is minimal and
-knows no machine: it times nothing, and never rounds an odd channel count up.
-
-{markdown(["network", "shifts", "calls", *rows[0].report.scatters], effects(rows))}
-"""
-
-
-def effects(rows: Sequence[Row]) -> list[list[str]]:
-    """Calls and shape-keeping operations, once per network and kind of mask."""
+its activations in again, which favors the network that allocates less. `demask()` is minimal and
+knows no machine: it times nothing, and never rounds an odd channel count up."""
     first = {(row.network, row.shifts): row for row in rows}.values()
-    return [
-        [r.network, r.shifts, f"{r.calls[0]} → {r.calls[1]}", *map(str, r.report.scatters.values())]
-        for r in first
-    ]
+    effects = [[r.network, r.shifts, f"{r.calls[0]} → {r.calls[1]}", *r.report.scatters.values()]
+               for r in first]  # fmt: skip
+    return Page(
+        "Residual networks, masked and demasked",
+        [text, Table(HEAD, [*map(cells, rows)], 4), calls,
+         Table(["network", "shifts", "calls", *rows[0].report.scatters], effects, 2)],
+        f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as masked; slower in {slower} of "
+        f"{len(rows)}",
+    )  # fmt: skip
 
 
 def main() -> None:
-    command(__doc__, rows, HEAD, cells, page, RESULTS / "residual.md", seconds=8.0)
+    command("residual", __doc__, rows, page, seconds=8.0)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Networks with unstructured zeros in demask.optimize, ONNX Runtime, torch, OpenVINO and
-DeepSparse, timed in turns: `python -m benchmarks run cpu_sparse`.
+"""Networks with unstructured zeros in demask.optimize, ONNX Runtime, torch, torch.compile, OpenVINO
+and DeepSparse, timed in turns: `python -m benchmarks run cpu_sparse`.
 
 DeepSparse 1.8.0 wants packages of its own, so an environment of its own (`make bench` sets it up):
 
@@ -7,9 +7,8 @@ DeepSparse 1.8.0 wants packages of its own, so an environment of its own (`make 
     .venv-deepsparse/bin/pip install --only-binary=:all: deepsparse==1.8.0
     python -m benchmarks run cpu_sparse --deepsparse .venv-deepsparse/bin/python
 
-The masks of the pruned ResNet-50 are in shared/data next to the project. Writes
-benchmarks/results/cpu_sparse.md and .json. `--quick` is a fast look at four settings, which writes
-nothing without `--output`.
+The masks of the pruned ResNet-50 are in shared/data next to the project. A run replaces the rows
+that it measures.
 """
 
 from __future__ import annotations
@@ -18,37 +17,37 @@ import argparse
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from math import isnan, nan
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor, nn
 
 import dlmc
 import sparse_networks as nets
-from benchmarks.common import limits
 from benchmarks.common.catalog import BENCH, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load_average, provenance
-from benchmarks.sparse.cpu_sparse_page import (
-    GOAL,
-    SHORT,
-    Row,
-    goal_lines,
-    page,
-    short_cells,
-    stored,
-    time_cells,
-)
+from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.sparse.sparse_engines import (
+    CALLED,
+    COMPILED,
     DEEPSPARSE,
+    EAGER,
+    FROZEN,
+    LEAST,
     NOT_RUN,
+    OPENVINO,
+    OURS,
+    RUNTIME,
+    SPINNING,
     WHO,
     Entry,
     Setting,
@@ -57,18 +56,45 @@ from benchmarks.sparse.sparse_engines import (
     export,
 )
 from demask.machine.allocator import fix_allocator
-from demask.machine.describe import format_threads
+from demask.machine.describe import format_threads, load_average
+from demask.machine.timing import Timing
 
 BENCHMARK = Benchmark(
-    "unstructured zeros: optimize(), ONNX Runtime, torch, OpenVINO and DeepSparse", "not timed",
-    ("cpu_sparse.md", "cpu_sparse.json", "cpu_sparse_batch16.md", "cpu_sparse_batch16.json"),
-    needs=(BENCH, SHARED_DATA, "`.venv-deepsparse` for DeepSparse"), quick="--quick",
+    "unstructured zeros: optimize(), ONNX Runtime, torch, OpenVINO and DeepSparse", "an hour",
+    needs=(BENCH, SHARED_DATA, "`.venv-deepsparse` for DeepSparse"),
+    quick="--networks linear --only 90%.*128 --rounds 5",
 )  # fmt: skip
 
 ALLOWED = 1e-4  # relative: float32 stays below 1e-5 here, storage in 16 bits is above 1e-3
-ROUNDS, FEW = 21, 5
-QUICK = ("ResNet-50, pruned, 90%, batch 1", "Linear 768 to 3072, 90%, tokens")
 PACKAGES = ("onnxruntime", "onnx", "openvino", "llvmlite", "torchvision")
+# A peer may have several forms: the fastest one counts.
+PEERS = {
+    "ONNX Runtime": (RUNTIME, SPINNING), "torch": (FROZEN, EAGER), COMPILED: (COMPILED,),
+    "OpenVINO": (OPENVINO,), DEEPSPARSE: (DEEPSPARSE,),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One setting. entries: without their engines. operations: two for each time that a weight that
+    is not zero is used in a call. notes: what contenders report of themselves. timings: of those
+    that were timed."""
+
+    case: nets.Case
+    threads: int
+    operations: int
+    entries: Mapping[str, Entry]
+    prepared: Mapping[str, float]
+    notes: Mapping[str, Mapping[str, Any]]
+    timings: Mapping[str, Timing]
+
+    def __str__(self) -> str:
+        return f"{self.case}, {format_threads(self.threads)}"
+
+    def speed(self, peer: str) -> float:
+        """How many times as fast as a peer in its fastest form demask is; NaN if it did not run."""
+        medians = [self.timings[who].median for who in PEERS[peer] if who in self.timings]
+        return min(medians, default=nan) / self.timings[OURS].median
 
 
 def operations(model: nn.Module, x: Tensor) -> int:
@@ -86,25 +112,18 @@ def operations(model: nn.Module, x: Tensor) -> int:
     return sum(counts)
 
 
-def rounds(
-    entries: Mapping[str, Entry], count: int, game: limits.Compiled
-) -> tuple[dict[str, list[float]], list[float]]:
-    """The seconds of every contender's turns, forward and backward in alternation, and the latency
-    between the cores in each round."""
+def rounds(entries: Mapping[str, Entry], count: int) -> dict[str, Timing]:
+    """Every contender's turns, forward and backward in alternation."""
     engines = {who: entry.engine for who, entry in entries.items() if entry.engine}
     samples: dict[str, list[float]] = {who: [] for who in engines}
-    latencies = []
     for turn in range(count):
-        latencies.append(limits.latency(game))
         for who in list(engines)[:: -1 if turn % 2 else 1]:
             samples[who].append(engines[who].turn())
-    return samples, latencies
+    return {who: Timing.of(taken) for who, taken in samples.items()}
 
 
 @torch.no_grad()
-def measured(
-    case: nets.Case, threads: int, count: int, deepsparse: str | None, game: limits.Compiled
-) -> Row:
+def measured(case: nets.Case, threads: int, count: int, deepsparse: str | None) -> Row:
     """One setting: every contender prepared, checked, and timed in turns."""
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(0)
@@ -115,25 +134,21 @@ def measured(
         export(model, x, file)
         setting, expected = Setting(model, x, file, threads, deepsparse), exact(model, x)
         entries = {who: entered(who, setting, expected, stack, ALLOWED) for who in WHO}
-        samples, latencies = rounds(entries, count, game)
+        timings = rounds(entries, count)
     engines = {who: entry.engine for who, entry in entries.items() if entry.engine}
     return Row(
-        case, threads, sum(map(nets.nonzeros, nets.layers(model).values())),
-        operations(model, x), {who: replace(e, engine=None) for who, e in entries.items()},
+        case, threads, operations(model, x),
+        {who: replace(e, engine=None) for who, e in entries.items()},
         {who: engine.seconds for who, engine in engines.items()},
-        {who: engine.notes for who, engine in engines.items() if engine.notes},
-        samples, latencies,
+        {who: engine.notes for who, engine in engines.items() if engine.notes}, timings,
     )  # fmt: skip
 
 
 def chosen(options: argparse.Namespace) -> list[nets.Case]:
     """The settings that were chosen; SystemExit where their masks are not there."""
     titles = {nets.KEYS[key] for key in options.networks}
-    cases = [
-        case for case in nets.cases()
-        if case.title in titles and (not options.quick or str(case).startswith(QUICK))
-        and re.search(options.only, str(case))
-    ]  # fmt: skip
+    cases = [case for case in nets.cases()
+             if case.title in titles and re.search(options.only, str(case))]  # fmt: skip
     if any(case.title == nets.RESNET for case in cases) and not dlmc.DATA.exists():
         sys.exit(
             f"expected the masks of {nets.RESNET} in shared/data next to the project; the others "
@@ -146,16 +161,65 @@ def rows(options: argparse.Namespace, bar: Progress) -> Iterator[Row]:
     """Every setting that was chosen."""
     tasks = [(case, threads) for case in chosen(options) for threads in options.threads]
     step = bar.add_task("", total=len(tasks))
-    game = limits.compiled(limits.PING)
     for case, threads in tasks:
         bar.update(step, description=f"{case}, {format_threads(threads)}")
-        row = measured(case, threads, options.rounds, options.deepsparse, game)
-        bar.console.log(case.title, *time_cells(row), sep="; ")
+        yield measured(case, threads, options.rounds, options.deepsparse)
         bar.advance(step)
-        yield row
 
 
-def arguments() -> argparse.Namespace:
+HEAD = ["network", "zeros", "rows", "threads", *(f"{who}, ms" for who in WHO),
+        *(f"/ {peer}" for peer in PEERS), "1 / density", "GFLOP/s", "error", "optimize(), s",
+        "again, s"]  # fmt: skip
+TEXT = f"""
+All is float32. The masks of *{nets.RESNET}* are those of a network that was pruned by magnitude and
+trained (Deep Learning Matrix Collection, Gale et al. 2020: 54 weights, zeros where theirs are),
+with random values; *{nets.RANDOM}* and all others have zeros at random positions. Norms are set so
+that activations are of order one. MobileNetV1: its 1x1 convolutions are sparse. The others compute
+with the zeros, except DeepSparse, which is built for them. *Rows*: images of a batch, or tokens.
+
+Milliseconds: the median (10 %–90 % quantile) of turns of each contender, in rounds that run forward
+and backward. A turn: every process at rest, the contender called untimed, then timed, each for
+{1e3 * LEAST:g} ms or one call. Every contender's outputs were first compared with torch's in
+float64: beyond {ALLOWED:g} of the largest, it is not timed.
+
+*/ x*: how many times as fast as x demask is, x in its fastest form: ONNX Runtime with threads that
+spin or wait, torch frozen or eager. *1 / density*: what leaving out the zeros could gain.
+*GFLOP/s*: of demask, two operations for each use of a weight that is not zero. *Error*: of demask.
+*Again*: optimize() with what it measured the first time."""
+
+
+def cells(row: Row) -> list[Cell]:
+    entry, case = row.entries[OURS], row.case
+    speeds = (None if isnan(speed) else speed for speed in map(row.speed, PEERS))
+    return [
+        case.title, f"{case.sparsity:.0%}", case.rows, row.threads, *map(row.timings.get, WHO),
+        *speeds, 1 / (1 - case.sparsity), 1e-9 * row.operations / row.timings[OURS].median,
+        entry.error, row.prepared[OURS], row.notes[OURS]["again"],
+    ]  # fmt: skip
+
+
+def page(rows: Sequence[Row]) -> Page:
+    lines, lost = [], 0
+    for peer in PEERS:
+        run = [row for row in rows if not isnan(row.speed(peer))]
+        losses = [f"{row} ({1 / row.speed(peer):.2f} times as fast)" for row in run
+                  if round(row.speed(peer), 2) < 1]  # fmt: skip
+        lines.append(f"- {peer}: faster than demask in {len(losses)} of {len(run)}"
+                     + (f": {'; '.join(losses)}." if losses else "."))  # fmt: skip
+    lines += [f"- {who} fails in {row}: {row.entries[who].failure}." for row in rows for who in WHO
+              if row.entries[who].failure not in ("", NOT_RUN)]  # fmt: skip
+    lost = sum(any(round(row.speed(peer), 2) < 1 for peer in PEERS) for row in rows)
+    called = "\n".join(f"- **{who}**: {text}" for who, text in CALLED.items())
+    return Page(
+        "Sparse networks on the CPU, in demask and other runtimes",
+        [TEXT, Table(HEAD, [*map(cells, rows)], 4, merge=True),
+         "## Where something was faster than demask\n\n" + "\n".join(lines),
+         f"## How each was called\n\n{called}"],
+        f"something is faster than demask in {lost} of {len(rows)} settings",
+    )  # fmt: skip
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -163,57 +227,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--networks", nargs="+", choices=nets.KEYS, default=list(nets.KEYS))
     parser.add_argument("--only", default="", metavar="PATTERN", help="settings whose name has it")
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
-    parser.add_argument("--rounds", type=int, help=f"{ROUNDS}, or {FEW} where quick")
-    parser.add_argument("--quick", action="store_true", help="a few settings, a few rounds")
-    parser.add_argument("--output", type=Path, help="the .md file; a .json file is put next to it")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     options = parser.parse_args()
-    if options.rounds is None:
-        options.rounds = FEW if options.quick else ROUNDS
     if options.deepsparse and shutil.which(options.deepsparse) is None:
         parser.error(f"--deepsparse: expected a Python that can be run, got {options.deepsparse!r}")
-    if options.output is None and not options.quick:
-        options.output = RESULTS / "cpu_sparse.md"
-    return options
-
-
-def versions() -> str:
-    """The peers' versions; SystemExit where one is not installed."""
     try:
-        return ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+        packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     except PackageNotFoundError as error:
-        sys.exit(
-            f"{error.name} is not installed: `make bench` installs it, as the bench extra does"
-        )
-
-
-def peaks(threads: Sequence[int]) -> list[limits.Peak]:
-    return [limits.peak(count) for count in sorted({1, *threads})]
-
-
-def show(console: Console, title: str, head: Sequence[str], lines: Iterable[list[str]]) -> None:
-    table = Table(*head, title=title)
-    for line in lines:
-        table.add_row(*line)
-    console.print(table)
-
-
-def main() -> None:
-    options, packages = arguments(), versions()
-    allocator, before = fix_allocator(), load_average()
-    limit = {"before": peaks(options.threads)}
-    console = Console()
+        sys.exit(f"{error.name} is not installed: `make bench` installs the bench extra")
+    allocator, before, results = fix_allocator(), load_average(), []
+    console, text = Console(), ""
     with Progress(console=console, transient=True) as bar:
-        results = list(rows(options, bar))
-    limit["after"] = peaks(options.threads)
-    notes = (row.notes.get(DEEPSPARSE, {}).get("version") for row in results)
-    deepsparse = next(filter(None, notes), NOT_RUN)
-    words = provenance("cpu_sparse", packages, f"DeepSparse {deepsparse}", allocator, before=before)
-    show(console, words, SHORT, map(short_cells, results))
-    show(console, "goals", GOAL, goal_lines(results))
-    if options.output:
-        options.output.parent.mkdir(exist_ok=True)
-        options.output.write_text(page(results, words, limit, ALLOWED))
-        options.output.with_suffix(".json").write_text(stored(results, words, limit))
+        for row in rows(options, bar):
+            results.append(row)
+            deepsparse = row.notes.get(DEEPSPARSE, {}).get("version", NOT_RUN)
+            run = Run.now(packages, f"DeepSparse {deepsparse}", allocator, before=before)
+            text = save("cpu_sparse", page(results), run, options.output)
+    console.print(Markdown(text))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import demask
-from benchmarks.common import turns
+from benchmarks.common import inductor, turns
 from benchmarks.shrink.peers_called import openvino_module
 from benchmarks.sparse import deepsparse_server as server
 from demask.cli.bench.contenders import reason, timed
@@ -27,7 +27,8 @@ from demask.graph.result.demasked_module import Demasked
 
 OURS, RUNTIME, SPINNING = "demask", "ONNX Runtime", "ONNX Runtime, spinning"
 FROZEN, EAGER, OPENVINO, DEEPSPARSE = "torch, frozen", "torch, eager", "OpenVINO", "DeepSparse"
-WHO = (OURS, RUNTIME, SPINNING, FROZEN, EAGER, OPENVINO, DEEPSPARSE)
+COMPILED = inductor.NAME
+WHO = (OURS, RUNTIME, SPINNING, FROZEN, EAGER, COMPILED, OPENVINO, DEEPSPARSE)
 OPSET = 13  # the newest that DeepSparse 1.8 reads well
 LEAST = 0.004  # seconds that a turn times, and calls untimed before
 NOT_RUN = "not run"
@@ -39,6 +40,7 @@ CALLED = {
     SPINNING: "the same with spinning allowed, its default.",
     FROZEN: "`torch.jit.trace`, `freeze`, `optimize_for_inference`: oneDNN with norms folded in.",
     EAGER: "the original network, under `torch.no_grad()`.",
+    COMPILED: "`torch.compile` with inductor, constants frozen, sizes fixed.",
     OPENVINO: "the exported file; latency hint, threads of the setting, float32.",
     DEEPSPARSE: "the exported file, in a process of its own that times its own calls; as many "
     "cores as threads, default scheduler, checks of inputs off.",
@@ -154,6 +156,11 @@ def eager(setting: Setting, _: ExitStack) -> Engine:
     return Engine.local(lambda: setting.model(setting.x), 0.0, tensors)
 
 
+def compiled(setting: Setting, _: ExitStack) -> Engine:
+    call, seconds = timed(lambda: inductor.inductor(setting.model, setting.x))
+    return Engine.local(call, seconds, tensors)
+
+
 def openvino(setting: Setting, _: ExitStack) -> Engine:
     core = openvino_module().Core()
     options = {
@@ -217,7 +224,7 @@ def running(command: list[str]) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 MAKES: Mapping[str, Callable[[Setting, ExitStack], Engine]] = {
     OURS: ours, RUNTIME: runtime, SPINNING: spinning, FROZEN: frozen, EAGER: eager,
-    OPENVINO: openvino, DEEPSPARSE: deepsparse,
+    COMPILED: compiled, OPENVINO: openvino, DEEPSPARSE: deepsparse,
 }  # fmt: skip
 
 

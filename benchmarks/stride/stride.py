@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 import demask
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, command, format_spread, markdown
+from benchmarks.common.command import command
+from benchmarks.common.inductor import NAME, inductor
+from benchmarks.common.ledger import Cell, Page, Table
 from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
     "convolutions that are subsampled afterwards, and the same with strides restored",
-    "at most 20 s a setting", ("stride.md",), needs=(DEV,),
+    "at most 20 s a setting", needs=(DEV,),
     quick="--threads 1 --pairs 3 --seconds 1",
 )  # fmt: skip
 
@@ -49,6 +51,7 @@ WAYS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 #: how the raised layer is run: in NCHW, with channels last, after optimize()
 RAISED = ("raised", "channels last", "optimize")
+COMPILED = f"raised, {NAME}"
 
 
 class Sampled(nn.Module):
@@ -97,12 +100,13 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
                 bar.update(step, description=f"{name}, {way}, {count} threads")
                 torch.set_num_threads(count)
                 fast = demask.optimize(raised, (x,), threads=count, cache=False)
-                calls = {
+                calls: dict[str, Callable[[], object]] = {
                     "original": lambda m=model, x=x: m(x), "raised": lambda m=raised, x=x: m(x),
                     "channels last": lambda m=last, x=wide: m(x),
                     "optimize": lambda m=fast, x=x: m(x),
+                    COMPILED: inductor(raised, x),
                 }  # fmt: skip
-                with torch.inference_mode():
+                with torch.no_grad():
                     times = time_alternately(calls, pairs, seconds=seconds)
                     expected = model(x)
                     gap = max(float((expected - output).abs().max() / expected.abs().max())
@@ -111,38 +115,39 @@ def rows(threads: Sequence[int], pairs: int, seconds: float, bar: Progress) -> I
                 bar.advance(step)
 
 
-def cells(row: Row) -> list[str]:
-    raised_cells = [f"{format_spread(row.times[name])}: {row.speed(name):.2f}" for name in RAISED]
-    return [row.layer, row.way, str(row.threads), f"{row.macs:.2f}",
-            format_spread(row.times["original"]), *raised_cells, f"{row.best:.2f}",
-            f"{row.difference:.0e}"]  # fmt: skip
-
-
 HEAD = ["layer", "subsampled by", "threads", "MACs left", "original, ms",
-        *(f"{name}, ms: speed" for name in RAISED), "best", "difference"]  # fmt: skip
+        *(column for name in (*RAISED, COMPILED) for column in (f"{name}, ms", f"{name}, times")),
+        "best", "difference"]  # fmt: skip
 
 
-def page(rows: Sequence[Row], words: str) -> str:
+def cells(row: Row) -> list[Cell]:
+    speeds = [cell for name in (*RAISED, COMPILED) for cell in (row.times[name], row.speed(name))]
+    return [row.layer, row.way, row.threads, row.macs, row.times["original"], *speeds, row.best,
+            row.difference]  # fmt: skip
+
+
+def page(rows: Sequence[Row]) -> Page:
     slow = {name: sum(row.speed(name) < 3 for row in rows) for name in RAISED}
     words_slow = ", ".join(f"{count} {name}" for name, count in slow.items())
     best = sum(row.best < 3 for row in rows)
-    return f"""# Strides restored
-
-{words}
-
+    text = f"""
 A convolution of stride 1, a batch norm and a ReLU, of which every s-th position is read; *raised*:
 after `demask.stride.raise_strides`; *channels last*: the same, weights and input so laid out;
-*optimize*: after `demask.optimize` in addition. Batch 1, float32, the original layer in NCHW.
-Milliseconds are the median (10 %–90 % quantile) of calls in turns, in one process; *speed*: the
-original's median over this one. *Difference*: the largest of the three, relative to the largest
-output. Less than 3 times as fast, of {len(rows)}: {words_slow}; {best} by the best of them.
-
-{markdown(HEAD, [cells(row) for row in rows])}
-"""
+*optimize*: after `demask.optimize` in addition; *torch.compile*: the raised layer. Batch 1,
+float32, the original layer in NCHW. Milliseconds are the median (10 %–90 % quantile) of calls in
+turns, in one process; *times*: the original's median over this one. *Difference*: the largest of
+the three, relative to the largest output. Less than 3 times as fast, of {len(rows)}: {words_slow};
+{best} by the best of them."""
+    bests = [row.best for row in rows]
+    slower = sum(best < 1 for best in bests)
+    summary = (
+        f"{min(bests):.2f} to {max(bests):.2f} times as fast; slower in {slower} of {len(rows)}"
+    )
+    return Page("Strides restored", [text, Table(HEAD, [*map(cells, rows)], 3)], summary)
 
 
 def main() -> None:
-    command(__doc__, rows, HEAD, cells, page, RESULTS / "stride.md", seconds=4.0)
+    command("stride", __doc__, rows, page, seconds=4.0)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,10 @@ from typer.testing import CliRunner
 
 from benchmarks import ROOT
 from benchmarks.__main__ import app
-from benchmarks.common import catalog
+from benchmarks.common import catalog, pages
+from benchmarks.common import ledger as ledger_module
+from benchmarks.common.ledger import Ledger, Page, Run, Table, find_stale, quote
+from demask.machine.timing import Timing
 
 ALL = [(name, *declared) for name, declared in catalog.scripts().items()]
 
@@ -32,19 +35,91 @@ def test_the_page_is_the_list():
 
 
 @pytest.mark.parametrize(("name", "engine", "benchmark"), ALL, ids=[name for name, _, _ in ALL])
-def test_results_name_their_commit_and_command(name, engine, benchmark):
+def test_scripts_declare_what_they_need_and_measure(name, engine, benchmark):
     assert benchmark.shows and benchmark.time and benchmark.needs
-    for result in map(catalog.result_path, benchmark.results):
-        assert result.exists(), f"{name} declares {result}"
-        if result.suffix == ".md" and result.parent.name == "results":
-            text = result.read_text()
-            assert "commit " in text and f"python -m benchmarks run {name}" in text
+    missing = [path for path in [*map(ROOT.joinpath, catalog.sources(name)), *catalog.results(name)]
+               if not path.exists()]  # fmt: skip
+    assert not missing, f"{name} declares {missing}"
 
 
 def test_every_committed_result_is_declared():
-    declared = {catalog.result_path(r) for _, _, b in ALL for r in b.results}
+    declared = {path for name, _, _ in ALL for path in catalog.results(name)}
     undeclared = {*(catalog.FOLDER / "results").iterdir()} - declared
-    assert {path.name for path in undeclared} <= {"networks.json"}  # of docs/networks.md
+    assert {path.name for path in undeclared} == {"ledger.json", "networks.json"}
+
+
+def test_pages_and_quoted_figures_are_those_of_the_ledger():
+    for path, text in pages.pages():
+        assert path.read_text() == text, f"`python -m benchmarks pages` writes {path.name}"
+
+
+def run(day: str, commit: str = "abc") -> Run:
+    return Run(f"2026-01-{day}", commit, "a machine")
+
+
+TIMING = Timing(0.0105, 0.01, 0.0112, 30)
+PAGE = Page("Speed", ["Words.", Table(["network", "batch", "time, ms", "error"],
+                                      [["a", 1, TIMING, 2e-7], ["a", 64, 0.5, None]], 2)])  # fmt: skip
+
+
+def test_a_ledger_is_read_as_it_was_written(tmp_path):
+    ledger = Ledger()
+    ledger.enter("speed", PAGE, run("01"))
+    ledger.write(tmp_path / "ledger.json")
+    again = Ledger.read(tmp_path / "ledger.json")
+    assert again.render("speed") == ledger.render("speed")
+    assert "| a | 1 | 10.5 (10.0–11.2) | 2e-07 |" in again.render("speed")
+    assert "2026-01-01, commit abc. a machine." in again.render("speed")
+    assert quote(again, "{speed|a|1|time, ms} and {speed|*|64|time, ms} ms") == "10.5 and 0.500 ms"
+    with pytest.raises(LookupError, match="no row of speed"):
+        quote(again, "{speed|b|time, ms}")
+
+
+def test_rows_of_other_settings_stay_where_a_table_is_merged():
+    ledger = Ledger()
+    ledger.enter("speed", PAGE, run("01"))
+    table = Table(
+        PAGE.parts[1].columns, [["a", 64, 0.25, None], ["b", 1, 1.0, None]], 2, merge=True
+    )
+    ledger.enter("speed", Page("Speed", [table]), run("02"))
+    assert [(at.date[-2:], cells[:3]) for at, cells in ledger.rows["speed", 0]] == [
+        ("01", ["a", 1, TIMING]), ("02", ["a", 64, 0.25]), ("02", ["b", 1, 1.0])
+    ]  # fmt: skip
+    ledger.enter("speed", PAGE, run("03"))
+    assert {at.date[-2:] for at, _ in ledger.rows["speed", 0]} == {"03"}
+
+
+@pytest.mark.parametrize("columns", [["network", "batch"], ["network", "a", "a", "error"]])
+def test_tables_whose_cells_have_no_column_are_refused(columns):
+    table = Table(columns, PAGE.parts[1].rows)
+    with pytest.raises(ValueError, match="a cell for each"):
+        Ledger().enter("speed", Page("Speed", [table]), run("01"))
+
+
+def test_rows_older_than_what_they_measure_are_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_module, "ROOT", tmp_path)
+
+    def commit(file: str, day: str) -> str:
+        (tmp_path / file).write_text(day)
+        environment = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER")
+                       for what in ("NAME", "EMAIL")}  # fmt: skip
+        environment["GIT_COMMITTER_DATE"] = f"2026-01-{day}T12:00:00Z"
+        for words in (["add", "."], ["commit", "-qm", file]):
+            subprocess.run(["git", *words], cwd=tmp_path, check=True, env=os.environ | environment)
+        return ledger_module.commit()
+
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    first = commit("kernel.py", "01")
+    ledger = Ledger()
+    ledger.enter("speed", PAGE, run("01", first))
+    sources = {"speed": ["kernel.py"]}
+    commit("README.md", "02")
+    assert find_stale(ledger, sources) == []
+    commit("kernel.py", "03")
+    (old,) = find_stale(ledger, sources)
+    assert (old.page, old.rows, old.changes, old.last) == ("speed", 2, 1, "2026-01-03")
+    ledger.enter("speed", PAGE, run("02", "a lost commit"))
+    assert [old.changes for old in find_stale(ledger, sources)] == [1]
 
 
 def test_a_wrong_name_is_answered_with_near_ones():
