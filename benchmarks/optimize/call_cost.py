@@ -1,7 +1,4 @@
-"""What a call of a segment costs beyond its kernels: `python -m benchmarks run call_cost`.
-
-Writes benchmarks/results/call_cost.md.
-"""
+"""What a call of a segment costs beyond its kernels: `python -m benchmarks run call_cost`."""
 
 from __future__ import annotations
 
@@ -16,7 +13,8 @@ from torch import Tensor, nn
 
 import cifar
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, command, format_spread, markdown
+from benchmarks.common.command import command
+from benchmarks.common.ledger import Page, Table
 from demask.graph.result.demasked_module import build
 from demask.machine.timing import Timing, time_alternately
 from demask.ops import TABLE
@@ -32,11 +30,12 @@ from demask.tune.passes.fold_affine import fold_affine
 
 BENCHMARK = Benchmark(
     "a call of a segment beyond its kernels, in microseconds", "about 5 s a setting",
-    ("call_cost.md",), needs=(DEV, SHARED_DATA),
+    needs=(DEV, SHARED_DATA),
     quick="--networks nothing --threads 1 --pairs 5 --seconds 1",
+    measures=("sparse/plan", "sparse/segment", "kernels"),
 )  # fmt: skip
 
-TARGETS = 10e-6  # seconds
+TARGET = 10e-6  # seconds
 Arguments = tuple[list[Tensor], list[Tensor], str]
 
 
@@ -104,9 +103,9 @@ def kernels_of(arguments: Arguments, threads: int) -> Callable[[], object]:
     batches: list[Batch] = []
     run = Batch.run
 
-    def record(self: Batch, count: int, tensors: Sequence[Tensor]) -> None:
+    def record(self: Batch, count: int, tensors: Sequence[Tensor]) -> bool:
         batches.append(self)
-        run(self, count, tensors)
+        return run(self, count, tensors)
 
     with patch.object(Batch, "run", record):
         outputs = segment(*arguments)
@@ -137,31 +136,26 @@ def rows(
 
 
 NAMES = ("inputs", "weights", "program")
-HEAD = ["program", "threads", "steps", "call, ms", "kernels, ms", "beyond, µs", ""]
+HEAD = ["program", "threads", "steps", "call, ms", "kernels, ms", "beyond, µs"]
 
 
-def cells(row: Row) -> list[str]:
-    return [row.name, str(row.threads), str(row.steps), format_spread(row.call),
-            format_spread(row.kernels), f"{1e6 * row.cost:.1f}",
-            "over the target" if row.cost > TARGETS else ""]  # fmt: skip
-
-
-def page(rows: Sequence[Row], words: str) -> str:
-    return f"""# Calls of segments
-
-{words}
-
-*Call*: `demask::segment` as an optimized network calls it. *Kernels*: the machine code
-of the same call alone, with the same memory. *Nothing*: a program of one number. Half of the
-channels of the networks are masked; batch 1, float32. Both run in turns in one process (median,
-10 %–90 % quantile). Asked: at most {1e6 * TARGETS:.0f} µs beyond the kernels.
-
-{markdown(HEAD, [cells(row) for row in rows])}
-"""
+def page(rows: Sequence[Row]) -> Page:
+    text = f"""
+*Call*: `demask::segment` as an optimized network calls it. *Kernels*: the machine code of the same
+call alone, with the same memory. *Nothing*: a program of one number. Half of the channels of the
+networks are masked; batch 1, float32. Both run in turns in one process (median, 10 %–90 %
+quantile). Asked: at most {1e6 * TARGET:.0f} µs beyond the kernels."""
+    cells = [
+        [row.name, row.threads, row.steps, row.call, row.kernels, 1e6 * row.cost] for row in rows
+    ]
+    costs, over = [1e6 * row.cost for row in rows], sum(row.cost > TARGET for row in rows)
+    summary = (f"{min(costs):.0f} to {max(costs):.0f} µs beyond the kernels; more than "
+               f"{1e6 * TARGET:.0f} in {over} of {len(rows)}")  # fmt: skip
+    return Page("Calls of segments", [text, Table(HEAD, cells, 2)], summary)
 
 
 def main() -> None:
-    command(__doc__, rows, HEAD, cells, page, RESULTS / "call_cost.md", 5.0, list(PROGRAMS))
+    command("call_cost", __doc__, rows, page, 5.0, list(PROGRAMS))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 `python -m benchmarks run planning`.
 
 Each in a process of its own; the first with an empty cache folder, in which it also compiles all
-kernels. Writes benchmarks/results/planning.md.
+kernels.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from unittest.mock import patch
 from rich.progress import Progress
 
 from benchmarks.common.catalog import BENCH, Benchmark
-from benchmarks.common.tables import RESULTS, command, markdown
+from benchmarks.common.command import command
+from benchmarks.common.ledger import Page, Table
 
 BENCHMARK = Benchmark(
     "seconds of optimize(), of the same call again, and until the first output of a saved result",
-    "about 1 minute a setting", ("planning.md",), needs=(BENCH,),
+    "about 1 minute a setting", needs=(BENCH,),
     quick="--networks ResNet-18 --threads 1",
 )  # fmt: skip
 
@@ -97,29 +98,24 @@ def rows(
 HEAD = ["network", "threads", "optimize(), s", "again, s", "load and first call, s"]
 
 
-def cells(row: Row) -> list[str]:
-    marked = [f"{taken:.2f}" + (" (over)" if taken > target else "")
-              for taken, target in zip(row.seconds, TARGETS, strict=True)]  # fmt: skip
-    return [row.name, str(row.threads), *marked]
-
-
-def page(results: Sequence[Row], words: str) -> str:
-    return f"""# Seconds of optimize()
-
-{words}
-
+def page(rows: Sequence[Row]) -> Page:
+    text = f"""
 Half of the channels masked, one image of 224 x 224, each number one run in a process of its own.
 First with an empty cache folder: costs of layers are measured and all kernels compiled. *Again*:
 the choice is read, compared with the original and measured against it. *Load and first call*: from
 the import of torch to the first output of the saved network. Asked: at most {TARGETS[0]:.0f},
-{TARGETS[1]:.0f} and {TARGETS[2]:.0f} seconds.
-
-{markdown(HEAD, [cells(row) for row in results])}
-"""
+{TARGETS[1]:.0f} and {TARGETS[2]:.0f} seconds."""
+    taken = list(zip(*(row.seconds for row in rows), strict=True))
+    spans = [f"{min(one):.1f} to {max(one):.1f} s" for one in taken]
+    over = sum(n > most for one, most in zip(taken, TARGETS, strict=True) for n in one)
+    summary = (f"{spans[0]}, the same call again {spans[1]}, a saved network {spans[2]} until its "
+               f"first output; longer than asked in {over} of {3 * len(rows)}")  # fmt: skip
+    cells = [[row.name, row.threads, *row.seconds] for row in rows]
+    return Page("Seconds of optimize()", [text, Table(HEAD, cells, 2)], summary)
 
 
 def main() -> None:
-    command(__doc__, rows, HEAD, cells, page, RESULTS / "planning.md", 0.0, list(NETWORKS))
+    command("planning", __doc__, rows, page, 0.0, list(NETWORKS))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 """Two processes with two threads each on the same two cores: `python -m benchmarks run
-two_processes`.
-
-Writes benchmarks/results/two_processes.md.
-"""
+two_processes`."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,18 +24,22 @@ import demask
 import networks
 from benchmarks import ROOT
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, command, markdown
+from benchmarks.common.command import command
+from benchmarks.common.inductor import NAME, inductor
+from benchmarks.common.ledger import Cell, Page, Table
 from benchmarks.optimize.call_cost import as_one_segment
 from benchmarks.optimize.runtime import call
 
 BENCHMARK = Benchmark(
-    "two processes with two threads each on two cores, ours, torch and ONNX Runtime",
-    "about 30 s a network", ("two_processes.md",), needs=(DEV, SHARED_DATA),
+    "two processes on the same cores: ours, torch, torch.compile and ONNX Runtime",
+    "about 2 minutes a network", needs=(DEV, SHARED_DATA),
     quick="--networks ResNet-20 --threads 2 --seconds 2",
+    measures=("sparse/plan", "sparse/segment", "kernels"),
 )  # fmt: skip
 
 OURS, TORCH, ORT = "segments", "original in PyTorch", "ONNX Runtime, demasked"
-KINDS = (OURS, TORCH, ORT)
+COMPILED = f"original in {NAME}"
+KINDS = (OURS, TORCH, COMPILED, ORT)
 
 
 def half_masked(name: str) -> tuple[nn.Module, Tensor]:
@@ -57,6 +58,8 @@ def contender(name: str, kind: str, threads: int) -> Callable[[], object]:
     model, image = half_masked(name)
     if kind == TORCH:
         return lambda: model(image)
+    if kind == COMPILED:
+        return inductor(model, image)
     if kind == OURS:
         network = as_one_segment(model, image)
         return lambda: network(image)
@@ -145,51 +148,38 @@ def _line(worker: subprocess.Popen[str]) -> str:
 
 
 HEAD = [
-    "network", "threads each", "contender", "alone: median, ms", "99 %, ms",
-    "two: median, ms", "99 %, ms", "calls of both, per s", "throughput to one alone",
+    "network", "threads each", "contender", "alone, ms", "alone: 99 %, ms", "two, ms",
+    "two: 99 %, ms", "calls of both, per s", "throughput to one alone",
 ]  # fmt: skip
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: Row) -> list[Cell]:
     both = [seconds for taken in row.together for seconds in taken]
     quantiles = [1e3 * float(np.quantile(taken, q)) for taken in (row.alone, both)
                  for q in (0.5, 0.99)]  # fmt: skip
     rate = sum(len(taken) / sum(taken) for taken in row.together)
-    return [row.name, str(row.threads), row.kind, *(f"{q:.2f}" for q in quantiles), f"{rate:.0f}",
-            f"{row.throughput:.2f}"]  # fmt: skip
+    return [row.name, row.threads, row.kind, *quantiles, rate, row.throughput]
 
 
-def verdict(rows: Sequence[Row]) -> str:
-    """Where segments lose more than torch does."""
-    shares: Mapping[tuple[str, int, str], float] = {
-        (row.name, row.threads, row.kind): row.throughput for row in rows
-    }
-    settings = [(name, count) for name, count, kind in shares
-                if kind == OURS and (name, count, TORCH) in shares]  # fmt: skip
-    worse = [f"{name}, {count} threads" for name, count in settings
-             if shares[name, count, OURS] < shares[name, count, TORCH]]  # fmt: skip
-    return ", ".join(worse) or "nowhere"
-
-
-def page(rows: Sequence[Row], words: str) -> str:
-    return f"""# Two processes on the same cores
-
-{words}
-
-Each process calls the network again and again, alone and then both at the same time, with as many
-threads each as there are cores. Half of the channels are masked; batch 1, float32. *Segments*: the
-demasked network with all layers in segments. Threads of ONNX Runtime wait without spinning.
-*Throughput*: calls of both per second over those of one alone; 1 where nothing is lost.
-
-Segments keep less of their throughput than torch: {verdict(rows)}.
-
-{markdown(HEAD, [cells(row) for row in rows])}
-"""
+def page(rows: Sequence[Row]) -> Page:
+    text = """
+Each process calls the network again and again, alone and then both at the same time. Half of the
+channels are masked; batch 1, float32. *Segments*: the demasked network with all layers in segments.
+Threads of ONNX Runtime wait without spinning. Medians and 99 % quantiles. *Throughput*: calls of
+both per second over those of one alone; 1 where nothing is lost with as many threads each as there
+are cores."""
+    kept = {(row.name, row.threads, row.kind): row.throughput for row in rows}
+    ours = {setting[:2]: share for setting, share in kept.items() if setting[2] == OURS}
+    less = sum(share < kept.get((*setting, TORCH), 0.0) for setting, share in ours.items())
+    span = f"{min(ours.values()):.2f} to {max(ours.values()):.2f}" if ours else "not measured"
+    summary = (f"calls of two processes over those of one alone: {span} in segments, less than "
+               f"torch keeps in {less} of {len(ours)}")  # fmt: skip
+    table = Table(HEAD, [*map(cells, rows)], 3)
+    return Page("Two processes on the same cores", [text, table], summary)
 
 
 def main() -> None:
-    command(__doc__, rows, HEAD, cells, page, RESULTS / "two_processes.md", 5.0,
-            ["ResNet-20", "ResNet-18"])  # fmt: skip
+    command("two_processes", __doc__, rows, page, 5.0, ["ResNet-20", "ResNet-18"])
 
 
 if __name__ == "__main__":

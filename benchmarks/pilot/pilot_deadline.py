@@ -3,9 +3,8 @@
 A perceptron 784-4096-4096-10 on Fashion-MNIST, trained without a penalty on its hidden values. A
 share of the bytes of its weights may be read per image, one image at a time; the pilot's bytes
 count. Which hidden units are computed in full is decided by a pilot of 3, 4 or 8 bits, by chance,
-by the weights, by a calibration set, or by an oracle. Writes benchmarks/results/pilot_deadline.md
-and .svg. Counts and accuracies do not depend on the machine; a second table, of deadlines in
-seconds, does.
+by the weights, by a calibration set, or by an oracle. Counts and accuracies do not depend on the
+machine; a last table, of deadlines in seconds, does.
 """
 
 from __future__ import annotations
@@ -23,9 +22,11 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
+from benchmarks.common.ledger import RESULTS, Cell, Page, Run, Table, save
 from benchmarks.pilot.trained_networks import images, network
+from demask.machine.describe import format_threads, load_average
 from demask.machine.threads import set_threads
+from demask.machine.timing import Timing
 from demask.ops import TABLE
 from demask.pilot.chains.ordered_chain import OrderedChain, OrderedLayer
 from demask.pilot.chains.ordered_graph import Order
@@ -33,9 +34,8 @@ from demask.pilot.simplifiers.rounding import Bits
 
 BENCHMARK = Benchmark(
     "the best answer for so many bytes of weights", "not timed",
-    ("pilot_deadline.md", "pilot_deadline.svg"),
     needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"),
-    quick="--images 200 --threads 1",
+    quick="--images 200 --threads 1", writes=("pilot_deadline.svg",),
 )  # fmt: skip
 
 SHARES = (0.05, 0.1, 0.12, 0.15, 0.25, 0.5)
@@ -44,7 +44,6 @@ SEEDS = 5
 PART = 1000  # images at a time
 CALIBRATION = 2000  # training images
 CHECKED = 40  # images whose answers are compared with the module's
-TARGET = 2.0  # points over the best order without a pilot, at a quarter of the bytes
 CLOCKED = (Bits(4, 64), Bits(8))  # pilots of the deadlines
 PARTS = (0.0, 0.1, 0.2, 0.3, 0.5)  # of the seconds that torch takes
 TIMED, TURN = 400, 20  # images: all, and in turn
@@ -54,21 +53,38 @@ HALF = 1.96  # standard errors of half an interval of 95 %
 @dataclass(frozen=True, slots=True)
 class Row:
     """A contender at a share of the bytes: per image, whether it was right, and whether it says
-    what the whole network says. `units`: computed per hidden layer, of all."""
+    what the whole network says. units: computed per hidden layer, of all. deviation: of the
+    accuracy, over several orders, which are taken together."""
 
     who: str
     share: float
     units: float
     right: Tensor
     same: Tensor
+    deviation: float | None = None
 
     @property
     def accuracy(self) -> float:
-        return 100 * float(self.right.float().mean())
+        return 100 * float(self.right.mean())
 
-    @property
-    def agreement(self) -> float:
-        return 100 * float(self.same.float().mean())
+    def over(self, other: Row) -> tuple[float, float]:
+        """Points of accuracy over another, paired, and half of an interval of 95 %."""
+        gap = 100 * (self.right - other.right)
+        return float(gap.mean()), HALF * float(gap.std()) / len(gap) ** 0.5
+
+
+def rows_of(
+    answers: Mapping[tuple[str, float, float], Tensor], classes: Tensor, whole: Tensor
+) -> Iterator[Row]:
+    """A row each; orders by chance are one."""
+    together: dict[tuple[str, float, float], list[Tensor]] = {}
+    for (who, share, units), answer in answers.items():
+        name = "random" if who.startswith("random") else who
+        together.setdefault((name, share, units), []).append(answer)
+    for key, several in together.items():
+        right, same = ((torch.stack(several) == wanted).float() for wanted in (classes, whole))
+        spread = 100 * float(right.mean(1).std()) if len(several) > 1 else None
+        yield Row(*key, right.mean(0), same.mean(0), spread)
 
 
 def layers_of(model: nn.Sequential, bits: Bits) -> list[OrderedLayer]:
@@ -237,22 +253,20 @@ class Timed:
     units: list[float] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
 
-    def line(self, whole: Sequence[int], dense: float) -> list[str]:
+    def cells(self, whole: Sequence[int], dense: float) -> list[Cell]:
         """whole: the network's answers; dense: its median seconds."""
         same = sum(a == b for a, b in zip(self.answers, whole, strict=True))
         late = [1e3 * (taken - self.deadline) for taken in self.seconds]
+        timing = Timing.of(self.seconds)
         return [
-            self.bits.text(), f"{self.part:g}" if self.part else "0: the pilot alone",
-            f"{1e3 * self.deadline:.2f} ms",
-            f"{1e3 * statistics.median(self.seconds):.2f} ms "
-            f"({statistics.median(self.seconds) / dense:.2f})",
-            f"{100 * statistics.mean(self.units):.0f} %", f"{100 * same / len(whole):.1f} %",
-            f"{statistics.median(late):+.2f} ms", f"{statistics.quantiles(late, n=20)[-1]:+.2f} ms",
+            self.bits.text(), self.part, 1e3 * self.deadline, timing, timing.median / dense,
+            100 * statistics.mean(self.units), 100 * same / len(whole), statistics.median(late),
+            statistics.quantiles(late, n=20)[-1],
         ]  # fmt: skip
 
 
-def deadlines(model: nn.Sequential, x: Tensor) -> tuple[list[list[str]], str]:
-    """Lines of a table: answers at parts of the network's own time; and that time in words.
+def deadlines(model: nn.Sequential, x: Tensor) -> list[list[Cell]]:
+    """Answers at parts of the network's own time, which comes first.
 
     One image at a time; TURN images by the network, then by each contender, and so on.
     """
@@ -279,11 +293,9 @@ def deadlines(model: nn.Sequential, x: Tensor) -> tuple[list[list[str]], str]:
                 one.answers.append(answer)
                 (done,) = modules[k].last.values()
                 one.units.append(sum(done.units) / sum(done.of))
-    middle, last = statistics.median(dense), statistics.quantiles(dense, n=20)[-1]
-    words = (
-        f"median {1e3 * middle:.2f} ms, least {1e3 * min(dense):.2f} ms, 95 % {1e3 * last:.2f} ms"
-    )
-    return [one.line(whole, middle) for one in contenders], words
+    timing = Timing.of(dense)
+    first: list[Cell] = ["torch, whole", None, None, timing, 1.0, 100.0, 100.0, None, None]
+    return [first, *(one.cells(whole, timing.median) for one in contenders)]
 
 
 def _seconds(module: nn.Module, image: Tensor) -> tuple[float, int]:
@@ -296,68 +308,61 @@ def _seconds(module: nn.Module, image: Tensor) -> tuple[float, int]:
 # ---------------------------------------------------------------------------------------- the page
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Accuracy and agreement by contender and share."""
-    names = [n for n in dict.fromkeys(row.who for row in rows) if "seed" not in n]
-    lines = [_random(rows)]
-    for name in names:
-        mine = {row.share: row for row in rows if row.who == name}
-        if name.endswith("alone"):
-            ((share, row),) = mine.items()
-            name, mine = f"{name} ({100 * share:.1f} %)", {}
-            cell = f"{row.accuracy:.2f} / {row.agreement:.2f}"
-            lines.append([name, cell, *[""] * (len(SHARES) - 1)])
-            continue
-        lines.append([name, *[
-            f"{mine[s].accuracy:.2f} / {mine[s].agreement:.2f}" if s in mine else "–"
-            for s in SHARES
-        ]])  # fmt: skip
-    return markdown(["order", *[f"{100 * s:.0f} %" for s in SHARES]], lines)
+ORDERS = ["order", "bytes, %", "units in full, %", "right, %", "deviation",
+          "as the whole network, %"]  # fmt: skip
+PAIRED = ["order", "bytes, %", "over the best without a pilot, points", "± 95 %", "which it is",
+          "over the pilot alone, points", "± 95 % of that"]  # fmt: skip
+CLOCK = ["pilot", "part of torch's time", "deadline, ms", "a call, ms", "of torch's time",
+         "units in full, %", "as the whole network, %", "late, ms", "late, 95 %, ms"]  # fmt: skip
 
 
-def _mean(rows: Sequence[Row]) -> Row:
-    """The mean of orders by chance, image by image."""
-    right = torch.stack([r.right.float() for r in rows]).mean(0)
-    same = torch.stack([r.same.float() for r in rows]).mean(0)
-    return Row("random, mean", rows[0].share, rows[0].units, right, same)
-
-
-def _random(rows: Sequence[Row]) -> list[str]:
-    line = [f"random, mean ± deviation of {SEEDS}"]
-    for share in SHARES:
-        mine = [r for r in rows if r.share == share and r.who.startswith("random")]
-        a, s = [r.accuracy for r in mine], [r.agreement for r in mine]
-        line.append(f"{statistics.mean(a):.2f} ± {statistics.stdev(a):.2f} / "
-                    f"{statistics.mean(s):.2f}")  # fmt: skip
-    return line
-
-
-def differences(rows: Sequence[Row]) -> str:
-    """The best pilot of each share against the best order without one, and against its own answer,
-    paired over images, with intervals of 95 %."""
-    lines = []
-    for share in SHARES:
-        here = [r for r in rows if r.share == share]
-        filled = [r for r in here if r.who.endswith("filled")]
-        draws = [r for r in here if r.who.startswith("random")]
-        rivals = [_mean(draws), *[r for r in here if r.who.startswith(("weights", "calibration"))]]
-        if not filled:
-            continue
-        best = max(rivals, key=lambda r: r.accuracy)
-        for mine in filled:
+def differences(rows: Sequence[Row]) -> Iterator[list[Cell]]:
+    """Pilots of each share against the best order without one, and against their own answers."""
+    for mine in rows:
+        if mine.who.endswith("filled"):
+            best = max((row for row in rows if row.share == mine.share
+                        and row.who.startswith(("random", "weights", "calibration"))),
+                       key=lambda row: row.accuracy)  # fmt: skip
             alone = next(r for r in rows if r.who == mine.who.replace("filled", "alone"))
-            lines.append([f"{100 * share:.0f} %", mine.who, f"{100 * mine.units:.1f} %",
-                          f"{_gap(mine, best)} ({best.who})", _gap(mine, alone),
-                          f"{mine.agreement - alone.agreement:+.2f}"])  # fmt: skip
-    head = ["bytes", "order", "units in full", "accuracy over the best without a pilot",
-            "over the pilot alone", "agreement over the pilot alone"]  # fmt: skip
-    return markdown(head, lines)
+            yield [mine.who, 100 * mine.share, *mine.over(best), best.who, *mine.over(alone)]
 
 
-def _gap(a: Row, b: Row) -> str:
-    difference = (a.right.float() - b.right.float()) * 100
-    half = HALF * float(difference.std()) / len(difference) ** 0.5
-    return f"{float(difference.mean()):+.2f} ± {half:.2f}"
+def page(rows: Sequence[Row], whole: float, exact: float, timed: Sequence[Sequence[Cell]],
+         checked: tuple[int, int]) -> Page:  # fmt: skip
+    paired = list(differences(rows))
+    orders = [
+        [row.who, 100 * row.share, 100 * row.units, row.accuracy, row.deviation,
+         100 * float(row.same.mean())]
+        for row in rows
+    ]  # fmt: skip
+    gains = [gain for line in paired if isinstance(gain := line[2], float)]
+    late = [seconds for line in timed if isinstance(seconds := line[-1], float)]
+    summary = (f"{min(gains):+.2f} to {max(gains):+.2f} points over the best order without a "
+               f"pilot, fewer in {sum(gain < 0 for gain in gains)} of {len(gains)}; 95 % of the "
+               f"answers at most {max(late):.2f} ms after the deadline")  # fmt: skip
+    return Page("Units in the order of importance", [
+        f"""
+A perceptron 784-4096-4096-10 on Fashion-MNIST without a penalty; {len(rows[0].right):,} test
+images; the whole network: {whole:.2f} % right. A share of the bytes of its weights is read per
+image. The last layer (0.2 %) is always read, and the pilot's weights with their scales are counted.
+*Filled*: units that are not computed keep the pilot's value; *zeros*: they are 0; *random*: mean
+and deviation of {SEEDS} orders. {checked[0]} answers were also computed by the module itself, one
+image at a time; {checked[1]} differ, for its kernels round inputs to 16 bits. Skipping the columns
+of zero inputs (exact, no pilot) reads {100 * exact:.0f} % of the bytes: from there on it is the
+better choice.""",
+        Table(ORDERS, orders, 2),
+        """
+![accuracy against bytes](pilot_deadline.svg)
+
+Paired differences, with intervals of 95 %; the best order without a pilot is the best of these
+images, orders by chance taken together:""",
+        Table(PAIRED, paired, 2),
+        f"""
+A deadline, for parts of the time that torch takes for the whole network; {TIMED} images, one at a
+time, {TURN} in turn. The pilot's packed bits and the chosen rows are read by kernels. *Late*:
+median, and 95 %, beyond the deadline, which for the pilot alone is 0:""",
+        Table(CLOCK, timed, 2),
+    ], summary)  # fmt: skip
 
 
 def picture(rows: Sequence[Row], whole: float, path: Path) -> None:
@@ -380,10 +385,9 @@ def picture(rows: Sequence[Row], whole: float, path: Path) -> None:
         if mine:
             axes.plot(*zip(*((100 * s, a) for s, a in mine), strict=True), style, color=colour,
                       label=name, markersize=5, linewidth=1.4)  # fmt: skip
-    shares = [s for s in SHARES if any(r.share == s and "seed" in r.who for r in rows)]
-    drawn = [[r.accuracy for r in rows if r.share == s and "seed" in r.who] for s in shares]
-    axes.errorbar([100 * s for s in shares], [statistics.mean(d) for d in drawn],
-                  [statistics.stdev(d) for d in drawn], fmt="--", color="#555555", capsize=3,
+    drawn = [row for row in rows if row.who == "random"]
+    axes.errorbar([100 * row.share for row in drawn], [row.accuracy for row in drawn],
+                  [row.deviation or 0 for row in drawn], fmt="--", color="#555555", capsize=3,
                   label=f"random, {SEEDS} orders", linewidth=1.2)  # fmt: skip
     for row in rows:
         if row.who.endswith("alone"):
@@ -403,53 +407,13 @@ def picture(rows: Sequence[Row], whole: float, path: Path) -> None:
     plt.close(figure)
 
 
-def page(rows: Sequence[Row], whole: float, exact: float, timed: tuple[list[list[str]], str],
-         words: str, checked: tuple[int, int]) -> str:  # fmt: skip
-    """The page of the results."""
-    count = len(rows[0].right)
-    head = ["pilot", "part of torch's time", "deadline", "seconds, median", "units in full",
-            "agreement", "late, median", "late, 95 %"]  # fmt: skip
-    lines, dense = timed
-    clock = markdown(head, lines)
-    return f"""# Units in the order of importance
-
-{words}
-
-A perceptron 784-4096-4096-10 on Fashion-MNIST without a penalty; {count} test images; the whole
-network: {whole:.2f} % right. A share of the bytes of its weights is read per image. The last layer
-(0.2 %) is always read, and the pilot's weights with their scales are counted. Cells: accuracy /
-agreement with the whole network, in %. "filled": units that are not computed keep the pilot's
-value; "zeros": they are 0. {checked[0]} answers were also computed by the module itself, one image
-at a time; {checked[1]} differ, for its kernels round inputs to 16 bits. Skipping the columns of
-zero inputs (exact, no pilot) reads {100 * exact:.0f} % of the bytes: from there on it is the better
-choice.
-
-{table(rows)}
-
-![accuracy against bytes](pilot_deadline.svg)
-
-Paired differences in points, with intervals of 95 %; the best order without a pilot is the best
-of these images, orders by chance taken together:
-
-{differences(rows)}
-
-A deadline in time, for parts of the seconds that torch takes for the whole network
-({dense}; {TIMED} images, one at a time, {TURN} in turn). The
-pilot's packed bits and the chosen rows are read
-by kernels. Seconds are those of the whole call, in parentheses over torch's median; "late" is
-beyond the deadline, which for the pilot alone is 0. Agreement is with the whole network:
-
-{clock}
-"""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, required=True, help="folder of trained networks")
     parser.add_argument("--network", default="none")
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=RESULTS / "pilot_deadline.md")
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     options = parser.parse_args()
     before = load_average()
     model = network(options.network, options.cache)
@@ -460,14 +424,11 @@ def main() -> None:
         checked = check(model, x, contender_answers)
         timed = deadlines(model, x)
         exact = columns(model, x)
-    rows = [Row(who, share, units, answer == classes, answer == whole)
-            for (who, share, units), answer in contender_answers.items()]  # fmt: skip
+    rows = list(rows_of(contender_answers, classes, whole))
     truth = 100 * float((whole == classes).float().mean())
-    words = provenance("pilot_deadline", f"{options.threads} threads", before=before)
-    text = page(rows, truth, exact, timed, words, checked)
-    options.output.write_text(text)
-    picture(rows, truth, options.output.with_suffix(".svg"))
-    print(text)
+    run = Run.now(format_threads(options.threads), before=before)
+    print(save("pilot_deadline", page(rows, truth, exact, timed, checked), run, options.output))
+    picture(rows, truth, (options.output or RESULTS / "pilot_deadline.md").with_suffix(".svg"))
 
 
 if __name__ == "__main__":

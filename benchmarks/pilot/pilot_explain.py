@@ -20,19 +20,21 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
+from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.common.turns import settle
 from benchmarks.pilot.pilot_mlp import setting
 from benchmarks.pilot.trained_networks import DATA, TRANSFORMER
 from cifar import trained as residual
 from demask.machine.allocator import fix_allocator
+from demask.machine.describe import format_threads, load_average
+from demask.machine.timing import Timing
 from demask.ops import TABLE
 from demask.pilot.chains.exact_conditions import GAIN
 from demask.pilot.condition import condition_of
 from demask.pilot.explain import BETTER, EXACT, Explanation, explain
 
 BENCHMARK = Benchmark(
-    "predictions of explain(), and measurements", "not timed", ("pilot_explain.md",),
+    "predictions of explain(), and measurements", "not timed",
     needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"),
     quick="--networks none --rounds 2 --threads 1",
 )  # fmt: skip
@@ -60,8 +62,8 @@ def network(name: str, cache: Path, data: Path) -> tuple[nn.Module, list[Tensor]
 
 
 def rounds(calls: dict[Any, Callable[[Tensor], Any]], inputs: Sequence[Tensor],
-           count: int) -> dict[Any, float]:  # fmt: skip
-    """The median over rounds of the median seconds of a call."""
+           count: int) -> dict[Any, Timing]:  # fmt: skip
+    """Of the medians of rounds."""
     taken: dict[Any, list[float]] = {key: [] for key in calls}
     turn = cycle(inputs)
     for number in range(count):
@@ -74,34 +76,46 @@ def rounds(calls: dict[Any, Callable[[Tensor], Any]], inputs: Sequence[Tensor],
                 calls[key](x)
                 seconds.append(perf_counter() - start)
             taken[key].append(median(seconds[SKIPPED:]))
-    return {key: median(one) for key, one in taken.items()}
-
-
-def lines(name: str, explanation: Explanation, seconds: dict[Any, float]) -> Iterator[list[str]]:
-    """A line of the table for each pair."""
-    as_it_is, columns = seconds[None], seconds.get(("", "columns"))
-    for line in explanation.lines:
-        pair = line.pilot, line.condition
-        if line.seconds is None or pair not in seconds:
-            yield [name, line.pilot or "none", line.condition, "", "", "", "", "", line.why[:60]]
-            continue
-        taken = seconds[pair]
-        pays = as_it_is / taken >= GAIN
-        if pays and line.condition in EXACT and line.pilot and columns is not None:
-            pays = columns / taken >= BETTER
-        yield [
-            name, line.pilot or "none", line.condition, f"{line.seconds * 1e3:.3f}",
-            f"{taken * 1e3:.3f}", f"{line.seconds / taken - 1:+.0%}",
-            f"{line.gain:.2f} / {as_it_is / taken:.2f}",
-            f"{line.loss:.1%}", f"{'use' if line.use else 'do not use'} / "
-            f"{'pays' if pays else 'does not pay'}",
-        ]  # fmt: skip
+    return {key: Timing.of(one) for key, one in taken.items()}
 
 
 HEAD = [
-    "network", "pilot", "condition", "predicted, ms", "measured, ms", "error",
-    "gain, predicted / measured", "changed answers", "verdict / measured",
+    "network", "pilot", "condition", "predicted, ms", "measured, ms", "error, %",
+    "gain, predicted", "gain, measured", "changed answers, %", "predicted to pay", "pays",
 ]  # fmt: skip
+
+
+def cells(name: str, explanation: Explanation, timings: dict[Any, Timing]) -> Iterator[list[Cell]]:
+    """A row for each pair."""
+    as_it_is, columns = timings[None].median, timings.get(("", "columns"))
+    for line in explanation.lines:
+        timing = timings.get((line.pilot, line.condition))
+        setting = [name, line.pilot or "none", line.condition]
+        if line.seconds is None or timing is None:
+            yield [*setting, *[None] * 6, f"no: {line.why[:60]}", None]
+            continue
+        gain = as_it_is / timing.median
+        pays = gain >= GAIN
+        if pays and line.condition in EXACT and line.pilot and columns is not None:
+            pays = columns.median / timing.median >= BETTER
+        yield [
+            *setting, 1e3 * line.seconds, timing, 100 * (line.seconds / timing.median - 1),
+            line.gain, gain, 100 * (line.loss or 0.0), "yes" if line.use else "no",
+            "yes" if pays else "no",
+        ]  # fmt: skip
+
+
+def page(rows: Sequence[Sequence[Cell]], count: int) -> Page:
+    text = f"""
+*Predicted* by `explain` from {INPUTS} inputs; *measured*: the median (10 %–90 % quantile) of
+{count} rounds of {CALLS - SKIPPED} calls. A pair *pays* where it is at least {GAIN} times as fast
+as the network as it is, and an exact one with a pilot {BETTER} times as fast as columns alone."""
+    errors = [cell for row in rows if isinstance(cell := row[5], float)]
+    near = sum(abs(error) <= 20 for error in errors)
+    wrong = sum(row[-1] is not None and row[-1] != row[-2] for row in rows)
+    summary = (f"{near} of {len(errors)} predicted times within 20 %; {wrong} wrong about what "
+               "pays")  # fmt: skip
+    return Page("Predicted and measured", [text, Table(HEAD, rows, 3)], summary)
 
 
 def main() -> None:
@@ -111,11 +125,11 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=list(TRIPLES), default=list(TRIPLES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--output", type=Path, default=RESULTS / "pilot_explain.md")
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     options = parser.parse_args()
     allocator, before = fix_allocator(), load_average()
     torch.set_num_threads(options.threads)
-    table: list[list[str]] = []
+    rows: list[list[Cell]] = []
     for name in options.networks:
         model, inputs = network(name, options.cache, options.data)
         inputs = inputs[:INPUTS]
@@ -130,12 +144,9 @@ def main() -> None:
                 conditioned = kind.applied(model, (batch,), None, None if exact else pilot, TABLE)
                 calls[line.pilot, line.condition] = conditioned
         with torch.no_grad():
-            table += lines(name, explanation, rounds(calls, inputs, options.rounds))
-        print(markdown(HEAD, table[-len(explanation.lines) :]), flush=True)
-    words = provenance("pilot_explain", allocator, before=before)
-    words += f" {options.threads} threads, {options.rounds} rounds."
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(f"# Predicted and measured\n\n{words}\n\n{markdown(HEAD, table)}\n")
+            rows += cells(name, explanation, rounds(calls, inputs, options.rounds))
+    run = Run.now(format_threads(options.threads), allocator, before=before)
+    print(save("pilot_explain", page(rows, options.rounds), run, options.output))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 ResNet-20, trained on the original CIFAR-10 images, is trained further on their JPEG form (shared/
 data next to the project). A quarter of the filters of each layer is updated at each step: those of
 the highest priority in a 4-bit pilot, those of the largest norm, or others by chance; or all.
-Norms stay as they are. Accuracy on test images against the weights updated so far, over seeds.
-Writes benchmarks/results/pilot_gate.md and .svg; no figure depends on the machine.
+Norms stay as they are. Accuracy on test images against the weights updated so far, over seeds. No
+figure depends on the machine.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from torch import Tensor, nn
 
 import cifar
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, markdown, provenance
+from benchmarks.common.ledger import RESULTS, Page, Run, Table, save
 from demask.machine.threads import set_threads
 from demask.pilot.data.collect import collect
 from demask.pilot.gate import Gate
 from demask.pilot.simplifiers.simplify import simplify
 
 BENCHMARK = Benchmark(
-    "training that updates a part of the units", "not timed", ("pilot_gate.md", "pilot_gate.svg"),
-    needs=(DEV, SHARED_DATA),
-    quick="--steps 2 --seeds 1 --train 256 --test 128",
+    "training that updates a part of the units", "not timed", needs=(DEV, SHARED_DATA),
+    quick="--steps 2 --seeds 1 --train 256 --test 128", writes=("pilot_gate.svg",),
+    measures=("pilot",),
 )  # fmt: skip
 
 FRACTION, EVERY, BATCH, RATE = 0.25, 20, 128, 0.002
 GATES = ("pilot", "magnitude", "random", "all")
+COLOURS = ("#0b6e4f", "#e09f3e", "#6a4c93", "#555555")
 PILOT, SEEN = "bits:4", 64  # images that the pilot sees
 PART = 500  # test images at a time
 
@@ -97,23 +98,35 @@ def tuned(
     return points
 
 
-def table(points: Sequence[Point], looks: Sequence[int]) -> str:
-    """Mean ± deviation of the accuracy, and millions of weights updated."""
-    lines = []
-    for by in GATES:
-        line = [f"{by}, {100 * FRACTION:.0f} %" if by != "all" else by]
-        for step in (0, *looks):
-            here = [p for p in points if (p.by, p.step) == (by, step)]
-            right = [p.right for p in here]
-            spread = statistics.stdev(right) if len(right) > 1 else 0.0
-            line.append(
-                f"{statistics.mean(right):.2f} ± {spread:.2f} ({here[0].updated / 1e6:.2f} M)"
-            )
-        lines.append(line)
-    return markdown(["updated", *[f"step {step}" for step in (0, *looks)]], lines)
+HEAD = ["updated", "step", "weights updated, millions", "right, %", "deviation"]
+Row = tuple[str, int, float, float, float]  # as in HEAD
 
 
-def picture(points: Sequence[Point], path: Path) -> None:
+def rows_of(points: Sequence[Point]) -> list[Row]:
+    """Over seeds."""
+    seeds: dict[tuple[str, int, float], list[float]] = {}
+    for p in points:
+        who = p.by if p.by == "all" else f"{p.by}, {FRACTION:.0%}"
+        seeds.setdefault((who, p.step, p.updated / 1e6), []).append(p.right)
+    return [(*key, statistics.mean(right), statistics.stdev(right) if len(right) > 1 else 0.0)
+            for key, right in seeds.items()]  # fmt: skip
+
+
+def page(rows: Sequence[Row], options: argparse.Namespace) -> Page:
+    text = f"""
+ResNet-20, trained on CIFAR-10, trained on with {options.train:,} JPEG images: SGD, rate {RATE},
+momentum 0.9, batches of {BATCH}; norms stay as they are. {options.test:,} test images; mean and
+standard deviation of the accuracy over {options.seeds} seeds, and how many weights were updated
+until then. Units are chosen anew every {EVERY} steps; the pilot is {PILOT} on {SEEN} training
+images."""
+    reached = ", ".join(f"{who} {right:.1f} %" for who, step, _, right, _ in rows
+                        if step == options.steps)  # fmt: skip
+    picture = "![accuracy against weights updated](pilot_gate.svg)"
+    return Page("Updates of some units", [text, Table(HEAD, rows, 2), picture],
+                f"right after {options.steps} steps, by what was updated: {reached}")  # fmt: skip
+
+
+def picture(rows: Sequence[Row], path: Path) -> None:
     """Accuracy against weights updated."""
     import matplotlib as mpl
 
@@ -121,16 +134,10 @@ def picture(points: Sequence[Point], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    colours = dict(zip(GATES, ("#0b6e4f", "#e09f3e", "#6a4c93", "#555555"), strict=True))
-    for by in GATES:
-        mine = [p for p in points if p.by == by]
-        steps = sorted({p.step for p in mine})
-        groups = [[p for p in mine if p.step == step] for step in steps]
-        at = [g[0].updated / 1e6 for g in groups]
-        mean = [statistics.mean(p.right for p in g) for g in groups]
-        spread = [statistics.stdev([p.right for p in g]) if len(g) > 1 else 0.0 for g in groups]
-        axes.errorbar(at, mean, spread, fmt="o-", color=colours[by], capsize=3, markersize=4,
-                      label=by if by == "all" else f"{by}, {100 * FRACTION:.0f} %")  # fmt: skip
+    for who, colour in zip(dict.fromkeys(row[0] for row in rows), COLOURS, strict=True):
+        _, _, at, right, deviation = zip(*(row for row in rows if row[0] == who), strict=True)
+        axes.errorbar(at, right, deviation, fmt="o-", color=colour, capsize=3, markersize=4,
+                      label=who)  # fmt: skip
     axes.set(xlabel="weights updated so far, millions", ylabel="accuracy on test images, %")
     axes.legend(frameon=False, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
@@ -145,7 +152,7 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=8000, help="training images")
     parser.add_argument("--test", type=int, default=2000, help="test images")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=RESULTS / "pilot_gate.md")
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     options = parser.parse_args()
     looks = sorted({max(options.steps * k // 4, 1) for k in (1, 2, 3, 4)})
     train, test = cifar.images(options.train, "cifar10_train_jpeg.zip"), cifar.images(options.test)
@@ -157,23 +164,9 @@ def main() -> None:
                 points += tuned(
                     by, seed, options.steps, looks, train, test, lambda: bar.advance(task)
                 )
-    text = f"""# Updates of some units
-
-{provenance("pilot_gate")}
-
-ResNet-20, trained on CIFAR-10, trained on with {options.train} JPEG images: SGD, rate {RATE},
-momentum 0.9, batches of {BATCH}; norms stay as they are. {options.test} test images,
-{options.seeds} seeds, mean ± standard deviation of the accuracy in %, and how many weights were
-updated until then. Units are chosen anew every {EVERY} steps; the pilot is {PILOT} on {SEEN}
-training images.
-
-{table(points, looks)}
-
-![accuracy against weights updated](pilot_gate.svg)
-"""
-    options.output.write_text(text)
-    picture(points, options.output.with_suffix(".svg"))
-    print(text)
+    rows = rows_of(points)
+    print(save("pilot_gate", page(rows, options), Run.now(), options.output))
+    picture(rows, (options.output or RESULTS / "pilot_gate.md").with_suffix(".svg"))
 
 
 if __name__ == "__main__":

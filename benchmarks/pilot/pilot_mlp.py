@@ -1,19 +1,18 @@
 """One vector through perceptrons on Fashion-MNIST, and through a feed-forward block: certificates,
 columns, dense.
 
-Contenders take turns in one process, another input at every call: torch, ONNX Runtime (float32, and
-its dynamic int8 as a peer that changes outputs), demask's own dense kernel, columns of zero inputs
-skipped, rows proved zero skipped (8 bits; 4 bits first). "hot": calls follow one another;
-"flushed": 96 MB are read before each call, by one thread, whose core is that of the call (torch's
-second thread would spin on the other core while contenders start). Before anything is timed, logits
-and hidden values of all test images are compared bit for bit with the own dense kernel, classes
-with torch's.
+Contenders take turns in one process, another input at every call: torch, torch.compile, ONNX
+Runtime (float32, and its dynamic int8 as a peer that changes outputs), demask's own dense kernel,
+columns of zero inputs skipped, rows proved zero skipped (8 bits; 4 bits first). "hot": calls follow
+one another; "flushed": 96 MiB are read before each call, by one thread, whose core is that of the
+call (torch's second thread would spin on the other core while contenders start). Before anything is
+timed, logits and hidden values of all test images are compared bit for bit with the own dense
+kernel, classes with torch's.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,8 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
+from benchmarks.common.inductor import NAME, inductor
+from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.common.turns import settle
 from benchmarks.pilot.trained_networks import (
     DATA,
@@ -45,25 +45,26 @@ from benchmarks.pilot.trained_networks import (
     network,
 )
 from demask.machine.allocator import fix_allocator
+from demask.machine.describe import load_average
+from demask.machine.timing import Timing
 from demask.ops import TABLE
 from demask.pilot.chains.exact_conditions import Certified, Columns, chained, unconditioned
 
 BENCHMARK = Benchmark(
     "one vector through perceptrons: certificates, columns, dense", "not timed",
-    ("pilot_mlp.md",), needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"),
+    needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"),
     quick="--networks none --rounds 2 --images 200 --threads 1",
 )  # fmt: skip
 
 FLUSHED = 96 * 2**20  # bytes
 CALLS, SKIPPED = 30, 3  # of one contender in a round, and how many of them are not counted
-DRAWS = 1000
 EXACT = ("own dense", "columns", "certified", "certified, 2 levels")
 MODES = (
     (Columns(), ("dense",)), (Columns(), ("dense", "columns")),
     (Certified(), ("dense", "columns", "certified")),
     (Certified(levels=2), ("dense", "columns", "two")),
 )  # fmt: skip
-DENSE = ("torch", "ONNX Runtime", "own dense")  # what a gain is over: the fastest of them
+DENSE = ("torch", NAME, "ONNX Runtime", "own dense")  # what a gain is over: the fastest of them
 INPUTS = 256  # that take turns
 
 Call = Callable[[Tensor], Tensor]
@@ -91,11 +92,19 @@ def runtime(model: nn.Module, x: Tensor, threads: int, narrow: bool) -> Call:
     return lambda inputs: torch.from_numpy(session.run(None, {name: inputs.numpy()})[0])
 
 
+def compiled(model: nn.Module, x: Tensor) -> Call:
+    """A network compiled for inputs of this size."""
+    held = x.clone()
+    call = inductor(model, held)
+    return lambda inputs: (held.copy_(inputs), call())[1]
+
+
 def contenders(model: nn.Module, inputs: Sequence[Tensor], threads: int) -> dict[str, Call]:
     """By name, what runs the network. Modes are chosen on 16 of the inputs."""
     sample = (torch.cat(list(inputs[:16])),) if inputs[0].ndim == 2 else (inputs[0],)
     calls: dict[str, Call] = {
         "torch": model,
+        NAME: compiled(model, inputs[0]),
         "ONNX Runtime": runtime(model, inputs[0], threads, False),
         "ONNX Runtime, int8": runtime(model, inputs[0], threads, True),
         "own dense": unconditioned(model, sample),
@@ -178,36 +187,40 @@ def rounds(
     return taken
 
 
-def interval(above: Sequence[float], below: Sequence[float]) -> tuple[float, float, float]:
-    """The ratio of medians and its 95 % interval, by bootstrap over rounds (Efron 1979)."""
-    draw, both, ratios = random.Random(0), list(zip(above, below, strict=True)), []
-    for _ in range(DRAWS):
-        drawn = draw.choices(both, k=len(both))
-        ratios.append(median(a for a, _ in drawn) / median(b for _, b in drawn))
-    ratios.sort()
-    return median(above) / median(below), ratios[int(0.025 * DRAWS)], ratios[int(0.975 * DRAWS)]
+HEAD = [
+    "network", "threads", "caches", "contender", "ms", "times as fast as the fastest dense one",
+    "times as fast as columns", "inputs with other bits", "with another class than torch",
+]  # fmt: skip
 
 
-def lines(
+def cells(
     name: str, threads: int, regime: str, taken: dict[str, list[float]], result: Checked
-) -> Iterator[list[str]]:
-    """A line of the table for each contender."""
-    fastest = min(DENSE, key=lambda one: median(taken[one]))
-    for one, seconds in taken.items():
-        gain = interval(taken[fastest], seconds)
-        over = interval(taken["columns"], seconds)
+) -> Iterator[list[Cell]]:
+    """A row for each contender."""
+    timings = {one: Timing.of(seconds) for one, seconds in taken.items()}
+    dense = min(timings[one].median for one in DENSE)
+    for one, timing in timings.items():
+        over = timings["columns"].median / timing.median if one.startswith("cert") else None
         yield [
-            name, str(threads), regime, one, f"{median(seconds) * 1e3:.3f}",
-            f"{gain[0]:.2f} ({gain[1]:.2f} to {gain[2]:.2f}) over {fastest}",
-            f"{over[0]:.2f} ({over[1]:.2f} to {over[2]:.2f})" if one.startswith("cert") else "",
-            str(result.bits.get(one, "")), str(result.classes[one]),
+            name, threads, regime, one, timing, dense / timing.median, over, result.bits.get(one),
+            result.classes[one],
         ]  # fmt: skip
 
 
-HEAD = [
-    "network", "threads", "caches", "contender", "ms", "times faster than the fastest dense one",
-    "times faster than columns", "inputs with other bits", "with another class than torch",
-]  # fmt: skip
+def page(rows: Sequence[Sequence[Cell]], options: argparse.Namespace) -> Page:
+    text = f"""
+Perceptrons of `trained_networks.py`, and the feed-forward block 768-3072-768 of a small decoder
+(transformer); batch 1. Medians of calls, of {options.rounds} rounds: median (10 %–90 % quantile).
+At most {options.images:,} inputs were compared. *Flushed*: {FLUSHED >> 20} MiB are read before each
+call. ONNX Runtime in int8 changes outputs. Where no input is zero, *columns* is the network as it
+was, compared with torch's own bits."""
+    spans = []
+    for who in EXACT[1:]:
+        gains = [row[5] for row in rows if row[3] == who and isinstance(row[5], float)]
+        spans.append(f"{who} {min(gains):.2f} to {max(gains):.2f} (slower in "
+                     f"{sum(gain < 1 for gain in gains)} of {len(gains)})")  # fmt: skip
+    summary = "times as fast as the fastest dense contender: " + ", ".join(spans)
+    return Page("One vector", [text, Table(HEAD, rows, 4)], summary)
 
 
 @torch.no_grad()
@@ -235,10 +248,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--images", type=int, default=10_000, help="that are compared")
-    parser.add_argument("--output", type=Path, default=RESULTS / "pilot_mlp.md")
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     options = parser.parse_args()
     allocator, before = fix_allocator(), load_average()
-    table: list[list[str]] = []
+    rows: list[list[Cell]] = []
     with Progress(transient=True) as bar, torch.no_grad():
         for name in options.networks:
             model, inputs = setting(name, options.cache, options.data)
@@ -250,13 +263,9 @@ def main() -> None:
                 print(f"{name}: {result}", flush=True)
                 for regime in ("hot", "flushed"):
                     taken = rounds(calls, inputs[:INPUTS], options.rounds, regime == "flushed", bar)
-                    table += lines(name, threads, regime, taken, result)
-                    print(markdown(HEAD, table[-len(calls) :]), flush=True)
-    words = provenance("pilot_mlp", allocator, before=before)
-    words += f" {options.rounds} rounds of {CALLS} calls, {options.images} "
-    words += "inputs compared at most; intervals of 95 % by bootstrap over rounds."
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(f"# One vector\n\n{words}\n\n{markdown(HEAD, table)}\n")
+                    rows += cells(name, threads, regime, taken, result)
+    run = Run.now(allocator, before=before)
+    print(save("pilot_mlp", page(rows, options), run, options.output))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,7 @@ from demask.machine.threads import set_threads
 from demask.pilot.packets.writer import PacketReader, write
 
 BENCHMARK = Benchmark(
-    "bytes read against accuracy", "not timed", (),
-    needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"), quick="--images 200",
+    "bytes read against accuracy", "not timed", needs=(DEV, "a folder of trained networks (`--cache`)", "Fashion-MNIST"), quick="--images 200",
 )  # fmt: skip
 
 NETWORKS = {"l1-1e-3": "penalty 1e-3", "none": "no penalty"}

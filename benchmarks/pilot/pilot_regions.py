@@ -5,7 +5,7 @@ The network has the size and the blocks of TAEF2's decoder after three strided c
 its result is added to the page. Its weights are random: its result is no better than the page, but
 it takes the time and has the halo of such networks, and every layer counts in what is compared.
 Contenders take turns in one process, page by page, in alternating order, with an allocator that
-reuses memory. Writes benchmarks/results/pilot_regions.md and a picture of one page.
+reuses memory.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ import demask
 import networks
 from benchmarks.common import turns
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
+from benchmarks.common.inductor import NAME, inductor
+from benchmarks.common.ledger import RESULTS, Cell, Page, Run, Table, save
 from benchmarks.pilot.pilot_pages import page
 from demask.machine.allocator import fix_allocator
+from demask.machine.describe import format_threads, load_average
 from demask.ops import TABLE
 from demask.pilot.conditions.regions import InRegions, Missed, Regions
 from demask.traverse import tile
@@ -40,16 +42,15 @@ from traverse_networks import SEED, Block, conv
 
 BENCHMARK = Benchmark(
     "mostly empty pages: regions against the whole page", "not timed",
-    ("pilot_regions.md", "pilot_regions.png"), needs=(DEV, SHARED_DATA),
-    quick="--size 256 --pages 1 --threads 1",
+    needs=(DEV, SHARED_DATA), quick="--size 256 --pages 1 --threads 1",
+    writes=("pilot_regions.png",), measures=("pilot", "traverse", "kernels"),
 )  # fmt: skip
 
 SIZE, PAGES, THREADS, TILE, GROW = 2048, 8, 2, 64, 8
 TOLERANCE = 8 / 255  # a difference that matters, of values from 0 to 1
 SAMPLE = 256  # pixels a side of the part of a page that the last layer is scaled with
 MEMORY = "512MiB"
-WHOLE = ("torch, NCHW", "torch, channels_last", f"demask.traverse, {MEMORY}", "ONNX Runtime")
-ULP = 2.0**-23
+WHOLE = ("torch, NCHW", "torch, channels_last", f"demask.traverse, {MEMORY}", "ONNX Runtime", NAME)
 
 
 class Restorer(nn.Module):
@@ -119,6 +120,10 @@ def contenders(model: nn.Module, x: Tensor, names: Sequence[str], folder: str) -
             calls[name] = lambda x, m=last: m(x.contiguous(memory_format=torch.channels_last))
         elif name == WHOLE[2]:
             calls[name] = tile(model, (x,), memory=MEMORY)
+        elif name == NAME:
+            held = x.clone()
+            compiled = inductor(model, held)
+            calls[name] = lambda x, held=held, run=compiled: (held.copy_(x), run())[1]
         else:
             calls[name] = in_runtime(model, x, Path(folder, "restorer.onnx"))
     return calls
@@ -203,80 +208,65 @@ def picture(x: Tensor, module: InRegions, path: Path, side: int = 640) -> None:
 
 # --- the page of results ------------------------------------------------------------------------
 
-
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Median (least-largest) over pages.
-
-    >>> spread([1.0, 3.0, 2.0])
-    '2.00 (1.00–3.00)'
-    """
-    if not values:
-        return ""
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+SPEED = ["contender", "seconds", "least", "most", "times as fast as the fastest whole", "work"]
+QUALITY = [
+    "condition", "largest difference where run", "share of values equal", "matters, %",
+    "missed, % of the page", "recall, %", "largest difference elsewhere",
+]  # fmt: skip
+EACH = ["page", "condition", "ran", "seconds", "times as fast"]
 
 
-def times(rows: Sequence[Row]) -> Iterator[list[str]]:
+def times(rows: Sequence[Row]) -> Iterator[list[Cell]]:
     for name in rows[0].seconds:
         seconds = [row.seconds[name] for row in rows]
-        gain = [row.gain(name) for row in rows]
-        work = [row.work[name] for row in rows if name in row.work]
-        yield [name, spread(seconds), spread(gain), spread(work, 3) or "1"]
+        work = median(row.work.get(name, 1.0) for row in rows)
+        gain = median(row.gain(name) for row in rows)
+        yield [name, median(seconds), min(seconds), max(seconds), gain, work]
 
 
-def quality(rows: Sequence[Row]) -> Iterator[list[str]]:
+def quality(rows: Sequence[Row]) -> Iterator[list[Cell]]:
     for name in rows[0].missed:
-        largest = max(row.differences[name][0] for row in rows)
-        equal = [row.differences[name][1] for row in rows]
         missed = [row.missed[name] for row in rows]
         yield [
-            name, f"{largest:.1e}", spread(equal, 4),
-            spread([100 * one.matters for one in missed]),
-            spread([100 * one.missed for one in missed]),
-            spread([100 * one.recall for one in missed]),
-            f"{max(one.worst for one in missed):.3f}",
+            name, max(row.differences[name][0] for row in rows),
+            min(row.differences[name][1] for row in rows),
+            100 * median(one.matters for one in missed),
+            100 * median(one.missed for one in missed), 100 * median(one.recall for one in missed),
+            max(one.worst for one in missed),
         ]  # fmt: skip
 
 
-def pages(rows: Sequence[Row]) -> Iterator[list[str]]:
-    for row in rows:
-        for name, words in row.ran.items():
-            yield [str(row.seed), name, words, f"{row.seconds[name]:.2f}", f"{row.gain(name):.2f}"]
-
-
-def report(rows: Sequence[Row], words: str, size: int, picture: str, exact: str) -> str:
-    speed = markdown(["contender", "seconds", "times as fast as the fastest whole", "work"],
-                     list(times(rows)))  # fmt: skip
-    compared = markdown(
-        ["condition", "largest difference where run", "share of values equal", "matters, %",
-         "missed, % of the page", "recall, %", "largest difference elsewhere"],
-        list(quality(rows)),
-    )  # fmt: skip
-    each = markdown(["page", "condition", "ran", "seconds", "times as fast"], list(pages(rows)))
-    return f"""# Pages restored where something is on them
-
-{words}
-
-{len(rows)} pages of {size} x {size} pixels, seeds {rows[0].seed} to {rows[-1].seed}: text of this
-project's documents and a photograph, paper with noise and shade
+def report(rows: Sequence[Row], size: int) -> Page:
+    each: list[list[Cell]] = [
+        [row.seed, name, words, row.seconds[name], row.gain(name)]
+        for row in rows
+        for name, words in row.ran.items()
+    ]
+    gains = [row.gain(name) for row in rows for name in row.ran]
+    recall = [100 * missed.recall for row in rows for missed in row.missed.values()]
+    summary = (f"{min(gains):.2f} to {max(gains):.2f} times as fast as the fastest that runs the "
+               f"whole page, slower in {sum(gain < 1 for gain in gains)} of {len(gains)}; "
+               f"{min(recall):.0f} to {max(recall):.0f} % of what matters is run")  # fmt: skip
+    return Page("Pages restored where something is on them", [
+        f"""
+{len(rows)} pages of {size} x {size} pixels, from seed {rows[0].seed}: text of this project's
+documents and a photograph, paper with noise and shade
 ([pilot_pages.py](../pilot/pilot_pages.py)). The network has the size and the blocks of TAEF2's
-decoder, and random weights. Batch 1, float32. Numbers are medians (least–largest) over the pages; a
-turn is one call. *Work*: multiply-adds with halos over those of the whole page. {exact}
+decoder, and random weights. Batch 1, float32. Medians over the pages; a turn is one call. *Work*:
+multiply-adds with halos over those of the whole page. *Difference where run*: from the whole page in
+`demask.traverse`, whose kernels are the same; torch and oneDNN choose them by size.
 
 *Matters*: the whole run and what stands in for it differ by more than 8/255 in some channel;
 *missed*: that part of it that was not run; *recall*: the share of it that was. *By contrast*: tiles
 whose input varies by more than 0.1 within 8 x 8 pixels; elsewhere the page itself. *By
 downsample:8*: tiles in which the answer of the network at an eighth of the resolution is more than
 0.1 from the page; elsewhere the page. *Filled in*: tiles in which that answer varies by more than
-0.05; elsewhere that answer.
-
-{speed}
-
-{compared}
-
-![A page, and the rectangles that were run]({picture})
-
-{each}
-"""
+0.05; elsewhere that answer.""",
+        Table(SPEED, [*times(rows)]),
+        Table(QUALITY, [*quality(rows)]),
+        "![A page, and the rectangles that were run](pilot_regions.png)",
+        Table(EACH, each, 2),
+    ], summary)  # fmt: skip
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -292,7 +282,7 @@ def arguments() -> argparse.Namespace:
     add("--threads", type=int, default=THREADS)
     add("--first", type=int, default=0, help="the seed of the first page")
     add("--contenders", nargs="*", choices=WHOLE, default=list(WHOLE))
-    add("--output", type=Path, default=RESULTS / "pilot_regions.md")
+    add("--output", type=Path, help="a page of its own, in place of the ledger")
     return parser.parse_args()
 
 
@@ -311,24 +301,20 @@ def main() -> None:
         reference = next(iter(ours.values())).whole
         for call in (*whole.values(), *ours.values()):  # the first call of each is not timed
             call(x)
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        image = options.output.with_name(options.output.stem + ".png")
         for seed in range(options.first, options.first + options.pages):
             x, _ = page(seed, options.size)
             rows.append(measured(seed, x, whole, ours, reference))
             if seed == options.first:
-                picture(x, next(iter(ours.values())), image)
+                path = options.output or RESULTS / "pilot_regions.md"
+                picture(x, next(iter(ours.values())), path.with_suffix(".png"))
             timings = "; ".join(f"{name} {n:.2f} s" for name, n in rows[-1].seconds.items())
             console.print(f"page {seed}: {timings}")
             for name, ran in rows[-1].ran.items():
                 console.print(
                     f"  {name}: {ran}; {rows[-1].differences[name]}; {rows[-1].missed[name]}"
                 )
-    threads = f"{options.threads} threads"
-    words = provenance("pilot_regions", threads, allocator, before=before)
-    exact = ("*Difference where run*: from the whole page in `demask.traverse`, whose kernels are "
-             "the same; torch and oneDNN choose them by size.")  # fmt: skip
-    options.output.write_text(report(rows, words, options.size, image.name, exact))
+    run = Run.now(format_threads(options.threads), allocator, before=before)
+    print(save("pilot_regions", report(rows, options.size), run, options.output))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,7 @@ from demask.pilot import Comparison, compare
 from demask.pilot.compare import ComparisonRow
 
 BENCHMARK = Benchmark(
-    "simplifiers of four networks: agreement and cost", "not timed", (),
-    needs=(DEV, SHARED_DATA, "Fashion-MNIST"),
+    "simplifiers of four networks: agreement and cost", "not timed", needs=(DEV, SHARED_DATA, "Fashion-MNIST"),
     quick="--networks perceptron --seeds 1 --images 50 --steps 50 --pairs 0",
 )  # fmt: skip
 

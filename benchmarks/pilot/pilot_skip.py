@@ -39,8 +39,7 @@ from demask.shrink.build_uncut import build_uncut
 from demask.shrink.pipeline import canonicalize, capture_program
 
 BENCHMARK = Benchmark(
-    "ResNet-56 with channels chosen by a pilot, image by image", "not timed", (),
-    needs=(DEV, SHARED_DATA), quick="--images 50 --pairs 2",
+    "ResNet-56 with channels chosen by a pilot, image by image", "not timed", needs=(DEV, SHARED_DATA), quick="--images 50 --pairs 2",
 )  # fmt: skip
 
 KEEPS, LAYERS = (0.9, 0.75, 0.5), ("*", "*.conv1")

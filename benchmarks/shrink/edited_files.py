@@ -32,8 +32,7 @@ from demask.ops import TABLE
 
 BENCHMARK = Benchmark(
     "ONNX files of packages with every second channel masked: edited, and exported again",
-    "about 30 s a file", ("edited_files.md",),
-    needs=("`make .venv/real.stamp`", "a folder of more packages (`--packages`)"), quick=None,
+    "about 30 s a file", needs=("`make .venv/real.stamp`", "a folder of more packages (`--packages`)"), quick=None,
 )  # fmt: skip
 
 LEAST = 4096  # bytes of a file that is no test

@@ -39,7 +39,7 @@ from demask.machine.allocator import fix_allocator
 
 BENCHMARK = Benchmark(
     "results in the user's own class: seconds and memory of demask() and verify(), speed",
-    "about 20 minutes", ("own_network.md", "own_network.json"), needs=(DEV, "12 GiB of memory"),
+    "about 20 minutes", needs=(DEV, "12 GiB of memory"),
     quick="--parts speed --runs 3",
 )  # fmt: skip
 

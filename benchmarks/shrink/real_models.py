@@ -30,7 +30,7 @@ from demask.machine.timing import time_alternately
 
 BENCHMARK = Benchmark(
     "pretrained networks from packages, from the first call to the last", "not timed",
-    ("docs/real-models.md",), needs=("`make .venv/real.stamp`",), quick=None,
+    writes=("docs/real-models.md",), needs=("`make .venv/real.stamp`",), quick=None,
 )  # fmt: skip
 
 PAGE = Path(__file__).parents[2] / "docs" / "real-models.md"

@@ -30,7 +30,7 @@ from demask.files.weight_file import WeightFile
 
 BENCHMARK = Benchmark(
     "A masked language model of 1.1 B parameters in a folder: slim, against copying it",
-    "20 min", ("slim_checkpoint.md",), (DEV, "`.venv-llama` for llama.cpp"), quick=None,
+    "20 min", (DEV, "`.venv-llama` for llama.cpp"), quick=None,
 )  # fmt: skip
 WIDTH, UNITS, HEADS, GROUPS, VOCABULARY = 2048, 5632, 32, 4, 32000
 TOKENS = 16

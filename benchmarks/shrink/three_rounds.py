@@ -31,7 +31,7 @@ from networks import torchvision
 
 BENCHMARK = Benchmark(
     "three rounds of training, pruning and demask(): class, outputs, tokens, files", "minutes",
-    ("three_rounds.md",), needs=(DEV,), quick="--networks mixtral",
+    needs=(DEV,), quick="--networks mixtral",
 )  # fmt: skip
 
 ROUNDS, STEPS = 3, 3

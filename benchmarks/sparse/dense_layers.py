@@ -1,8 +1,5 @@
 """Single dense layers: GFLOP/s of their kernels next to the peak, and rivals:
-`python -m benchmarks run dense_layers`.
-
-Writes benchmarks/results/dense_layers.md.
-"""
+`python -m benchmarks run dense_layers`."""
 
 from __future__ import annotations
 
@@ -20,10 +17,12 @@ from torch import Tensor, nn
 import demask
 from benchmarks.common import limits
 from benchmarks.common.catalog import BENCH, Benchmark
-from benchmarks.common.tables import RESULTS, command, format_spread, markdown
+from benchmarks.common.command import command
+from benchmarks.common.ledger import Cell, Page, Table
 from benchmarks.optimize.runtime import call
 from benchmarks.shrink.peers_called import compiled, openvino_module
 from demask.kernels.thread_team import Job
+from demask.machine.describe import format_threads
 from demask.machine.timing import Timing, time_alternately
 from demask.sparse.plan.segment_plan import SegmentPlan
 from demask.sparse.segment.segment_op import segment
@@ -32,7 +31,7 @@ from demask.sparse.segment_steps import ConvStep, LinearStep, SparseWeight
 
 BENCHMARK = Benchmark(
     "dense layers: GFLOP/s of each kind next to the machine's peak, torch and two runtimes",
-    "about 2 s a setting", ("dense_layers.md",), needs=(BENCH,),
+    "about 2 s a setting", needs=(BENCH,),
     quick="--networks conv_3x3_14 --threads 1 --pairs 3 --seconds 1",
 )  # fmt: skip
 
@@ -129,12 +128,10 @@ class Row:
         return self.rate / self.peak.registers
 
     @property
-    def verdict(self) -> str:
-        """Whether the target share of this layer is reached."""
-        target = TARGETS.get(self.name)
-        if target is None:
-            return ""
-        return f"{target:.0%} target{'' if self.share >= target else ': less'}"
+    def ratio(self) -> float:
+        """The time of the fastest other one over that of the call."""
+        others = (self.timings[name].median for name in (TORCH, ORT, OPENVINO))
+        return min(others) / self.timings[CALL].median
 
 
 def kernel_alone(plan: SegmentPlan, x: Tensor, y: Tensor, threads: int) -> Callable[[], object]:
@@ -196,54 +193,51 @@ def rows(
 
 
 HEAD = [
-    "layer", "threads", "MFLOP", "kernel, ms", "GFLOP/s", "of registers", "of first cache", "",
-    "call, ms", "PyTorch, ms", "ONNX Runtime, ms", "OpenVINO, ms", "ratio", "", "error",
+    "layer", "threads", "MFLOP", "kernel, ms", "GFLOP/s", "of the peak in registers",
+    "of the peak from the first cache", "asked", "call, ms", "PyTorch, ms", "ONNX Runtime, ms",
+    "OpenVINO, ms", "fastest other over call", "error",
 ]  # fmt: skip
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: Row) -> list[Cell]:
     timings = row.timings
-    rival = min(timings[name].median for name in (TORCH, ORT, OPENVINO))
-    ratio = rival / timings[CALL].median
     return [
-        row.name.replace("_", " "), str(row.threads), f"{row.flops / 1e6:.1f}",
-        format_spread(timings[OURS]), f"{row.rate:.1f}", f"{row.share:.0%}",
-        f"{row.rate / row.peak.memory:.0%}", row.verdict,
-        *(format_spread(timings[name]) for name in (CALL, TORCH, ORT, OPENVINO)),
-        f"{ratio:.2f}", "slower" if ratio < 1 else "", f"{row.error:.0e}",
+        row.name.replace("_", " "), row.threads, row.flops / 1e6, timings[OURS], row.rate,
+        row.share, row.rate / row.peak.memory, TARGETS.get(row.name),
+        *(timings[name] for name in (CALL, TORCH, ORT, OPENVINO)), row.ratio, row.error,
     ]  # fmt: skip
 
 
-def page(rows: Sequence[Row], words: str) -> str:
+def page(rows: Sequence[Row]) -> Page:
     peaks = {row.threads: row.peak for row in rows}
     best = "; ".join(
-        f"{count} thread{'s' * (count > 1)}: {p.registers:.1f} in registers, {p.memory:.1f} from "
-        f"the first cache, {p.misaligned:.1f} from there and misaligned"
+        f"{format_threads(count)}: {p.registers:.1f} in registers, {p.memory:.1f} from the first "
+        f"cache, {p.misaligned:.1f} from there and misaligned"
         for count, p in peaks.items()
     )
-    missed = [f"{row.name.replace('_', ' ')} ({row.threads})" for row in rows
-              if row.verdict.endswith("less")]  # fmt: skip
-    return f"""# Dense layers next to the machine's peak
-
-{words} ONNX Runtime {onnxruntime.__version__}, OpenVINO {openvino_module().__version__}.
-
+    text = f"""
 Multiply-adds that this machine makes, in GFLOP/s, by loops compiled on the spot: {best}.
 
 *Kernel*: the layer alone, of a program of one layer for `demask::segment`, with values in the
 layout of the kernels, including the borders around tiles. *Call*: the op, which also converts its
 input and output, as a network does once. Batch 1, float32, random weights without zeros. All
-contenders of a row run in turns in one process (median, 10 %–90 % quantile, ms). FLOP: two per
-multiply-add, those of padding counted. *Ratio*: time of the fastest of the other three over that of
-the call. *Error*: against float64, relative to the largest output.
-
-Below the target share of the peak in registers: {", ".join(missed) or "none"}.
-
-{markdown(HEAD, [cells(row) for row in rows])}
-"""
+contenders of a row run in turns in one process (median, 10 %–90 % quantile). FLOP: two per
+multiply-add, those of padding counted. *Asked*: the least share of the peak in registers. *Error*:
+against float64, relative to the largest output. ONNX Runtime {onnxruntime.__version__}, OpenVINO
+{openvino_module().__version__}."""
+    ratios, slower = [row.ratio for row in rows], sum(row.ratio < 1 for row in rows)
+    missed = sum(row.share < TARGETS.get(row.name, 0) for row in rows)
+    summary = (f"a call is {min(ratios):.2f} to {max(ratios):.2f} times as fast as the fastest of "
+               f"three others, slower in {slower} of {len(rows)}; kernels reach less of the peak "
+               f"than asked in {missed}")  # fmt: skip
+    return Page(
+        "Dense layers next to the machine's peak", [text, Table(HEAD, [*map(cells, rows)], 2)],
+        summary,
+    )  # fmt: skip
 
 
 def main() -> None:
-    command(__doc__, rows, HEAD, cells, page, RESULTS / "dense_layers.md", 2.0, list(LAYERS))
+    command("dense_layers", __doc__, rows, page, 2.0, list(LAYERS))
 
 
 if __name__ == "__main__":

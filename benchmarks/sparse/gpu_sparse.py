@@ -5,7 +5,7 @@
 FOLDER: that of dlmc_subset.zip (shared/data next to the project). Needs torch for CUDA and Triton,
 nothing from a network. Every result is compared with float64 before anything is timed. Times are
 those of CUDA graphs that read copies of the weights in turn, more than three caches together;
-contenders take turns; medians. Writes benchmarks/results/gpu_sparse.md and .json.
+contenders take turns; medians.
 
 --seconds bounds it all: suite A (layers of language models), then B (really pruned networks); what
 is left out is said. --device cpu shows that it runs, in Triton's interpreter, on tiny layers.
@@ -14,12 +14,13 @@ is left out is said. --device cpu shows that it runs, in Triton's interpreter, o
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, zip_longest
+from math import exp, log
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -27,43 +28,35 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.common.catalog import SHARED_DATA, Benchmark
-from benchmarks.common.tables import provenance
-from benchmarks.sparse.gpu_page import page
+from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.sparse.gpu_problems import Problem, layers, pruned
+from demask.machine.timing import Timing
 
 BENCHMARK = Benchmark(
     "sparse products on a GPU: ours, cuBLAS, cuSPARSE, 2:4 and blocks", "at most 520 s",
-    ("gpu_sparse.md", "gpu_sparse.json"),
     needs=("a CUDA GPU", SHARED_DATA),
-    quick="--device cpu --seconds 30 --rounds 1",
+    quick="--device cpu --seconds 30 --rounds 1", measures=("sparse/products", "kernels/gpu"),
 )  # fmt: skip
 
 if TYPE_CHECKING:
     from benchmarks.sparse.gpu_contenders import Case
 
-RESULTS = Path(__file__).parents[1] / "results"
 ROUNDS, CALLS = 25, 12
 LONG = 0.02  # seconds of a graph; longer ones are replayed less often
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
+PEERS = ("cuBLAS", "cuBLAS TF32", "cuSPARSE", "2:4", "BSR")
 
 
 @dataclass(slots=True)
 class Row:
-    """What came out: seconds per call (median, 10 %, 90 %), who computed ours, the seconds of its
-    first call for a new matrix, why others did not run, and the error of each that was compared."""
+    """What came out: the seconds of a call of each, who computed ours, the seconds of its first
+    call for a new matrix, why others did not run, and the error of each that was compared."""
 
-    title: str
-    suite: str
-    task: str
-    sparsity: float
-    n: int
-    m: int
-    k: int
-    dtype: str
+    problem: Problem
     nonzeros: int = 0
     choice: str = ""
     prepared: float = 0.0
-    seconds: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    seconds: dict[str, Timing] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     not_run: dict[str, str] = field(default_factory=dict)
 
@@ -110,7 +103,7 @@ def taken(run: Callable[[], object], device: str) -> float:
 def timed(
     contenders: Mapping[str, list[Callable[[], object]]], device: str, rounds: int,
     not_run: dict[str, str],
-) -> dict[str, tuple[float, float, float]]:  # fmt: skip
+) -> dict[str, Timing]:  # fmt: skip
     """Seconds per call of every contender: graphs are replayed in turns, forward and backward."""
     ready = {}
     for who, calls in contenders.items():
@@ -126,26 +119,18 @@ def timed(
             slow = turn > 5 and samples[who][-1] * count > LONG
             if not slow:
                 samples[who].append(taken(run, device) / count)
-    return {who: _spread(seconds[1:] or seconds) for who, seconds in samples.items()}
+    return {who: Timing.of(seconds[1:] or seconds) for who, seconds in samples.items()}
 
 
-def _spread(samples: list[float]) -> tuple[float, float, float]:
-    ranked = sorted(samples)
-    last = len(ranked) - 1
-    return ranked[round(last * 0.5)], ranked[round(last * 0.1)], ranked[round(last * 0.9)]
-
-
-class precise:  # noqa: N801
+@contextmanager
+def precise(yes: bool) -> Iterator[None]:
     """float32 products in float32, or in TF32."""
-
-    def __init__(self, yes: bool):
-        self.yes, self.before = yes, torch.backends.cuda.matmul.allow_tf32
-
-    def __enter__(self) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = not self.yes
-
-    def __exit__(self, *_: object) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = self.before
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = not yes
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def measured(problem: Problem, device: str, seed: int, rounds: int) -> Row:
@@ -153,10 +138,7 @@ def measured(problem: Problem, device: str, seed: int, rounds: int) -> Row:
     from benchmarks.sparse import gpu_contenders as who
 
     case = who.build_case(problem, device, seed)
-    row = Row(
-        problem.title, problem.suite, problem.task, problem.sparsity, problem.n, problem.m,
-        problem.k, str(problem.dtype).removeprefix("torch."), int(case.w.count_nonzero()),
-    )  # fmt: skip
+    row = Row(problem, int(case.w.count_nonzero()))
     limit = ALLOWED[problem.dtype]
     with torch.no_grad(), precise(True):
         try:
@@ -176,7 +158,7 @@ def measured(problem: Problem, device: str, seed: int, rounds: int) -> Row:
                 if name not in who.OTHERS:
                     row.errors[name] = who.error(case, products[-1]())
                     if not row.errors[name] <= limit:
-                        raise who.NotRun(f"wrong by {row.errors[name]:.1e}")
+                        raise who.NotRun(f"wrong by more than {limit:g}")
                 calls[name] = products
             except Exception as failure:
                 row.not_run[name] = f"{failure}"[:120] or type(failure).__name__
@@ -203,22 +185,97 @@ def rows(problems: Iterable[Problem], options: argparse.Namespace) -> tuple[list
             continue
         row = measured(problem, options.device, options.seed, options.rounds)
         results.append(row)
-        times = {who: f"{1e6 * s[0]:.1f}" for who, s in row.seconds.items()}
+        times = {who: f"{1e6 * timing.median:.1f}" for who, timing in row.seconds.items()}
         words = row.not_run.get("demask", f"{row.choice}; microseconds {times}")
-        print(f"{row.title}: {words}", flush=True)
+        print(f"{problem.title}: {words}", flush=True)
         if options.device == "cuda":
             torch.cuda.empty_cache()
     return results, left
 
 
 def device_words(device: str) -> str:
-    """The device and the versions."""
+    """The device, and the version of Triton."""
     import triton
 
     name = torch.cuda.get_device_name() if device == "cuda" else "Triton's interpreter"
-    python = ".".join(map(str, sys.version_info[:3]))
-    versions = f"torch {torch.__version__}, Triton {triton.__version__}, Python {python}"
-    return f"{name}, {versions}"
+    return f"{name}, Triton {triton.__version__}"
+
+
+#: (what, which rows, peer, how many times as fast)
+GOALS: Sequence[tuple[str, Callable[[Problem], bool], str, float]] = (
+    *((f"bfloat16, n ≤ 64, layers from 8192², {s:.0%}",
+       lambda p, s=s: p.suite == "A" and p.task == "spmm" and p.n <= 64 and p.m * p.k >= 8192**2
+       and abs(p.sparsity - s) < 0.01, "cuBLAS", goal)
+      for s, goal in ((0.7, 1.8), (0.8, 2.5), (0.9, 3.0))),
+    ("bfloat16 layers, all", lambda p: p.suite == "A" and p.task == "spmm", "cuSPARSE", 20.0),
+    ("float32, really pruned networks", lambda p: p.suite == "B", "cuSPARSE", 3.0),
+    ("bfloat16 SDDMM", lambda p: p.task == "sddmm", "cuSPARSE", 10.0),
+)  # fmt: skip
+HEAD = [
+    "product", "demask, µs", "10 % to 90 %, µs", "by", "first call, ms", *PEERS, "useful TFLOP/s",
+    "error",
+]  # fmt: skip
+
+
+def ratios(rows: Iterable[Row], peer: str) -> list[float]:
+    """The peer's time over ours, where both ran."""
+    both = [row.seconds for row in rows if {"demask", peer} <= row.seconds.keys()]
+    return [seconds[peer].median / seconds["demask"].median for seconds in both]
+
+
+def goals(rows: Sequence[Row]) -> Iterator[list[Cell]]:
+    """Geometric means, and what was aimed at."""
+    for what, among, peer, goal in GOALS:
+        speeds = ratios((row for row in rows if among(row.problem)), peer)
+        if speeds:
+            mean = exp(sum(map(log, speeds)) / len(speeds))
+            faster = sum(one > 1 for one in speeds)
+            yield [what, peer, goal, mean, min(speeds), max(speeds), faster, len(speeds)]
+
+
+def cells(row: Row) -> list[Cell]:
+    ours = row.seconds["demask"]
+    rate = 2 * row.nonzeros * row.problem.n / ours.median / 1e12
+    return [
+        row.problem.title, 1e6 * ours.median, 1e6 * (ours.high - ours.low), row.choice,
+        1e3 * row.prepared, *(next(iter(ratios([row], peer)), None) for peer in PEERS), rate,
+        row.errors["demask"],
+    ]  # fmt: skip
+
+
+def page(rows: Sequence[Row], left: Sequence[str]) -> Page:
+    """left: titles of what there was no time for."""
+    parts: list[str | Table] = [
+        """
+Medians of CUDA graphs that read copies of the weights in turn; contenders took turns. *10 % to
+90 %*: between these quantiles. Under a peer: its time over ours, so that more than 1 means that
+ours is faster. cuBLAS computes with the zeros; TF32, 2:4 and BSR (blocks of 64) compute something
+else: they cut numbers, drop weights, or want blocks. Ours is measured once per kind of product;
+`dense` means that it was fastest to decompress the weights and call cuBLAS. *First call*: of a new
+matrix, whose form (tasks, bitmap) is computed then and cached. *Error*: of norms, against float64.
+Geometric means first, and the goals:""",
+        Table(["which", "against", "goal", "mean", "least", "most", "faster", "of"],
+              [*goals(rows)], 2),
+        Table(HEAD, [cells(row) for row in rows if "demask" in row.seconds]),
+    ]  # fmt: skip
+    failed: dict[str, list[str]] = {}
+    for row in rows:
+        for who, why in row.not_run.items():
+            if "alone" not in why and "has no" not in why:
+                failed.setdefault(f"{who}, {why}", []).append(row.problem.title)
+    if failed:
+        lines = (f"- {why}: {titles[0]}" + f" and {len(titles) - 1} more" * (len(titles) > 1)
+                 for why, titles in failed.items())  # fmt: skip
+        parts.append("\n".join(["Not run:", "", *lines]))
+    if left:
+        parts.append(f"No time was left for {len(left)}: " + "; ".join(left) + ".")
+    spans = []
+    for peer in ("cuBLAS", "cuSPARSE"):
+        if speeds := ratios(rows, peer):
+            slower = sum(one < 1 for one in speeds)
+            spans.append(f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as {peer}, slower "
+                         f"in {slower} of {len(speeds)}")  # fmt: skip
+    return Page("Sparse products on a GPU", parts, "; ".join(spans))
 
 
 def arguments() -> argparse.Namespace:
@@ -231,7 +288,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=9, help="of the collection's matrices")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_sparse.md")
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("expected a GPU that torch sees; --device cpu shows that this runs")
@@ -252,18 +309,10 @@ def main() -> None:
     if options.data:
         suites.append(list(pruned(options.data / "dlmc_subset.zip", options.every)))
     # B in between, so that a short run has some of both
-    problems = [p for group in zip_long(suites) for p in group]
+    problems = [p for group in zip_longest(*suites) for p in group if p is not None]
     results, left = rows(problems, options)
-    text = page(
-        results,
-        left,
-        provenance("gpu_sparse", device_words(options.device), f"seed {options.seed}"),
-    )
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(text)
-    stored = [{name: getattr(row, name) for name in Row.__slots__} for row in results]
-    options.output.with_suffix(".json").write_text(json.dumps(stored, indent=1) + "\n")
-    print(text)
+    run = Run.now(device_words(options.device), f"seed {options.seed}")
+    print(save("gpu_sparse", page(results, left), run, options.output))
     if any("demask" in row.not_run for row in results):
         sys.exit("some products of ours are wrong or failed: see the page")
 
@@ -271,12 +320,6 @@ def main() -> None:
 def tiny() -> list[Problem]:
     """Layers that the interpreter gets through."""
     return list(islice(layers(((128, 256),), (4,), (0.9,)), 3))
-
-
-def zip_long(suites: list[list[Problem]]) -> Iterable[list[Problem]]:
-    """One of each suite in turn, until all are there."""
-    for k in range(max(map(len, suites))):
-        yield [suite[k] for suite in suites if k < len(suite)]
 
 
 if __name__ == "__main__":

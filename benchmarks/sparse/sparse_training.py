@@ -14,11 +14,11 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +26,17 @@ from torch.nn import functional as F
 
 import cifar
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
+from benchmarks.common.ledger import Page, Run, Table, save
 from demask.machine.allocator import fix_allocator
+from demask.machine.describe import format_counts, load_average
+from demask.machine.timing import Timing, sample_seconds
 from demask.sparse import SparseConv2d, SparseLinear
 
 BENCHMARK = Benchmark(
     "training with 10 % of the weights: sparse layers and masked dense ones", "not timed",
-    ("sparse_training.md",), needs=(DEV, SHARED_DATA),
+    needs=(DEV, SHARED_DATA),
     quick="--threads 1 --pairs 2 --losses 2",
+    measures=("sparse/training", "sparse/products", "kernels"),
 )  # fmt: skip
 
 DENSITY, SEED = 0.1, 0
@@ -158,26 +161,21 @@ def memory(build: Callable[[], nn.Module], batch: Batch, sparse: bool) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Milliseconds per step, in turns, and what the losses differed by."""
+    """Steps of both twins, in turns. ratio: the median over pairs of steps."""
 
     name: str
     threads: int
-    dense: list[float]
-    sparse: list[float]
+    dense: Timing
+    sparse: Timing
+    ratio: float
 
 
 def timed(name: str, build: Callable[[], nn.Module], batch: Batch, pairs: int) -> Timed:
     """Steps of both twins on one batch, in turns."""
-    both = twins(build)
-    for trainer in both * 2:
-        trainer.step(batch)
-    milliseconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(pairs):
-        for trainer, times in zip(both, milliseconds, strict=True):
-            begin = time.perf_counter()
-            trainer.step(batch)
-            times.append(1e3 * (time.perf_counter() - begin))
-    return Timed(name, torch.get_num_threads(), *milliseconds)
+    dense, sparse = (partial(trainer.step, batch) for trainer in twins(build))
+    seconds = sample_seconds({"dense": dense, "sparse": sparse}, pairs, 2)
+    ratio = median(a / b for a, b in zip(seconds["dense"], seconds["sparse"], strict=True))
+    return Timed(name, torch.get_num_threads(), *map(Timing.of, seconds.values()), ratio)
 
 
 def losses(build: Callable[[], nn.Module], batches: Sequence[Batch]) -> list[tuple[float, ...]]:
@@ -206,51 +204,54 @@ def random(size: int) -> Batch:
     return images, torch.randint(10, (size,), generator=generator)
 
 
-def _spread(times: list[float]) -> str:
-    low, _, high = quantiles(times, n=4)
-    return f"{median(times):.1f} ({low:.1f} to {high:.1f})"
+STEPS = ["network", "threads", "masked dense, ms", "sparse, ms", "times as fast"]
+MEMORY = [
+    "network", "twin", "nonzeros", "trained, bytes", "trained per nonzero", "overhead, bytes",
+    "all, bytes",
+]  # fmt: skip
+LOSS = ["step", "loss in float64", "masked dense: off by", "sparse: off by"]
 
 
-def page(rows: list[Timed], curve: list[tuple[float, ...]],
-         memory_of: dict[str, tuple[Bytes, Bytes]], words: str) -> str:  # fmt: skip
+def page(
+    rows: Sequence[Timed], curve: Sequence[tuple[float, ...]],
+    memory_of: Mapping[str, tuple[Bytes, Bytes]],
+) -> Page:  # fmt: skip
     """The page of results."""
-    steps = []
-    for row in rows:
-        ratios = [a / b for a, b in zip(row.dense, row.sparse, strict=True)]
-        low, _, high = quantiles(ratios, n=4)
-        ratio = f"{median(ratios):.2f} ({low:.2f} to {high:.2f})"
-        pairs = str(len(ratios))
-        cells = [row.name, str(row.threads), _spread(row.dense), _spread(row.sparse), ratio, pairs]
-        steps.append(cells)
-    head = ["network", "threads", "masked dense, ms", "sparse, ms", "times as fast", "pairs"]
+    counts = format_counts(timing for row in rows for timing in (row.dense, row.sparse))
+    steps = [[row.name, row.threads, row.dense, row.sparse, row.ratio] for row in rows]
     bytes_ = [
-        [name, kind, str(b.nonzeros), f"{b.trained:,}", f"{b.trained / b.nonzeros:.1f}",
-         f"{b.overhead:,}", f"{b.counted:,}"]
+        [name, kind, b.nonzeros, b.trained, b.trained / b.nonzeros, b.overhead, b.counted]
         for name, both in memory_of.items()
         for kind, b in zip(("masked", "sparse"), both, strict=True)
-    ]  # fmt: skip
+    ]
+    off = [[abs(loss - exact) for loss in others] for exact, *others in curve]
+    most = [max(errors) for errors in zip(*off, strict=True)]
     places = sorted({*range(0, len(curve), max(1, len(curve) // 8)), len(curve) - 1})
-    shown = [[str(k + 1), *(f"{v:.6f}" for v in curve[k]),
-              *(f"{abs(v - curve[k][0]):.1e}" for v in curve[k][1:])] for k in places]  # fmt: skip
-    most = [max(abs(row[k] - row[0]) for row in curve) for k in (1, 2)]
-    return "\n".join([
-        "# Training with nonzeros alone", "", words, "",
-        f"{DENSITY:.0%} of each layer's weights, from the start; forward, backward and SGD with "
-        "momentum, in turns with a dense twin whose gradients are masked. Medians and quartiles; "
-        "the ratio is of each pair.", "", markdown(head, steps), "",
-        "## Memory after a step", "",
-        "Bytes of tensors. Trained: values, gradients and momentum of the layers; overhead: "
-        "masks, or indices and what kernels cache; all: everything alive, with norms "
-        "and biases.", "",
-        markdown(["network", "twin", "nonzeros", "trained", "per nonzero", "overhead", "all"],
-                 bytes_), "",
-        "## The loss, step by step", "",
-        "ResNet-20, the same weights, images and order, and the masked dense twin in float64: "
-        "rounding errors grow in the course of training, with either. Largest difference from "
-        f"float64 in {len(curve)} steps: {most[0]:.1e} masked dense, {most[1]:.1e} sparse.", "",
-        markdown(["step", "float64", "masked dense", "sparse", "dense - float64",
-                  "sparse - float64"], shown), "",
-    ])  # fmt: skip
+    speeds = [row.ratio for row in rows]
+    less = [sparse.counted / masked.counted for masked, sparse in memory_of.values()]
+    summary = (f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as masked dense layers, "
+               f"slower in {sum(speed < 1 for speed in speeds)} of {len(speeds)}; "
+               f"{min(less):.2f} to {max(less):.2f} of the memory")  # fmt: skip
+    return Page("Training with nonzeros alone", [
+        f"""
+{DENSITY:.0%} of each layer's weights, from the start; forward, backward and SGD with momentum, in
+turns with a dense twin whose gradients are masked. Median (10 %–90 % quantile) of {counts} steps;
+*times as fast*: the median over pairs.""",
+        Table(STEPS, steps, 2),
+        """
+## Memory after a step
+
+Bytes of tensors. *Trained*: values, gradients and momentum of the layers; *overhead*: masks, or
+indices and what kernels cache; *all*: everything alive, with norms and biases.""",
+        Table(MEMORY, bytes_, 2),
+        f"""
+## The loss, step by step
+
+ResNet-20, the same weights, images and order, and the masked dense twin in float64: rounding errors
+grow in the course of training, with either. Largest difference from float64 in {len(curve)} steps:
+{most[0]:.1e} masked dense, {most[1]:.1e} sparse.""",
+        Table(LOSS, [[k + 1, curve[k][0], *off[k]] for k in places]),
+    ], summary)  # fmt: skip
 
 
 def main() -> None:
@@ -258,7 +259,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--pairs", type=int, default=15, help="steps of each network")
     parser.add_argument("--losses", type=int, default=40, help="steps of the loss curve")
-    parser.add_argument("--output", type=Path, default=RESULTS / "sparse_training.md")
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     options = parser.parse_args()
     allocator, before = fix_allocator(), load_average()
     batches = pictures(options.losses, 128)
@@ -268,18 +269,16 @@ def main() -> None:
         ("ResNet-20, batch 128", lambda: cifar.ResNet(20), batches[0]),
     ]
     memory_of = {name: (memory(build, batch, False), memory(build, batch, True))
-            for name, build, batch in (cases[0], cases[2])}  # fmt: skip
+                 for name, build, batch in (cases[0], cases[2])}  # fmt: skip
     rows = []
     for threads in options.threads:
         torch.set_num_threads(threads)
         for name, build, batch in cases:
             rows.append(timed(name, build, batch, options.pairs))
-            print(name, threads, _spread(rows[-1].dense), _spread(rows[-1].sparse), flush=True)
+            print(rows[-1], flush=True)
     curve = losses(lambda: cifar.ResNet(20), batches)
-    words = provenance("sparse_training", allocator, before=before)
-    text = page(rows, curve, memory_of, words)
-    options.output.write_text(text)
-    print(text)
+    run = Run.now(allocator, before=before)
+    print(save("sparse_training", page(rows, curve, memory_of), run, options.output))
 
 
 if __name__ == "__main__":

@@ -2,40 +2,41 @@
 
     python -m benchmarks run halo
 
-Writes results/halo.md and halo.json, and docs/halo.svg: the error of a tile of TAEF2's decoder,
-with its trained weights, against the padding.
+Draws docs/halo.svg: the error of a tile of TAEF2's decoder, with its trained weights, against the
+padding.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from textwrap import fill
 
 import torch
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.progress import Progress
 from torch import Tensor, nn
 
 import traverse_networks as shared
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
+from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from demask.cli.bench.plot import FASTER, ORIGINAL_COLOR, SLOWER, WORDS
+from demask.machine.describe import load_average
+from demask.machine.timing import Timing
 from demask.traverse.halos.error_curve import Point
 from demask.traverse.halos.halo import Halo, halo
 
 BENCHMARK = Benchmark(
     "the exact halo of six networks, and the error of smaller ones", "minutes",
-    ("halo.md", "halo.json", "docs/halo.svg"), needs=(DEV, SHARED_DATA), quick="--rounds 1",
+    writes=("docs/halo.svg",), needs=(DEV, SHARED_DATA), quick="--rounds 1",
 )  # fmt: skip
 
 PICTURE = Path(__file__).parents[2] / "docs" / "halo.svg"
-HEAD = ("network", "halo, positions of the input", "exact", "people use", "tool", "seconds")
+HEAD = ("network", "halo before", "halo after", "exact", "people use", "tool", "ms")
 LATENT = 64  # rows and columns of the latent that the curve is of; its tile is 16 of them
 USED = {11: "Tiled VAE", 16: "diffusers"}  # latent positions, of tools for such decoders
 FLOOR = 1e-7  # what the picture draws for less
@@ -64,7 +65,7 @@ NETWORKS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The halo of one network, and the seconds of each call, capture included."""
+    """The halo of one network, and the time of a call, capture included."""
 
     network: str
     before: int
@@ -72,16 +73,11 @@ class Row:
     exact: bool
     padding: str
     tool: str
-    seconds: tuple[float, ...]
+    time: Timing
 
-    def cells(self) -> list[str]:
-        sizes = f"{self.before}" if self.before == self.after else f"{self.before}/{self.after}"
+    def cells(self) -> list[Cell]:
         exact = "yes" if self.exact else "convolutions"
-        return [self.network, sizes, exact, self.padding, self.tool, _seconds(self.seconds)]
-
-
-def _seconds(values: Sequence[float]) -> str:
-    return f"{median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+        return [self.network, self.before, self.after, exact, self.padding, self.tool, self.time]
 
 
 def row(known: Known, rounds: int) -> Row:
@@ -94,7 +90,7 @@ def row(known: Known, rounds: int) -> Row:
         seconds.append(time.perf_counter() - start)
     side = result.inputs[0].rows
     return Row(known.name, side.local_before, side.local_after, side.exact, known.padding,
-               known.tool, tuple(seconds))  # fmt: skip
+               known.tool, Timing.of(seconds))  # fmt: skip
 
 
 # --- the curve ----------------------------------------------------------------------------------
@@ -204,56 +200,40 @@ def _mark(axes, places: dict[int, str]) -> None:
 # --- the page -----------------------------------------------------------------------------------
 
 
-def page(rows: Sequence[Row], halos: dict[str, Halo], words: str) -> str:
-    lines = []
-    for first, *points in _align(halos):
-        cells = [c for p in points for c in (f"{p.max_abs:.1e}", f"{p.changed:.2%}")]
-        lines.append([str(first.padding[0]), *cells])
-    head = ["padding", *(f"{kind}: {name}" for name in halos for kind in ("error", "8-bit"))]
-    return f"""# The exact halo
-
-{words}
-
-How many input positions beyond a tile are needed so that the tile is exact (`before/after` where
-they differ), and what tools use. *Exact* "convolutions": the network also has global calls
-(norms, attention), whose statistics must come from the whole image; the halo is then that of the
-rest. Seconds: median (least–most) of {len(rows[0].seconds)} calls on a 64 x 64 example, reading the
-model included, after one call that is not counted.
-
-{markdown(HEAD, [one.cells() for one in rows])}
-
+def page(rows: Sequence[Row], halos: dict[str, Halo]) -> Page:
+    lines = [[points[0].padding[0], *(x for p in points for x in (p.max_abs, 100 * p.changed))]
+             for points in zip(*(one.curve for one in halos.values()), strict=True)]  # fmt: skip
+    head = ["padding", *(f"{kind}: {name}" for name in halos for kind in ("error", "8-bit, %"))]
+    text = f"""
+How many input positions beyond a tile are needed so that the tile is exact, and what tools use.
+*Exact* "convolutions": the network also has global calls (norms, attention), whose statistics must
+come from the whole image; the halo is then that of the rest. Milliseconds: median (10 %–90 %
+quantile) of {rows[0].time.count} calls on a 64 x 64 example, reading the model included, after one
+call that is not counted."""
+    curve = f"""
 TAEF2's decoder with trained weights on the latent of a photograph, {LATENT} x {LATENT}; a tile of a
 quarter of each side, in the middle, against the same network untiled. Error: largest absolute
-difference; 8-bit: share of the values that change. In latent positions.
-
-{markdown(head, lines)}
-"""
-
-
-def _align(halos: dict[str, Halo]):
-    """Each padding, with its point in every curve."""
-    curves = [one.curve for one in halos.values()]
-    return [(points[0], *points) for points in zip(*curves, strict=True)]
+difference; 8-bit: share of the values that change. In latent positions."""
+    summary = "; ".join(f"{row.network} {max(row.before, row.after)}" for row in rows)
+    parts = [text, Table(HEAD, [one.cells() for one in rows]), curve, Table(head, lines)]
+    return Page("The exact halo", parts, f"positions of the input: {summary}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=RESULTS / "halo.md")
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     parser.add_argument("--picture", type=Path, help="docs/halo.svg for the full run")
     options = parser.parse_args()
     before, console = load_average(), Console()
     with Progress(console=console, transient=True) as bar:
         rows = [row(known, options.rounds) for known in bar.track(NETWORKS, description="halo")]
         halos = curves(bar)
-    words = provenance("halo", before=before)
-    options.output.write_text(page(rows, halos, words))
-    data = {"machine": words, "rows": [asdict(one) for one in rows],
-            "curves": {name: one.to_dict()["curve"] for name, one in halos.items()}}  # fmt: skip
-    options.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-    usual = PICTURE if options.output == RESULTS / "halo.md" else options.output.with_suffix(".svg")
-    draw(halos, options.picture or usual, words)
-    console.print(options.output.read_text(), markup=False)
+    run = Run.now(before=before)
+    text = save("halo", page(rows, halos), run, options.output)
+    usual = options.output.with_suffix(".svg") if options.output else PICTURE
+    draw(halos, options.picture or usual, str(run))
+    console.print(Markdown(text))
 
 
 if __name__ == "__main__":

@@ -3,20 +3,17 @@
 
 A picture of 16,384² pixels from a random latent, into each format, in a process of its own under
 1 GB; one of 4,096² by 1, 2 and 4 worker processes of one thread each, and again after its process
-was killed. `--rows` chooses from these. Writes benchmarks/results/stores.md and .json, after every
-row.
+was killed. `--rows` chooses from these.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,15 +25,24 @@ import torch
 from rich.console import Console
 
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
-from benchmarks.traverse.traverse_memory import Failed, caught, fresh, mebibytes, peaked, resident
+from benchmarks.common.ledger import Cell, Page, Run, Table, save
+from benchmarks.traverse.traverse_memory import (
+    MIB,
+    Failed,
+    caught,
+    fresh,
+    mebibytes,
+    peaked,
+    resident,
+)
+from demask.machine.describe import format_threads, load_average
 from demask.traverse import stream
 from demask.traverse.stream import prepare
 from traverse_networks import NETWORKS, named
 
 BENCHMARK = Benchmark(
     "TAEF2's decoder streamed into OME-Zarr and COG, by Dask workers, and after a kill", "hours",
-    ("stores.md", "stores.json"), needs=(DEV, SHARED_DATA, "the extra `stream`"),
+    needs=(DEV, SHARED_DATA, "the extra `stream`"),
     quick="--large 1024 --size 1024 --memory 128MiB --budget 128MiB --workers 1 2",
 )  # fmt: skip
 
@@ -46,19 +52,22 @@ SHARED_READ = 1.0e9  # bytes per second that all workers share, for the projecti
 PROJECTED = (8, 16, 32)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One run. peak: bytes beyond those before it, of the largest process; predicted: by the plan.
-    digest: of the bytes of the values written."""
+HEAD = [
+    "what", "pixels", "workers", "seconds", "peak, MiB", "predicted, MiB", "values", "note",
+]  # fmt: skip
+Answer = tuple[float, int, int] | Failed  # seconds, bytes at the peak, predicted bytes
 
-    name: str
-    size: int
-    workers: int
-    seconds: float
-    peak: int
-    predicted: int
-    digest: str
-    note: str = ""
+
+def line(
+    what: str, size: int, workers: int, answer: Answer, target: Path, note: str = ""
+) -> list[Cell]:
+    """A line of the table. workers: 0 for none."""
+    first = [what, f"{size}²", str(workers or "none")]
+    if isinstance(answer, Failed):
+        return [*first, answer.reason, *[None] * (len(HEAD) - len(first) - 1)]
+    seconds, peak, predicted = answer
+    return [*first, seconds, peak / MIB if peak else None, predicted / MIB, digest_of(target)[:8],
+            note]  # fmt: skip
 
 
 def write_random(path: Path, side: int) -> Path:
@@ -181,41 +190,35 @@ def streamed_once(source: Path, target: Path, budget: str) -> Any:
 # --- rows ---------------------------------------------------------------------------------------
 
 
-def large(options: argparse.Namespace, folder: Path, *, name: str) -> Iterator[Row | Failed]:
+def large(options: argparse.Namespace, folder: Path, *, name: str) -> Iterator[list[Cell]]:
     """A large picture in one format."""
     source = write_random(folder / "large.npy", options.large // NETWORKS[NETWORK].grows)
     answer = fresh(streamed, source, folder / name, options.memory, options.threads)
-    if isinstance(answer, Failed):
-        yield answer
-    else:
-        yield Row(name, options.large, 0, *answer, digest_of(folder / name))
+    yield line(name, options.large, 0, answer, folder / name)
 
 
-def by_workers(options: argparse.Namespace, folder: Path) -> Iterator[Row | Failed]:
+def by_workers(options: argparse.Namespace, folder: Path) -> Iterator[list[Cell]]:
     """A picture by several numbers of workers."""
     source = write_source(options, folder)
     for count in options.workers:
-        target = folder / f"workers-{count}.zarr"
+        target, note = folder / f"workers-{count}.zarr", ""
         answer = caught(distributed, source, target, options.budget, count)
-        if isinstance(answer, Failed):
-            yield answer
-            continue
-        seconds, peaks, predicted = answer
-        note = "peaks " + ", ".join(mebibytes(peak) for peak in peaks) + " MiB"
-        yield Row("workers", options.size, count, seconds, max(peaks), predicted,
-                  digest_of(target), note)  # fmt: skip
+        if not isinstance(answer, Failed):
+            seconds, peaks, predicted = answer
+            note = f"peaks {', '.join(map(mebibytes, peaks))} MiB"
+            answer = seconds, max(peaks), predicted
+        yield line("workers", options.size, count, answer, target, note)
 
 
-def after_a_kill(options: argparse.Namespace, folder: Path) -> Iterator[Row | Failed]:
+def after_a_kill(options: argparse.Namespace, folder: Path) -> Iterator[list[Cell]]:
     """The same picture, by a process that was killed and another that resumes."""
     source, target = write_source(options, folder), folder / "killed.zarr"
-    answer = caught(killed, source, target, options.budget, options.kill)
-    if isinstance(answer, Failed):
-        yield answer
-        return
-    seconds, resumed, predicted = answer
-    yield Row("killed, then resumed", options.size, 1, seconds, 0, predicted,
-              digest_of(target), f"{resumed:,} rows of the result before the kill")  # fmt: skip
+    answer, note = caught(killed, source, target, options.budget, options.kill), ""
+    if not isinstance(answer, Failed):
+        seconds, resumed, predicted = answer
+        note = f"{resumed:,} rows of the result before the kill"
+        answer = seconds, 0, predicted
+    yield line("killed, then resumed", options.size, 1, answer, target, note)
 
 
 def write_source(options: argparse.Namespace, folder: Path) -> Path:
@@ -223,7 +226,7 @@ def write_source(options: argparse.Namespace, folder: Path) -> Path:
     return write_random(folder / "source.npy", options.size // NETWORKS[NETWORK].grows)
 
 
-ROWS: dict[str, Callable[[argparse.Namespace, Path], Iterator[Row | Failed]]] = {
+ROWS: dict[str, Callable[[argparse.Namespace, Path], Iterator[list[Cell]]]] = {
     "zarr": partial(large, name="picture.ome.zarr"),
     "cog": partial(large, name="picture.cog.tif"),
     "workers": by_workers,
@@ -231,56 +234,31 @@ ROWS: dict[str, Callable[[argparse.Namespace, Path], Iterator[Row | Failed]]] = 
 }
 
 
-def projection(options: argparse.Namespace, folder: Path, rows: Sequence[Row | Failed]) -> str:
-    """Seconds of more workers: work divides among them, and the plan's traffic passes a store that
-    all share. Empty without a run of one worker."""
-    one = next((r for r in rows if isinstance(r, Row) and (r.name, r.workers) == ("workers", 1)),
-               None)  # fmt: skip
-    if one is None:
-        return ""
+def projection(options: argparse.Namespace, folder: Path, one: float) -> list[str | Table]:
+    """Seconds of more workers: the work of one, which took `one` seconds, divides among them, and
+    the plan's traffic passes a store that all share."""
     model = named([NETWORK])[NETWORK].make()
     job = prepare(model, folder / "source.npy", folder / "projected.zarr", memory=options.budget,
                   output="uint8")  # fmt: skip
-    shared = job.plan.traffic / SHARED_READ
-    table = [
-        [
-            str(n),
-            f"{max(one.seconds / n, shared):.1f}",
-            f"{one.seconds / max(one.seconds / n, shared):.1f}",
-        ]
-        for n in PROJECTED
-    ]
-    return ("Projected, not measured: the time of one worker divided by their number, at least the "
-            f"plan's traffic of {job.plan.traffic / 1e9:.2f} GB at {SHARED_READ / 1e9:.0f} GB/s."
-            "\n\n"
-            + markdown(["workers", "seconds", "times faster"], table))  # fmt: skip
+    seconds = [max(one / n, job.plan.traffic / SHARED_READ) for n in PROJECTED]
+    text = f"""
+Projected, not measured: the time of one worker divided by their number, at least the plan's
+traffic of {job.plan.traffic / 1e9:.2f} GB at {SHARED_READ / 1e9:.0f} GB/s."""
+    rows = [(n, s, one / s) for n, s in zip(PROJECTED, seconds, strict=True)]
+    return [text, Table(["projected workers", "seconds", "times faster"], rows)]
 
 
-HEAD = ["what", "pixels", "workers", "seconds", "peak, MiB", "predicted", "values", "note"]
-
-
-def cells(row: Row | Failed) -> list[str]:
-    if isinstance(row, Failed):
-        return [row.reason, *[""] * (len(HEAD) - 1)]
-    peak = mebibytes(row.peak) if row.peak else ""
-    return [row.name, f"{row.size}²", str(row.workers or "none"), f"{row.seconds:.1f}", peak,
-            mebibytes(row.predicted), row.digest[:8], row.note]  # fmt: skip
-
-
-def page(rows: Sequence[Row | Failed], projected: str, words: str) -> str:
-    return f"""# Streams into stores
-
-{words}
-
+TEXT = """
 The TAEF2 decoder with its trained weights, from a random latent in a .npy file to pictures of 8-bit
 values, by `demask.traverse.stream`. *Peak*: `VmHWM` less what was resident before the call, of the
 process, or of the worker that took most. *Values*: a digest of the result, the same
-for any number of workers, for none, and after a kill: the plan is one.
+for any number of workers, for none, and after a kill: the plan is one."""
 
-{markdown(HEAD, [cells(row) for row in rows])}
 
-{projected}
-"""
+def page(rows: Sequence[list[Cell]], projected: Sequence[str | Table]) -> Page:
+    said = [f"{row[0]} {row[1]}, workers {row[2]}: {row[3]:.0f} s"
+            for row in rows if isinstance(row[3], float)]  # fmt: skip
+    return Page("Streams into stores", [TEXT, Table(HEAD, rows, 3), *projected], "; ".join(said))
 
 
 def arguments() -> argparse.Namespace:
@@ -294,7 +272,7 @@ def arguments() -> argparse.Namespace:
     add("--kill", type=float, default=20.0, metavar="SECONDS", help="at least, before the kill")
     add("--threads", type=int, default=2)
     add("--folder", type=Path, help="for the files, up to 3 GB; the system's by default")
-    add("--output", type=Path, default=RESULTS / "stores.md")
+    add("--output", type=Path, help="a page of its own, in place of the ledger")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="default: all")
     return parser.parse_args()
 
@@ -303,18 +281,17 @@ def main() -> None:
     options, console, before = arguments(), Console(markup=False), load_average()
     named([NETWORK])
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    rows, projected = list[Row | Failed](), ""
+    rows, projected = list[list[Cell]](), list[str | Table]()
+    notes = f"{format_threads(options.threads)}, workers 1"
     with TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         for row in chain.from_iterable(ROWS[what](options, folder) for what in options.rows):
             console.print(row)
             rows.append(row)
-            projected = projected or projection(options, folder, rows)
-            words = provenance("stores", f"{options.threads} threads, workers 1", before=before)
-            options.output.write_text(page(rows, projected, words))
-            stored = {"words": words, "rows": [asdict(row) for row in rows]}
-            options.output.with_suffix(".json").write_text(json.dumps(stored, indent=1) + "\n")
+            what, _, workers, seconds, *_ = row
+            if (what, workers) == ("workers", "1") and isinstance(seconds, float):
+                projected = projection(options, folder, seconds)
+            save("stores", page(rows, projected), Run.now(notes, before=before), options.output)
 
 
 if __name__ == "__main__":

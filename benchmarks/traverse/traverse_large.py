@@ -2,17 +2,15 @@
 `python -m benchmarks run traverse_large`.
 
 The smaller one is compared with the untiled run, which takes 12 GiB; the larger one, of which the
-untiled run would take 192 GiB, is written to a memory-mapped file and drawn smaller. Each is
-measured in a process of its own. Writes benchmarks/results/traverse_large.md and .json, and the
-pictures next to them with --pictures.
+untiled run would take 192 GiB, is written to a memory-mapped file. Each is measured in a process of
+its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,8 +20,9 @@ import torch
 from rich.console import Console
 
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
+from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.traverse.traverse_memory import (
+    MIB,
     SMALL,
     Failed,
     Setting,
@@ -34,31 +33,27 @@ from benchmarks.traverse.traverse_memory import (
     ready,
 )
 from benchmarks.traverse.traverse_speed import eight_bit
-from demask.files import atomic_write as atomic
+from demask.machine.describe import format_threads, load_average
 from traverse_networks import NETWORKS, named, write_latent
 
 BENCHMARK = Benchmark(
     "TAEF2's decoder streamed to pictures of 4096² and 16384² pixels", "hours",
-    ("traverse_large.md", "traverse_large.json", "traverse_large_4096.png",
-     "traverse_large_16384.png"),
     needs=(DEV, SHARED_DATA, "12 GiB of memory"), quick="--only 512 --threads 1 --memory 64MiB",
 )  # fmt: skip
 
 NETWORK = "TAEF2"
 BUDGETS = {4096: "256MiB", 16384: "1GB"}  # under 1.0 GB of memory is the aim for the larger one
 COMPARED = 4096  # the largest side at which the untiled run fits into 24 GiB
-SHOWN = 1024  # pixels a side of the pictures drawn
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One run. peak: bytes of memory beyond those before it, what of its output was in memory
-    included. predicted: by the plan, 0 where there is none. words: its report."""
+class Call:
+    """One call. peak: bytes of memory beyond those before it, what of its output was in memory
+    included. predicted: by the plan, 0 where there is none."""
 
     seconds: float
     peak: int
     predicted: int = 0
-    words: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +71,8 @@ class Row:
 
     size: int
     budget: str
-    streamed: Run | Failed
-    whole: Run | Failed | None
+    streamed: Call | Failed
+    whole: Call | Failed | None
     difference: Difference | None
 
 
@@ -85,7 +80,7 @@ class Row:
 
 
 @torch.no_grad()
-def streamed(setting: Setting, source: Path, target: Path, budget: str) -> Run:
+def streamed(setting: Setting, source: Path, target: Path, budget: str) -> Call:
     """From file to file, in 8 bits. setting: of a small picture, run first unless it is cold."""
     _, model, x = ready(setting)
     engine = engine_of(setting)
@@ -98,11 +93,11 @@ def streamed(setting: Setting, source: Path, target: Path, budget: str) -> Run:
         np.save(small, x.numpy())
         call(small)
     plan, peak, seconds = peaked(lambda: call(source))
-    return Run(seconds, peak, int(getattr(plan, "peak", 0)), str(plan or ""))
+    return Call(seconds, peak, int(getattr(plan, "peak", 0)))
 
 
 @torch.no_grad()
-def whole(setting: Setting, source: Path, target: Path) -> Run:
+def whole(setting: Setting, source: Path, target: Path) -> Call:
     """The same by the untiled network in channels_last; the file is read and written untimed."""
     _, model, _ = ready(setting)
     model = model.to(memory_format=torch.channels_last)
@@ -112,10 +107,10 @@ def whole(setting: Setting, source: Path, target: Path) -> Run:
     for k in range(y.shape[1]):
         file[:, k] = eight_bit(y[:, k]).numpy()
     file.flush()
-    return Run(seconds, peak)
+    return Call(seconds, peak)
 
 
-# --- pictures -----------------------------------------------------------------------------------
+# --- rows ---------------------------------------------------------------------------------------
 
 
 def compared(ours: Path, theirs: Path) -> Difference:
@@ -128,30 +123,8 @@ def compared(ours: Path, theirs: Path) -> Difference:
     return Difference(count, a.size, max(int(one.max()) for one in gaps))
 
 
-def smaller(picture: np.ndarray, side: int) -> np.ndarray:
-    """(rows, columns, 3) means of square blocks of a picture (1, 3, size, size), strip by strip."""
-    step = max(picture.shape[2] // side, 1)
-    strips = []
-    for start in range(0, picture.shape[2] // step * step, step):
-        strip = picture[0, :, start : start + step].astype(np.float32)
-        strips.append(strip.reshape(3, step, -1, step).mean((1, 3)))
-    return np.rint(np.stack(strips)).astype(np.uint8).transpose(0, 2, 1)
-
-
-def draw(file: Path, target: Path) -> None:
-    """A PNG of a file's picture, downsampled."""
-    from PIL import Image
-
-    image = Image.fromarray(smaller(np.load(file, mmap_mode="r"), SHOWN))
-    with atomic.write(target) as out:
-        image.save(out, format="png")
-
-
-# --- rows ---------------------------------------------------------------------------------------
-
-
 def measured(setting: Setting, options: argparse.Namespace, console: Console) -> Row:
-    """One size: streamed, compared where it can be, and drawn where that was chosen."""
+    """One size: streamed, and compared where it can be."""
     size, budget = setting.size, options.memory or BUDGETS.get(setting.size, "1GB")
     small = replace(setting, size=SMALL)
     with TemporaryDirectory(dir=options.folder) as folder:
@@ -162,14 +135,12 @@ def measured(setting: Setting, options: argparse.Namespace, console: Console) ->
         console.print(f"{size}², {budget}: {describe_run(run)}")
         against = fresh(whole, small, source, theirs) if size <= options.compared else None
         console.print(f"{size}², untiled: {describe_run(against)}")
-        both = isinstance(run, Run) and isinstance(against, Run)
+        both = isinstance(run, Call) and isinstance(against, Call)
         difference = compared(ours, theirs) if both else None
-        if options.pictures and isinstance(run, Run):
-            draw(ours, options.output.with_name(f"traverse_large_{size}.png"))
     return Row(size, budget, run, against, difference)
 
 
-def describe_run(run: Run | Failed | None) -> str:
+def describe_run(run: Call | Failed | None) -> str:
     if run is None:
         return "not run"
     if isinstance(run, Failed):
@@ -177,61 +148,40 @@ def describe_run(run: Run | Failed | None) -> str:
     return f"{run.seconds:.1f} s, {mebibytes(run.peak)} MiB"
 
 
-HEAD = ["pixels", "budget", "seconds", "peak, MiB", "predicted", "untiled, s",
-        "untiled's peak, MiB", "8-bit values that differ", "by at most"]  # fmt: skip
+HEAD = [
+    "pixels", "budget", "seconds", "peak, MiB", "predicted, MiB", "untiled, s",
+    "untiled's peak, MiB", "8-bit values that differ", "of", "by at most",
+]  # fmt: skip
 
 
-def cells(row: Row) -> list[str]:
-    predicted = row.streamed.predicted if isinstance(row.streamed, Run) else 0
-    return [
-        f"{row.size}²", row.budget, *_run(row.streamed), mebibytes(predicted) if predicted else "",
-        *_run(row.whole), *_difference(row),
-    ]  # fmt: skip
+def cells(row: Row) -> list[Cell]:
+    predicted = row.streamed.predicted / MIB if isinstance(row.streamed, Call) else None
+    gap = row.difference
+    differing = [None] * 3 if gap is None else [gap.count, gap.values, gap.largest]
+    return [f"{row.size}²", row.budget, *run_cells(row.streamed), predicted, *run_cells(row.whole),
+            *differing]  # fmt: skip
 
 
-def _run(run: Run | Failed | None) -> list[str]:
-    if isinstance(run, Run):
-        return [f"{run.seconds:.1f}", mebibytes(run.peak)]
-    return ["not run" if run is None else run.reason, ""]
+def run_cells(run: Call | Failed | None) -> list[Cell]:
+    if isinstance(run, Call):
+        return [run.seconds, run.peak / MIB]
+    return ["not run" if run is None else run.reason, None]
 
 
-def _difference(row: Row) -> list[str]:
-    difference = row.difference
-    return (
-        ["", ""]
-        if difference is None
-        else [f"{difference.count:,} of {difference.values:,}", f"{difference.largest}"]
-    )
-
-
-def page(rows: Sequence[Row], words: str) -> str:
-    said = "".join(
-        f"- {row.size}²: {row.streamed.words}\n"
-        for row in rows
-        if isinstance(row.streamed, Run) and row.streamed.words
-    )
-    return f"""# Pictures larger than memory
-
-{words}
-
+TEXT = """
 The TAEF2 decoder with its trained weights, from a latent in a .npy file (a photograph's, reflected
 as in mirrors) to a picture of 8-bit values in another, by `demask.traverse.stream`. *Peak*:
 `VmHWM` of a process of its own less what was resident before the call; planning, reading and
 writing included, but for what a first, small picture brought into memory: the libraries' code.
 *Untiled*: the network as it is, in channels_last; reading and writing are not in its numbers, its
-input neither.
-
-{markdown(HEAD, [cells(row) for row in rows])}
-
-{said}"""
+input neither."""
 
 
-def write(rows: Sequence[Row], words: str, output: Path) -> None:
-    """The page, and the rows next to it as JSON."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page(rows, words).rstrip() + "\n")
-    stored = {"words": words, "rows": [asdict(row) for row in rows]}
-    output.with_suffix(".json").write_text(json.dumps(stored, indent=1) + "\n")
+def page(rows: Sequence[Row]) -> Page:
+    said = [f"{row.size}²: {describe_run(row.streamed)}, untiled {describe_run(row.whole)}"
+            for row in rows]  # fmt: skip
+    table = Table(HEAD, [*map(cells, rows)], 2)
+    return Page("Pictures larger than memory", [TEXT, table], "; ".join(said))
 
 
 def arguments() -> argparse.Namespace:
@@ -246,9 +196,8 @@ def arguments() -> argparse.Namespace:
     add("--threads", type=int, default=2)
     add("--folder", type=Path, help="for the files, up to 1.4 GB; the system's by default")
     add("--cold", action="store_true", help="no small picture comes first")
-    add("--pictures", action="store_true", help="write them as PNG, 1024 pixels a side at most")
     add("--engine", default="demask.traverse", metavar="MODULE")
-    add("--output", type=Path, default=RESULTS / "traverse_large.md")
+    add("--output", type=Path, help="a page of its own, in place of the ledger")
     return parser.parse_args()
 
 
@@ -258,9 +207,8 @@ def main() -> None:
     for size in options.only:
         setting = Setting(NETWORK, size, options.threads, options.engine, cold=options.cold)
         rows.append(measured(setting, options, console))
-        notes = f"{options.threads} threads", "allocator not tuned"
-        words = provenance("traverse_large", *notes, before=before)
-        write(rows, words, options.output)
+        notes = format_threads(options.threads), "allocator not tuned"
+        save("traverse_large", page(rows), Run.now(*notes, before=before), options.output)
 
 
 if __name__ == "__main__":

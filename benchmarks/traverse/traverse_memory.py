@@ -2,8 +2,7 @@
 `python -m benchmarks run traverse_memory`.
 
 Every number is measured in a process of its own. Budgets rise in equal ratios from the least one
-for which there is a plan to what the untiled run takes. Writes
-benchmarks/results/traverse_memory.md and .json after each network.
+for which there is a plan to what the untiled run takes.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import copy
 import ctypes
 import gc
 import importlib
-import json
 import multiprocessing
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from math import inf, prod
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,14 +30,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
+from benchmarks.common.ledger import Cell, Page, Run, Table, save, text_of
 from demask.errors import BudgetTooSmall
 from demask.machine.allocator import M_MMAP_THRESHOLD
+from demask.machine.describe import load_average
 from traverse_networks import Network, named
 
 BENCHMARK = Benchmark(
     "predicted and measured peaks of memory of tiled networks", "hours",
-    ("traverse_memory.md", "traverse_memory.json"), needs=(DEV, SHARED_DATA),
+    needs=(DEV, SHARED_DATA),
     quick="--only squeeze-excite --size 256 --budgets 2 --threads 1",
 )  # fmt: skip
 
@@ -327,32 +326,24 @@ class Row:
     setting: Setting
     budget: int
     whole: Untiled
-    found: Tiled | Failed
+    tiled: Tiled | Failed
 
     @property
     def off(self) -> int:
         """Measured minus predicted."""
-        assert isinstance(self.found, Tiled)
-        return self.found.peak - self.found.predicted
+        assert isinstance(self.tiled, Tiled)
+        return self.tiled.peak - self.tiled.predicted
 
     @property
     def is_close(self) -> bool:
         return (
-            isinstance(self.found, Tiled)
-            and abs(self.off) <= max(SHARE * self.found.predicted, SLACK)
+            isinstance(self.tiled, Tiled)
+            and abs(self.off) <= max(SHARE * self.tiled.predicted, SLACK)
         )  # fmt: skip
 
     @property
     def is_within(self) -> bool:
-        return isinstance(self.found, Tiled) and self.found.peak <= self.budget
-
-
-@dataclass(slots=True)
-class Results:
-    """What there is so far; networks that could not be planned are named with the reason."""
-
-    rows: list[Row] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
+        return isinstance(self.tiled, Tiled) and self.tiled.peak <= self.budget
 
 
 def budgets(low: int, high: int, count: int) -> list[int]:
@@ -379,14 +370,14 @@ def rows(setting: Setting, count: int, patience: float, console: Console) -> Ite
         raise LookupError(f"no plan: {low.reason}")
     for budget in budgets(low, whole.peak, count):
         row = Row(setting, budget, whole, fresh(tiled, setting, budget, patience=patience))
-        console.print("  ", "; ".join(cells(row)))
+        console.print("  ", "; ".join(map(text_of, cells(row))))
         yield row
 
 
 HEAD = [
-    "network", "threads", "untiled, MiB", "budget, MiB", "predicted", "measured", "again",
-    "off, MiB", "off, %", "close", "within the budget", "MACs, planned", "MACs, counted", "seconds",
-    "untiled, s", "largest difference",
+    "network", "threads", "budget, MiB", "untiled, MiB", "predicted, MiB", "measured, MiB",
+    "again, MiB", "off, MiB", "off, %", "close", "within the budget", "MACs, planned",
+    "MACs, counted", "seconds", "untiled, s", "largest difference",
 ]  # fmt: skip
 
 
@@ -399,38 +390,27 @@ def mebibytes(size: float) -> str:
     return f"{size / MIB:,.{0 if abs(size) >= 10 * MIB else 1}f}"
 
 
-def cells(row: Row) -> list[str]:
-    result, whole = row.found, row.whole
-    first = [row.setting.title, str(row.setting.threads), mebibytes(whole.peak),
-             mebibytes(row.budget)]  # fmt: skip
-    if isinstance(result, Failed):
-        return first + [result.reason] + [""] * (len(HEAD) - len(first) - 1)
+def cells(row: Row) -> list[Cell]:
+    run, whole = row.tiled, row.whole
+    first = [row.setting.title, row.setting.threads, row.budget / MIB, whole.peak / MIB]
+    if isinstance(run, Failed):
+        return [*first, run.reason, *[None] * (len(HEAD) - len(first) - 1)]
     return [
-        *first, mebibytes(result.predicted), mebibytes(result.peak), mebibytes(result.again),
-        mebibytes(row.off), f"{row.off / max(result.predicted, 1):+.1%}", yes(row.is_close),
-        yes(row.is_within), ratio(result.macs, result.untiled_macs),
-        ratio(result.counted, whole.macs),
-        f"{result.seconds:.2f}", f"{whole.seconds:.2f}",
-        "equal" if result.equal else f"{result.error:.1e}",
+        *first, run.predicted / MIB, run.peak / MIB, run.again / MIB, row.off / MIB,
+        100 * row.off / max(run.predicted, 1), yes(row.is_close), yes(row.is_within),
+        run.macs / run.untiled_macs if run.untiled_macs else None,
+        run.counted / whole.macs if whole.macs else None, run.seconds, whole.seconds,
+        "equal" if run.equal else run.error,
     ]  # fmt: skip
-
-
-def ratio(ours: int, theirs: int) -> str:
-    return f"{ours / theirs:.5f}" if theirs else ("none" if not ours else "of none")
 
 
 def yes(is_so: bool) -> str:
     return "yes" if is_so else "**no**"
 
 
-def page(results: Results, words: str) -> str:
-    rows = results.rows
-    refused = [f"- Not run: {title}: {reason}" for title, reason in results.refused.items()]
-    table = "\n".join([markdown(HEAD, [cells(row) for row in rows]), "", *refused])
-    return f"""# Peaks of memory, predicted and measured
-
-{words}
-
+def page(rows: Sequence[Row], refused: Sequence[str]) -> Page:
+    """refused: networks that could not be planned, with the reason."""
+    text = f"""
 *Predicted*: `plan.peak`. *Measured*: `VmHWM` of a process of its own, less what was resident before
 the call (after `malloc_trim(0)`, the mark reset by `/proc/self/clear_refs`), less the output that
 the call returns; where the largest moment comes before the output is written this is too small by
@@ -438,21 +418,11 @@ what was missing of it. *Again*: of a second call, for which no kernel has to be
 measured minus predicted; *close*: no more than the larger of {SHARE:.0%} and {mebibytes(SLACK)}
 MiB. *MACs*: over those of the untiled run, as the plan says and as counted at torch's calls of
 convolutions, products and attention. Seconds are of one call, the first. *Difference*: of the
-outputs, from the untiled run in channels_last.
-Close: {sum(row.is_close for row in rows)} of {len(rows)}; within the budget:
-{sum(row.is_within for row in rows)} of {len(rows)}.
-
-{table.rstrip()}
-"""
-
-
-def write(results: Results, words: str, output: Path) -> None:
-    """The page, and the rows next to it as JSON."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page(results, words))
-    stored = {"words": words, "rows": [asdict(row) for row in results.rows],
-              "refused": results.refused}  # fmt: skip
-    output.with_suffix(".json").write_text(json.dumps(stored, indent=1) + "\n")
+outputs, from the untiled run in channels_last."""
+    summary = (f"within the budget in {sum(row.is_within for row in rows)} of {len(rows)}; close "
+               f"to the prediction in {sum(row.is_close for row in rows)}")  # fmt: skip
+    parts = [text, Table(HEAD, [*map(cells, rows)], 3), *(f"Not run: {one}." for one in refused)]
+    return Page("Peaks of memory, predicted and measured", parts, summary)
 
 
 def arguments() -> argparse.Namespace:
@@ -468,32 +438,26 @@ def arguments() -> argparse.Namespace:
                         help="glibc maps every block from 128 KiB on its own")  # fmt: skip
     parser.add_argument("--cold", action="store_true", help="no small call comes first")
     parser.add_argument("--engine", default="demask.traverse", metavar="MODULE")
-    parser.add_argument("--output", type=Path, default=RESULTS / "traverse_memory.md")
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     return parser.parse_args()
 
 
 def main() -> None:
-    options, console, results, before = (
-        arguments(),
-        Console(markup=False),
-        Results(),
-        load_average(),
-    )
+    options, console, before = arguments(), Console(markup=False), load_average()
+    results, refused = list[Row](), list[str]()
     named(options.only)
-    allocator = (
-        f"glibc maps from {FIXED // 1024} KiB on" if options.fixed else "allocator not tuned"
-    )
+    fixed, usual = f"glibc maps from {FIXED // 1024} KiB on", "allocator not tuned"
     for name in options.only:
         size = options.size or SIZES.get(name, 1024)
         setting = Setting(name, size, options.threads, options.engine, options.fixed, options.cold)
         try:
             for row in rows(setting, options.budgets, options.patience, console):
-                results.rows.append(row)
+                results.append(row)
         except LookupError as error:
-            console.print(f"{setting.title}: {error}")
-            results.refused[setting.title] = str(error)
-        words = provenance("traverse_memory", allocator, before=before)
-        write(results, words, options.output)
+            refused.append(f"{setting.title}: {error}")
+            console.print(refused[-1])
+        run = Run.now(fixed if options.fixed else usual, before=before)
+        save("traverse_memory", page(results, refused), run, options.output)
 
 
 if __name__ == "__main__":

@@ -3,25 +3,25 @@
 Each contender is a process of its own, and they work one at a time, in rounds that alternate their
 order. One process for all would not do: `mallopt` turns glibc's own adjustment off for good, so the
 contender with the tuned allocator would change the others'; and a compilation that takes too long
-can be stopped only with its process. Writes benchmarks/results/traverse_speed.md and .json after
-each setting.
+can be stopped only with its process.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from itertools import count
+from dataclasses import dataclass, field
+from functools import partial
+from math import nan
 from multiprocessing.connection import Connection
 from pathlib import Path
 from resource import RLIMIT_DATA, setrlimit
-from statistics import median, quantiles
+from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 from benchmarks.common import turns
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
+from benchmarks.common.inductor import inductor
+from benchmarks.common.ledger import Cell, Ledger, Page, Run, Table, save
 from benchmarks.traverse.traverse_memory import (
     MIB,
     Child,
@@ -47,12 +48,12 @@ from benchmarks.traverse.traverse_memory import (
     work,
 )
 from demask.machine.allocator import fix_allocator
-from demask.machine.describe import format_threads
+from demask.machine.describe import format_threads, load_average
+from demask.machine.timing import Timing
 from traverse_networks import named
 
 BENCHMARK = Benchmark(
-    "tiled networks and the untiled ones", "hours", ("traverse_speed.md", "traverse_speed.json"),
-    needs=(DEV, SHARED_DATA),
+    "tiled networks and the untiled ones", "hours", needs=(DEV, SHARED_DATA),
     quick="--only squeeze-excite --sizes 256 --threads 1 --rounds 2 --least 0.05 "
     "--contenders NCHW|demask",
 )  # fmt: skip
@@ -97,7 +98,7 @@ class Checked:
 def serve(pipe: Connection, setting: Setting, who: str, reference: Path, limit: int) -> None:
     """Prepares a contender, calls and checks it, says how that went; then a turn per question."""
     setrlimit(RLIMIT_DATA, (limit, limit))  # an error here, and not the kernel's choice of a victim
-    call: list[Callable[[], Tensor]] = []
+    call: list[Callable[[], object]] = []
     first = caught(started, setting, who, reference, call)
     pipe.send(first)
     while not isinstance(first, Failed):
@@ -110,20 +111,20 @@ def serve(pipe: Connection, setting: Setting, who: str, reference: Path, limit: 
 
 @torch.no_grad()
 def started(
-    setting: Setting, who: str, reference: Path, call: list[Callable[[], Tensor]]
+    setting: Setting, who: str, reference: Path, call: list[Callable[[], object]]
 ) -> Checked:
     """The contender's call is put into `call`; what it returns first is checked."""
     start = perf_counter()
     network, x = contender(setting, who)
-    if who == COMPILED:
-        network(x)  # which compiles
+    run = inductor(network, x) if who == COMPILED else partial(quietly, network, x)
     prepared = perf_counter() - start
-    y, peak, seconds = peaked(lambda: network(x))
+    y: Any
+    y, peak, seconds = peaked(run)
     macs = work(network, x) if who == NHWC else 0
     if who == NHWC:
         np.save(reference, y.numpy())
     error, equal, flips = compared(y, np.load(reference, mmap_mode="r"))
-    call.append(lambda: quietly(network, x))
+    call.append(run)
     return Checked(prepared, seconds, peak, nbytes(y), error, equal, flips, macs)
 
 
@@ -143,15 +144,7 @@ def contender(setting: Setting, who: str) -> tuple[nn.Module, Tensor]:
         return engine_of(setting).tile(model, (x,), memory=who.partition(", ")[2]), x
     if who != NCHW:
         model = model.to(memory_format=torch.channels_last)
-    return (compiled(model) if who == COMPILED else model), x
-
-
-def compiled(model: nn.Module) -> nn.Module:
-    import torch._inductor.config as settings
-
-    settings.freezing = True
-    settings.compile_threads = 1  # no processes that would outlive this one
-    return torch.compile(model)
+    return model, x
 
 
 def compared(y: Tensor, expected: np.ndarray) -> tuple[float, bool, int | None]:
@@ -195,21 +188,21 @@ def turn(call: Callable[[], object], least: float, last: float, who: str) -> flo
 @dataclass(slots=True)
 class Row:
     """One network, size and number of threads. checked: the contenders that ran, or why they did
-    not. samples: seconds of every turn, by contender and round. words: when and where."""
+    not. samples: seconds of every turn, by contender and round."""
 
     setting: Setting
     checked: dict[str, Checked | Failed] = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=dict)
-    words: str = ""
 
     @property
     def macs(self) -> int:
         return max((c.macs for c in self.checked.values() if isinstance(c, Checked)), default=0)
 
-    def relative(self, who: str, other: str) -> list[float]:
-        """Seconds of one over those of the other, round by round."""
+    def relative(self, who: str, other: str) -> float | None:
+        """Seconds of one over those of the other: the median of the rounds."""
         pairs = zip(self.samples.get(who, []), self.samples.get(other, []), strict=False)
-        return [ours / theirs for ours, theirs in pairs]
+        ratios = [ours / theirs for ours, theirs in pairs]
+        return median(ratios) if ratios else None
 
 
 def measured(setting: Setting, options: argparse.Namespace, console: Console) -> Row:
@@ -264,60 +257,39 @@ def describe(first: Checked | Failed) -> str:
 
 # --- the page -----------------------------------------------------------------------------------
 
-HEAD = [
-    "network", "threads", "contender", "seconds", "of channels_last's", "GFLOP/s", "peak, MiB",
-    "largest difference", "8-bit values that differ", "first, s",
-]  # fmt: skip
 AGAINST = ["network", "threads", "contender", *(f"time over {who}" for who in WHOLE)]
+HEAD = [
+    "network", "threads", "contender", "ms", "GFLOP/s", "peak, MiB", "largest difference",
+    "8-bit values that differ", "first, s",
+]  # fmt: skip
 
 
-def spread(values: Sequence[float], digits: int) -> str:
-    """Median (quartiles).
-
-    >>> spread([1.0, 2.0, 3.0, 4.0, 5.0], 1), spread([1.0], 1), spread([], 1)
-    ('3.0 (2.0–4.0)', '1.0', '')
-    """
-    if len(values) < 2:
-        return "".join(f"{value:.{digits}f}" for value in values)
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return f"{middle:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
-
-
-def lines(row: Row) -> Iterator[list[str]]:
+def lines(row: Row) -> Iterator[list[Cell]]:
     """A line of the table per contender."""
     for who, checked in row.checked.items():
-        first = [row.setting.title, str(row.setting.threads), who]
+        first: list[Cell] = [row.setting.title, row.setting.threads, who]
         if isinstance(checked, Failed):
-            yield first + [f"not run: {checked.reason}"] + [""] * (len(HEAD) - len(first) - 1)
+            yield [*first, f"not run: {checked.reason}", *[None] * (len(HEAD) - len(first) - 1)]
             continue
-        taken = row.samples[who]
-        flops = f"{2e-9 * row.macs / median(taken):.0f}" if taken and row.macs else ""
-        flips = "" if checked.flips is None else f"{checked.flips:,}"
+        taken = Timing.of(row.samples[who]) if row.samples[who] else None
+        flops = 2e-9 * row.macs / taken.median if taken and row.macs else None
         yield [
-            *first, spread(taken, 3), spread(row.relative(who, NHWC), 2), flops,
-            mebibytes(checked.peak), "equal" if checked.equal else f"{checked.error:.1e}", flips,
-            f"{checked.prepared:.1f}",
+            *first, taken, flops, checked.peak / MIB, "equal" if checked.equal else checked.error,
+            checked.flips, checked.prepared,
         ]  # fmt: skip
 
 
-def against(row: Row) -> Iterator[list[str]]:
+def against(row: Row) -> Iterator[list[Cell]]:
     """A line per budget: its time over each untiled contender's."""
     for who in row.samples:
         if who not in WHOLE:
-            ratios = (spread(row.relative(who, other), 2) for other in WHOLE)
-            yield [row.setting.title, str(row.setting.threads), who, *ratios]
+            ratios = (row.relative(who, other) for other in WHOLE)
+            yield [row.setting.title, row.setting.threads, who, *ratios]
 
 
-def page(rows: Sequence[Row], least: float) -> str:
-    words = "  \n".join(dict.fromkeys(row.words for row in rows))
-    table = markdown(HEAD, [line for row in rows for line in lines(row)])
-    ratios = markdown(AGAINST, [line for row in rows for line in against(row)])
-    return f"""# Networks run part by part, and as a whole
-
-{words}
-
-A run replaces the rows that it measures again.
-
+def page(rows: Sequence[Row], least: float, before: Sequence[Sequence[Cell]] = ()) -> Page:
+    """before: the lines of the first table that the ledger has; they stay, or are replaced."""
+    text = f"""
 Size: the side of the larger of input and output, in pixels. Batch 1, float32. *Untiled*: the model
 as it is, NCHW being what torch does by default. *Tuned allocator*: glibc keeps what is freed
 (`M_MMAP_THRESHOLD` and `M_TRIM_THRESHOLD` of 2 GB), so that no activation is faulted in anew.
@@ -326,40 +298,19 @@ named. All but *NCHW* take their input in channels_last.
 
 Each contender is a process of its own; they take turns in rounds that alternate their order, with
 everybody else at rest. A turn is one call where calls take over {LONG:.0f} s, else the median of
-those of {least} s, after as many untimed ones. Seconds, and times over others' (round by round),
-are medians (quartiles) of {rounds(rows)} rounds. *Peak*: of the first call, beyond what was there
-before, output included. *Difference*: from untiled channels_last. *First*: what comes before the
-first call: planning, compiling.
-
-{ratios}
-
-{table}
-"""
-
-
-def rounds(rows: Sequence[Row]) -> str:
-    """How many there were: `5`, or `3–5` where they differ."""
-    counts = {len(taken) for row in rows for taken in row.samples.values()} or {0}
-    return "–".join(map(str, sorted({min(counts), max(counts)})))
-
-
-def write(rows: Sequence[Row], least: float, output: Path) -> None:
-    """The page, and the rows next to it as JSON."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page(rows, least))
-    records = [asdict(row) for row in rows]
-    output.with_suffix(".json").write_text(json.dumps({"rows": records}, indent=1) + "\n")
-
-
-def stored(output: Path) -> dict[Setting, Row]:
-    """The rows that were measured before."""
-    file, row_of = output.with_suffix(".json"), {}
-    for row in json.loads(file.read_text())["rows"] if file.exists() else ():
-        checked = {who: Failed(**one) if "reason" in one else Checked(**one)
-                   for who, one in row["checked"].items()}  # fmt: skip
-        setting = Setting(**row["setting"])
-        row_of[setting] = Row(setting, checked, row["samples"], row["words"])
-    return row_of
+those of {least} s, after as many untimed ones. Milliseconds: the median (10 %–90 % quantile) of the
+rounds; times over others': medians, round by round. *Peak*: of the first call, beyond what was
+there before, output included. *Difference*: from untiled channels_last. *First*: what comes before
+the first call: planning, compiling."""
+    ratios = [line for row in rows for line in against(row)]
+    contenders = [line for row in rows for line in lines(row)]
+    tables = [Table(AGAINST, ratios, 3, merge=True), Table(HEAD, contenders, 3, merge=True)]
+    every = {tuple(line[:3]): line for line in (*before, *ratios)}.values()
+    numbers = [[ratio for ratio in line[3:] if isinstance(ratio, float)] for line in every]
+    speeds = [1 / max(ratios) for ratios in numbers if ratios] or [nan]
+    summary = (f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as the fastest untiled; "
+               f"slower in {sum(speed < 1 for speed in speeds)} of {len(speeds)}")  # fmt: skip
+    return Page("Networks run part by part, and as a whole", [text, *tables], summary)
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -381,7 +332,7 @@ def arguments() -> argparse.Namespace:
     add("--limit", type=int, default=max(in_all() // 2**30 - LEFT, 1),
         help="GiB that a contender may take")  # fmt: skip
     add("--engine", default="demask.traverse", metavar="MODULE")
-    add("--output", type=Path, default=RESULTS / "traverse_speed.md")
+    add("--output", type=Path, help="a page of its own, in place of the ledger")
     return parser.parse_args()
 
 
@@ -395,19 +346,20 @@ def in_all() -> int:
 def main() -> None:
     options, console, before = arguments(), Console(markup=False), load_average()
     named(options.only)
-    row_of = stored(options.output)
+    stored = [] if options.output else Ledger.read().rows.get(("traverse_speed", 0), [])
     settings = [
         Setting(name, size, threads, options.engine)
         for name in options.only
         for size in options.sizes or SIZES.get(name, (1024,))
         for threads in options.threads
     ]
-    for k, setting in zip(count(1), settings, strict=False):
+    results = list[Row]()
+    for k, setting in enumerate(settings, 1):
         console.print(f"{k} of {len(settings)}: {setting.title}")
-        row_of[setting] = row = measured(setting, options, console)
-        note = "allocator tuned only where stated"
-        row.words = provenance("traverse_speed", note, before=before)
-        write(list(row_of.values()), options.least, options.output)
+        results.append(measured(setting, options, console))
+        entered = page(results, options.least, [cells for _, cells in stored])
+        notes = "allocator tuned only where stated", f"{options.rounds} rounds"
+        save("traverse_speed", entered, Run.now(*notes, before=before), options.output)
 
 
 if __name__ == "__main__":

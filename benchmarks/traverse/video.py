@@ -1,16 +1,14 @@
 """Causal decoders of videos, laid out as Wan's and CogVideoX's with random weights: untiled, within
 budgets of memory, and in chunks of frames: `python -m benchmarks run video`.
 
-Every number is measured in a process of its own. Writes benchmarks/results/video.md and .json
-after each network.
+Every number is measured in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -21,15 +19,17 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from benchmarks.common.catalog import Benchmark
-from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
-from benchmarks.traverse.traverse_memory import Failed, fresh, mebibytes, nbytes, peaked
+from benchmarks.common.inductor import NAME, inductor
+from benchmarks.common.ledger import Cell, Page, Run, Table, save, text_of
+from benchmarks.traverse.traverse_memory import MIB, Failed, fresh, nbytes, peaked
 from demask.errors import BudgetTooSmall
+from demask.machine.describe import format_threads, load_average
 from demask.traverse import tile
 from video_networks import CogVideoXDecoder, WanDecoder
 
 BENCHMARK = Benchmark(
     "causal decoders of videos: untiled, within budgets, and in chunks of frames", "minutes",
-    ("video.md", "video.json"), quick="--size 6 --frames 5 --only Wan",
+    quick="--size 6 --frames 5 --only Wan",
 )  # fmt: skip
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
@@ -39,8 +39,10 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 SHARES = (3, 8)  # budgets are the untiled run's memory over these
 CHUNK, OVERLAPS = 2, (1, 3)  # latent frames; odd, as CogVideoX takes an odd number of frames
-HEAD = ["network", "contender", "budget, MiB", "predicted, MiB", "measured, MiB", "seconds",
-        "MACs, over untiled", "largest error", "of the largest value"]  # fmt: skip
+HEAD = [
+    "network", "contender", "budget, MiB", "predicted, MiB", "measured, MiB", "seconds",
+    "MACs over untiled", "largest error", "of the largest value",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Call:
     """One contender, in bytes and seconds. budget, predicted, work: of plans, else None."""
 
     network: str
@@ -69,11 +71,10 @@ class Run:
     predicted: int | None = None
     work: float | None = None
 
-    def cells(self) -> list[str]:
-        planned = [*(mebibytes(n) if n is not None else "" for n in (self.budget, self.predicted))]
-        return [self.network, self.contender, *planned, mebibytes(self.peak), f"{self.seconds:.2f}",
-                "" if self.work is None else f"{self.work:.4f}", f"{self.error:.1e}",
-                f"{self.error / self.largest:.1e}"]  # fmt: skip
+    def cells(self) -> list[Cell]:
+        planned = [n and n / MIB for n in (self.budget, self.predicted)]
+        return [self.network, self.contender, *planned, self.peak / MIB, self.seconds, self.work,
+                self.error, self.error / self.largest]  # fmt: skip
 
 
 def ready(setting: Setting) -> tuple[nn.Module, Tensor]:
@@ -85,7 +86,7 @@ def ready(setting: Setting) -> tuple[nn.Module, Tensor]:
     return model, torch.randn(1, 16, setting.frames, setting.size, setting.size)
 
 
-def measured(setting: Setting, contender: str, call: Callable[[], Tensor], **planned: Any) -> Run:
+def measured(setting: Setting, contender: str, call: Callable[[], Any], **planned: Any) -> Call:
     """Memory of a first call without its result, seconds of a second, error to the untiled."""
     y, peak, _ = peaked(call)
     peak = max(peak - nbytes(y), 0)
@@ -98,17 +99,23 @@ def measured(setting: Setting, contender: str, call: Callable[[], Tensor], **pla
         torch.save(y, path)
     expected = torch.load(path)
     error, largest = float((y - expected).abs().max()), float(expected.abs().max())
-    return Run(setting.network, contender, peak, seconds, error, largest, **planned)
+    return Call(setting.network, contender, peak, seconds, error, largest, **planned)
 
 
 @torch.no_grad()
-def untiled(setting: Setting) -> Run:
+def untiled(setting: Setting) -> Call:
     model, z = ready(setting)
     return measured(setting, "untiled", lambda: model(z))
 
 
 @torch.no_grad()
-def tiled(setting: Setting, budget: int) -> Run:
+def compiled(setting: Setting) -> Call:
+    model, z = ready(setting)
+    return measured(setting, NAME, inductor(model, z))
+
+
+@torch.no_grad()
+def tiled(setting: Setting, budget: int) -> Call:
     """Under a budget; where there is no plan for it, under the least."""
     model, z = ready(setting)
     try:
@@ -122,7 +129,7 @@ def tiled(setting: Setting, budget: int) -> Run:
 
 
 @torch.no_grad()
-def chunked(setting: Setting, overlap: int) -> Run:
+def chunked(setting: Setting, overlap: int) -> Call:
     """The untiled network on CHUNK latent frames at a time and `overlap` before them, whose frames
     are dropped: what earlier frames left in its layers is lost."""
     model, z = ready(setting)
@@ -142,39 +149,45 @@ def in_chunks(model: nn.Module, z: Tensor, overlap: int) -> Tensor:
     return video
 
 
-def runs(setting: Setting, console: Console) -> list[Run]:
+def calls(setting: Setting, console: Console) -> list[Call]:
     whole = fresh(untiled, setting)
     if isinstance(whole, Failed):
         raise SystemExit(f"{setting.network}: {whole.reason}")
-    tasks = [(tiled, whole.peak // share) for share in SHARES]
-    tasks += [(chunked, overlap) for overlap in OVERLAPS]
+    tasks: list[tuple[Callable[..., Call], tuple[int, ...]]] = [(compiled, ())]
+    tasks += [(tiled, (whole.peak // share,)) for share in SHARES]
+    tasks += [(chunked, (overlap,)) for overlap in OVERLAPS]
     results = [whole]
-    for task, number in tasks:
-        run = fresh(task, setting, number)
-        if isinstance(run, Failed):
-            raise SystemExit(f"{setting.network}, {task.__name__} {number}: {run.reason}")
-        results.append(run)
-        console.print("; ".join(run.cells()))
+    for task, numbers in tasks:
+        call = fresh(task, setting, *numbers)
+        if isinstance(call, Failed):
+            raise SystemExit(f"{setting.network}, {task.__name__} {numbers}: {call.reason}")
+        results.append(call)
+        console.print("; ".join(map(text_of, call.cells())))
     return results
 
 
-def page(results: list[Run], options: argparse.Namespace, words: str) -> str:
+def page(results: Sequence[Call], options: argparse.Namespace) -> Page:
     frames, size = 4 * (options.frames - 1) + 1, 8 * options.size
-    return f"""# Decoders of videos
-
-{words}
-
+    text = f"""
 Causal decoders laid out as those of Wan 2.1 and CogVideoX, narrower and with random weights, from
 {options.frames} latent frames of {options.size} x {options.size} to {frames} frames of
-{size} x {size} in float32, {options.threads} threads. *Predicted*: `plan.peak`. *Measured*: what
-the process takes at most during a first call, beyond what it took before and without the result.
-Seconds are of a second call. *Chunks*: the untiled network on {CHUNK} latent frames at a time with
-some before them, whose frames are dropped; a causal network remembers more than those, and norms
-over all frames (CogVideoX) see a chunk alone, so that frames differ. Wan's values end at -1 and 1,
-so that an error of 2 is the largest there is.
-
-{markdown(HEAD, [run.cells() for run in results])}
-"""
+{size} x {size} in float32. *Predicted*: `plan.peak`. *Measured*: what the process takes at most
+during a first call (of torch.compile: the first after compiling), beyond what it took before and
+without the result. Seconds are of a second call. *Chunks*: the untiled network on {CHUNK} latent
+frames at a time with some before them, whose frames are dropped; a causal network remembers more
+than those, and norms over all frames (CogVideoX) see a chunk alone, so that frames differ. Wan's
+values end at -1 and 1, so that an error of 2 is the largest there is."""
+    whole = {(c.network, c.contender): c for c in results if c.budget is None}
+    plans = [c for c in results if c.budget is not None]
+    fastest = [min(whole[c.network, "untiled"].seconds, whole[c.network, NAME].seconds)
+               for c in plans]  # fmt: skip
+    speeds = [other / c.seconds for c, other in zip(plans, fastest, strict=True)]
+    shares = [c.peak / whole[c.network, "untiled"].peak for c in plans]
+    summary = (f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as the faster of untiled and "
+               f"compiled, in {min(shares):.2f} to {max(shares):.2f} of the untiled memory; slower "
+               f"in {sum(speed < 1 for speed in speeds)} of {len(speeds)}")  # fmt: skip
+    table = Table(HEAD, [call.cells() for call in results], 2)
+    return Page("Decoders of videos", [text, table], summary)
 
 
 def main() -> None:
@@ -183,20 +196,16 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=9, help="latent frames, an odd number")
     parser.add_argument("--size", type=int, default=16, help="rows and columns of the latent")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=RESULTS / "video.md")
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     options = parser.parse_args()
-    before, console, results = load_average(), Console(markup=False), []
+    before, console, results = load_average(), Console(markup=False), list[Call]()
     for name in options.only:
         with TemporaryDirectory() as folder:
             expected = str(Path(folder, "untiled.pt"))
             setting = Setting(name, options.frames, options.size, options.threads, expected)
-            results += runs(setting, console)
-        words = provenance("video", before=before)
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(page(results, options, words))
-        data = {"words": words, "rows": [asdict(run) for run in results]}
-        options.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-    console.print(options.output.read_text())
+            results += calls(setting, console)
+        run = Run.now(format_threads(options.threads), before=before)
+        save("video", page(results, options), run, options.output)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import doctest
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import dlmc
-from benchmarks.sparse import gpu_page, gpu_problems, gpu_sparse
+from benchmarks.common.ledger import Table
+from benchmarks.sparse import gpu_problems, gpu_sparse
+from demask.machine.timing import Timing
 from interpreted import run_on
 
 there = pytest.mark.skipif(
@@ -17,9 +18,8 @@ there = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("module", [gpu_page, gpu_problems], ids=lambda module: module.__name__)
-def test_examples_run(module):
-    found = doctest.testmod(module)
+def test_examples_run():
+    found = doctest.testmod(gpu_problems)
     assert found.failed == 0
     assert found.attempted > 0
 
@@ -61,18 +61,27 @@ def test_nothing_wrong_is_timed():
     assert {"demask", "cuBLAS"} <= row.seconds.keys()
     assert "is wrong by nan" in wrong.not_run["demask"]
     assert not wrong.seconds
-    text = gpu_page.page([row, wrong], ["another"], "here")
-    assert f"- {wrong.title}, demask: {wrong.choice} is wrong by nan" in text
-    assert row.title in text
+    page = gpu_sparse.page([row, wrong], ["another"])
+    text = "\n".join(part for part in page.parts if isinstance(part, str))
+    assert f"- demask, {wrong.choice} is wrong by nan: {wrong.problem.title}" in text
     assert "No time was left for 1: another." in text
+    table = page.parts[2]
+    assert isinstance(table, Table)
+    assert [cells[0] for cells in table.rows] == [row.problem.title]
 
 
 def test_means_are_geometric():
+    problem = gpu_problems.Problem("B", "", "", 1, 1, 1, 0.9, torch.float32, torch.empty)
     rows = [
-        SimpleNamespace(seconds={"demask": (1e-5, 0, 0), "cuSPARSE": (s, 0, 0)}, suite="B", task="")
+        gpu_sparse.Row(
+            problem, seconds={"demask": Timing(1e-5, 0, 0, 1), "cuSPARSE": Timing(s, 0, 0, 1)}
+        )
         for s in (1e-5, 4e-5)
     ]
-    assert "| 3 | 2.00 | 1.00 to 4.00 | 1 of 2 |" in gpu_page.summary(rows)
+    ((*_, goal, mean, least, most, faster, count),) = gpu_sparse.goals(rows)
+    assert (goal, mean) == pytest.approx((3.0, 2.0))
+    assert (least, most) == pytest.approx((1.0, 4.0))
+    assert (faster, count) == (1, 2)
 
 
 @there
