@@ -81,7 +81,7 @@ package:
 	.venv-package/bin/python -m twine check --strict dist/*
 
 bench: $(VENV)/bench.stamp $(DEEPSPARSE)/bench.stamp
-	set -e; for name in residual encoder cost optimize runtime peers; do echo "$$name"; $(BIN)/python -m benchmarks run $$name; done
+	set -e; for name in residual encoder cost executors runtime peers; do echo "$$name"; $(BIN)/python -m benchmarks run $$name; done
 	$(BIN)/python -m benchmarks run cpu_sparse $$(test -x $(DEEPSPARSE)/bin/python && echo --deepsparse $(DEEPSPARSE)/bin/python)
 
 clean:

@@ -12,9 +12,10 @@ import datetime
 import json
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import demask
 from benchmarks import ROOT
@@ -41,14 +42,18 @@ class Table:
     merge: bool = False
 
 
+# A text of the rows of a page's first table, by column, with those that are merged into it.
+Derived = Callable[[Sequence[Mapping[str, Any]]], str]
+
+
 @dataclass(frozen=True, slots=True)
 class Page:
     """What a benchmark says: a title, its parts (texts in Markdown and tables), and one sentence
     for the list of all results: the best, and how many settings lost."""
 
     title: str
-    parts: Sequence[str | Table]
-    summary: str = ""
+    parts: Sequence[str | Table | Derived]
+    summary: str | Derived = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +143,9 @@ class Ledger:
         path.write_text(text + ',\n "rows": [\n' + ",\n".join(lines) + "\n]\n}\n")
 
     def enter(self, name: str, page: Page, run: Run) -> None:
-        """Puts a page in the place of the one of that name."""
+        """Puts a page in the place of the one of that name; texts that are derived from its rows are
+        written out."""
         old = {key[1]: self.rows.pop(key) for key in list(self.rows) if key[0] == name}
-        self.pages[name] = page
         for number, table in tables(page):
             repeated = len(set(table.columns)) < len(table.columns)
             if repeated or any(len(row) != len(table.columns) for row in table.rows):
@@ -152,6 +157,13 @@ class Ledger:
                 by_setting = {_setting(table, row[1]): row for row in [*old.get(number, ()), *new]}
                 new = list(by_setting.values())
             self.rows[name, number] = new
+        first = next((table for _, table in tables(page)), Table((), ()))
+        rows = [
+            dict(zip(first.columns, row, strict=True)) for _, row in self.rows.get((name, 0), ())
+        ]
+        parts = [part(rows) if callable(part) else part for part in page.parts]
+        summary = page.summary(rows) if callable(page.summary) else page.summary
+        self.pages[name] = Page(page.title, parts, summary)
 
     def find(self, page: str, *setting: str, column: str) -> Cell:
         """The cell of a column in the first row of a page whose leading cells are these settings,

@@ -32,8 +32,8 @@ def sparse(label: str, *setting: str, peers: Sequence[str]) -> Row:
     """A row of cpu_sparse on two threads."""
     figure = f"{{cpu_sparse|{'|'.join(setting)}|2|"
     speeds = (f"{figure}/ {peer}}} × as fast as {peer}" for peer in peers)
-    return (f"{label}, 2 threads, `optimize`", f"{figure}torch, eager, ms}} → {figure}demask, ms}} ms",
-            ", ".join(speeds))  # fmt: skip
+    times = f"{figure}torch, eager, ms}} → {figure}demask, ms}} ms"
+    return f"{label}, 2 threads, `optimize`", times, ", ".join(speeds)
 
 
 def by_hand(label: str, setting: str) -> Row:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnxruntime
 import torch
@@ -129,11 +130,6 @@ class Row:
         timings = [timing for name, timing in self.timings.items() if name.startswith(tool)]
         return min(timings, key=lambda timing: timing.median, default=None)
 
-    @property
-    def target(self) -> float:
-        """The target ratio."""
-        return TARGETS.get(self.name, 1.0)
-
 
 def rows(
     chosen: Sequence[str], threads: Sequence[int], pairs: int, seconds: float, bar: Progress
@@ -202,28 +198,33 @@ def cells(row: Row) -> list[Cell]:
     ]  # fmt: skip
 
 
-def listed(rows: Sequence[Row]) -> str:
-    """Names of rows, with their numbers of threads."""
-    threads: dict[str, list[str]] = {}
-    for row in rows:
-        threads.setdefault(row.name, []).append(str(row.threads))
-    return "; ".join(f"{name} ({' and '.join(of)})" for name, of in threads.items()) or "none"
-
-
-def page(rows: Sequence[Row]) -> Page:
+def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Geometric means of the ratios, of masked and unmasked networks."""
     means = []
     for label, is_kind in (("half masked", False), ("unmasked", True)):
-        ratios = [row.ratio for row in rows if ("unmasked" in row.name) is is_kind]
+        ratios = [row["ratio"] for row in rows if ("unmasked" in row["network"]) is is_kind]
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
             means.append(
                 f"{label} {mean:.2f} ({sum(r < 1 for r in ratios)} of {len(ratios)} slower)"
             )
-    summary = f"as fast as the fastest runtime, times: {'; '.join(means)}"
-    text = f"""
-Slower than the fastest runtime (threads): {listed([row for row in rows if row.ratio < 1])}.
-Below the target ratio: {listed([row for row in rows if 1 <= row.ratio < row.target])}.
+    return f"as fast as the fastest runtime, times (geometric means): {'; '.join(means)}"
 
+
+def list_losses(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows that are slower than the fastest runtime, and those below their target."""
+
+    slower = [row for row in rows if row["ratio"] < 1]
+    below = [row for row in rows if 1 <= row["ratio"] < (row["target"] or 1)]
+    lines = []
+    for which, part in (("Slower than the fastest runtime", slower), ("Below the target", below)):
+        names = "; ".join(f"{row['network']} ({row['threads']})" for row in part)
+        lines.append(f"{which} (threads): {names or 'none'}.")
+    return "\n".join(lines)
+
+
+def page(rows: Sequence[Row]) -> Page:
+    text = f"""
 Batch 1 unless the name says otherwise, float32. All contenders of a row run in turns in one process
 (median, 10 %–90 % quantile, ms). The runtimes (ONNX Runtime {onnxruntime.__version__}, OpenVINO
 {openvino_module().__version__}, torch.compile with constants frozen) get the masked network and the
@@ -234,11 +235,10 @@ masked; the others: torchvision, random weights, half of the channels masked, sh
 nonzero, or nothing masked. UltraFace: trained, {MASKED:.0%} of the channels of each convolution
 masked; encoder: 6 layers of width 384, 12 heads, 1,536 units, random weights, half of the heads and
 units masked. *Ratio*: time of the rival over that of optimize(). *Error*: against the original in
-float64, relative to the largest output.
-
-Geometric means of the ratios: {"; ".join(means)}."""
+float64, relative to the largest output."""
     title = "optimize() against ONNX Runtime, OpenVINO and torch.compile"
-    return Page(title, [text, Table(HEAD, [*map(cells, rows)], 2)], summary)
+    table = Table(HEAD, [*map(cells, rows)], 2, merge=True)
+    return Page(title, [list_losses, text, table], summarize)
 
 
 def main() -> None:

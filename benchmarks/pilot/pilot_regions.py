@@ -253,8 +253,8 @@ def report(rows: Sequence[Row], size: int) -> Page:
 documents and a photograph, paper with noise and shade
 ([pilot_pages.py](../pilot/pilot_pages.py)). The network has the size and the blocks of TAEF2's
 decoder, and random weights. Batch 1, float32. Medians over the pages; a turn is one call. *Work*:
-multiply-adds with halos over those of the whole page. *Difference where run*: from the whole page in
-`demask.traverse`, whose kernels are the same; torch and oneDNN choose them by size.
+multiply-adds with halos over those of the whole page. *Difference where run*: from the whole page
+in `demask.traverse`, whose kernels are the same; torch and oneDNN choose them by size.
 
 *Matters*: the whole run and what stands in for it differ by more than 8/255 in some channel;
 *missed*: that part of it that was not run; *recall*: the share of it that was. *By contrast*: tiles

@@ -2,8 +2,7 @@
 
 A ResNet-20, or the network itself with fewer bits, answers where it is sure; the rest is passed to
 ResNet-56 (`demask.pilot.Route`). Thresholds are chosen by the mean of some images, and with a
-guarantee; both are judged on other images, over many random splits. Writes results/pilot_router.md
-and pilot_router.svg. Needs the trained weights and the test images of shared/data.
+guarantee; both are judged on other images, over many random splits.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, median, quantiles, stdev
+from statistics import mean, median, stdev
 
 import onnxruntime
 import torch
@@ -25,8 +24,10 @@ from torch import Tensor, nn
 import cifar
 import demask
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
-from benchmarks.common.tables import RESULTS, format_spread, load_average, markdown, provenance
+from benchmarks.common.inductor import NAME, inductor
+from benchmarks.common.ledger import RESULTS, Cell, Page, Run, Table, save
 from demask.machine.allocator import fix_allocator
+from demask.machine.describe import format_threads, load_average
 from demask.machine.threads import set_threads
 from demask.machine.timing import Timing, sample_seconds, time_alternately
 from demask.pilot import Route, Router, by_mean, guarantee, splits
@@ -38,13 +39,13 @@ from demask.pilot.simplifiers.simplify import simplify
 
 BENCHMARK = Benchmark(
     "a ResNet-20 that answers where it is sure, before ResNet-56", "not timed",
-    writes=("pilot_router.svg",), needs=(DEV, SHARED_DATA),
-    quick="--images 500 --splits 3 --rounds 2 --streams 1 --quick",
+    needs=(DEV, SHARED_DATA), quick="--images 500 --splits 3 --rounds 2 --streams 1 --quick",
+    writes=("pilot_router.svg",),
 )  # fmt: skip
 
 BATCH, PARTS = 64, (1, 4, 5)  # images per call; of ten: to choose, to bound, to report
 LOSSES = (0.0, 0.002, 0.005, 0.01)
-TARGET, MEAN_GAIN, SURE_GAIN = 0.002, 2.0, 1.6
+TARGET = 0.002
 PILOTS = ("ResNet-20", "ResNet-56, 4 bits", "ResNet-56, 5 bits", "ResNet-56, 8 bits",
           "ResNet-20, int8", "ResNet-56, int8")  # fmt: skip
 COLOURS = ("#2a78b5", "#d1661f", "#3b8f4a", "#8c5fb0")
@@ -66,6 +67,21 @@ class Runtime(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.from_numpy(self.session.run(None, {self.name: x.numpy()})[0])
+
+
+class Compiled(nn.Module):
+    """A network compiled by inductor for batches of one size; others run in torch."""
+
+    def __init__(self, model: nn.Module, x: Tensor):
+        super().__init__()
+        self.model, self.x = model, x.clone()
+        self.call = inductor(model, self.x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape != self.x.shape:
+            return self.model(x)
+        self.x.copy_(x)
+        return self.call()
 
 
 @dataclass(slots=True)
@@ -133,6 +149,7 @@ def networks(
             continue
         engines = {"torch": model, "ONNX Runtime": Runtime(path, threads)}
         if optimized and not bits:
+            engines[NAME] = Compiled(model, first)
             engines["demask.optimize"] = demask.optimize(model, (first,), threads=threads)
         yield Network(name, engines)
 
@@ -190,16 +207,15 @@ class Row:
     target: float
     judged: tuple[Judged, ...]
 
-    def over(self, name: str) -> tuple[float, float, float, float]:
-        """Mean, deviation, and the range of 95 % of the splits."""
+    def over(self, name: str) -> tuple[float, float]:
+        """Mean and deviation over the splits."""
         values = [getattr(one, name) for one in self.judged]
-        cuts = quantiles(values, n=40, method="inclusive")
-        return mean(values), stdev(values), cuts[0], cuts[-1]
+        return mean(values), stdev(values)
 
     @property
     def within(self) -> float:
         """Of the splits, those with a loss on the reporting images of at most the target."""
-        return mean(one.loss <= self.target for one in self.judged)
+        return mean(float(one.loss <= self.target) for one in self.judged)
 
     @property
     def refused(self) -> int:
@@ -296,157 +312,126 @@ def streamed(cascades: list[Cascade], rows: list[Row], x: Tensor, rounds: int) -
 
 # --- the page -----------------------------------------------------------------------------------
 
-
-def percent(values: tuple[float, float, float, float], sign: str = "") -> str:
-    """Mean ± deviation (range of 95 % of the splits), in percent or points."""
-    average, spreads, low, high = (100 * value for value in values)
-    return f"{average:{sign}.2f} ± {spreads:.2f} ({low:{sign}.2f} to {high:{sign}.2f})"
-
-
-def cells(row: Row) -> list[str]:
-    gain, spreads, low, high = row.over("gain")
-    speed = f"{gain:.2f} ± {spreads:.2f} ({low:.2f}–{high:.2f})"
-    return [row.pilot, row.answer, row.rule, f"{100 * row.target:.1f}",
-            f"{100 * row.over('share')[0]:.1f}", speed,
-            percent(row.over("loss"), "+"), percent(row.over("disagreement")),
-            f"{100 * row.over('bound')[0]:.2f}", f"{row.within:.0%}", str(row.refused)]  # fmt: skip
+ENGINES = ["network", "engine", f"ms per {BATCH} images", "speed-up", "right, %",
+           "as ResNet-56, %"]  # fmt: skip
+SETTING = ["pilot", "answer", "rule", "loss allowed, points"]
+RULES = [*SETTING, "passed on, %", "speed-up", "±", "lost, points", "± points", "disagreement, %",
+         "± %", "its bound, %", "within loss, %", "refused"]  # fmt: skip
+STREAMS = [*SETTING, "passed on, %", "speed-up, measured", "least", "expected",
+           "latency, ms"]  # fmt: skip
 
 
-HEAD = ["pilot", "answer", "rule", "loss allowed, points", "in full, %", "speed-up",
-        "accuracy lost", "disagreement, %", "its bound, %", "within loss", "refused"]  # fmt: skip
-
-
-def verdicts(rows: list[Row]) -> str:
-    """The two targets, each with the best row that answers it; the pilots that are trained."""
-    plain = [row for row in rows if row.pilot == "ResNet-20"]
-    lines = []
-    for rule, least in (("mean", MEAN_GAIN), ("guarantee", SURE_GAIN)):
-        fit = [row for row in plain if row.rule == rule and row.over("loss")[0] <= TARGET
-               and (rule == "mean" or row.target <= TARGET)]  # fmt: skip
-        best = max(fit, key=lambda row: row.over("gain")[0], default=None)
-        got = "no row" if best is None else (
-            f"{best.over('gain')[0]:.2f}x (answer: {best.answer}, loss allowed "
-            f"{100 * best.target:.1f}, lost {100 * best.over('loss')[0]:+.2f} points)")  # fmt: skip
-        kind = "a mean loss" if rule == "mean" else f"a {LEVEL:.0%} guarantee of a loss"
-        lines.append(f"- {least:.1f}x at {kind} of at most {100 * TARGET:.1f} points: {got}.")
-    return "\n".join(lines)
-
-
-def page(contenders: list[Network], rows: list[Row], ends: list[Streamed], labels: Tensor,
-         words: str) -> str:  # fmt: skip
+def engines(contenders: Sequence[Network], labels: Tensor) -> Iterator[list[Cell]]:
     full = contenders[0]
-    accuracy = {
-        one.name: float((one.logits.argmax(1) == labels).float().mean()) for one in contenders
-    }
-    same = {one.name: float((one.logits.argmax(1) == full.logits.argmax(1)).float().mean())
-            for one in contenders}  # fmt: skip
-    whole = full.times[full.engine].median
-    engines = [[one.name, name, format_spread(timing), f"{whole / timing.median:.2f}",
-                f"{100 * accuracy[one.name]:.2f}", f"{100 * same[one.name]:.2f}"]
-               for one in contenders for name, timing in one.times.items()]  # fmt: skip
-    streams = [[one.row.pilot, one.row.answer, one.row.rule, f"{100 * one.row.target:.1f}",
-                f"{100 * one.share:.1f}", f"{one.gain:.2f} ({one.least:.2f})",
-                f"{one.expected:.2f}", format_spread(one.late)] for one in ends]  # fmt: skip
+    answers = full.logits.argmax(1)
+    for one in contenders:
+        mine = one.logits.argmax(1)
+        right, same = (100 * float((mine == of).float().mean()) for of in (labels, answers))
+        for name, timing in one.times.items():
+            yield [one.name, name, timing, full.seconds * BATCH / timing.median, right, same]
+
+
+def setting(row: Row) -> list[Cell]:
+    return [row.pilot, row.answer, row.rule, 100 * row.target]
+
+
+def rule(row: Row) -> list[Cell]:
+    points = (100 * value for name in ("loss", "disagreement") for value in row.over(name))
+    return [*setting(row), 100 * row.over("share")[0], *row.over("gain"), *points,
+            100 * row.over("bound")[0], 100 * row.within, row.refused]  # fmt: skip
+
+
+def stream(one: Streamed) -> list[Cell]:
+    return [*setting(one.row), 100 * one.share, one.gain, one.least, one.expected, one.late]
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """The fastest of each rule that loses little enough, of the pilot that is trained."""
+    found = []
+    for rule, kind in (("mean", "with a mean loss"), ("guarantee", f"guaranteed at {LEVEL:.0%}")):
+        gains = [row.over("gain")[0] for row in rows
+                 if row.pilot == "ResNet-20" and row.rule == rule and row.target <= TARGET
+                 and row.over("loss")[0] <= TARGET]  # fmt: skip
+        found.append(f"{max(gains, default=1.0):.2f} times {kind}")
+    slower = sum(row.over("gain")[0] < 1 for row in rows)
+    return (f"ResNet-20 before ResNet-56, at most {100 * TARGET:.1f} points lost: "
+            f"{', '.join(found)}; slower in {slower} of {len(rows)}")  # fmt: skip
+
+
+def page(contenders: list[Network], rows: list[Row], ends: list[Streamed],
+         labels: Tensor) -> Page:  # fmt: skip
     sizes = " + ".join(f"{len(labels) * part // sum(PARTS):,}" for part in PARTS)
-    heads = [
-        "network",
-        "engine",
-        f"ms per {BATCH} images",
-        "speed-up",
-        "accuracy, %",
-        "as ResNet-56, %",
-    ]
-    return f"""# ResNet-56 after a pilot
-
-{words}
-
+    return Page("ResNet-56 after a pilot", [
+        f"""
 CIFAR-10's {len(labels):,} test images, as JPEG. The reference is ResNet-56 in the fastest of its
-engines ({full.engine}), each timed in turns on other images at every call; networks of a cascade
-run in their fastest engine, too. Those of 4, 5 and 8 bits have rounded weights and run in float32;
-"int8" are 8 bits in ONNX Runtime, weights and activations.
-
-{markdown(heads, engines)}
-
-Targets, over {len(rows[0].judged)} random splits:
-
-{verdicts(rows)}
-
+engines ({contenders[0].engine}), each timed in turns on other images at every call; networks of a
+cascade run in their fastest engine, too. Those of 4, 5 and 8 bits have rounded weights and run in
+float32; "int8" are 8 bits in ONNX Runtime {onnxruntime.__version__}, weights and activations.""",
+        Table(ENGINES, [*engines(contenders, labels)], 2),
+        f"""
 ## Thresholds
 
-Images are split as {sizes}: to choose, to bound, to report. *Mean*: the boldest threshold whose
-loss on the first two parts is at most the one allowed. *Guarantee*: the boldest that the tests of
-`demask.pilot.guarantee` pass at {LEVEL:.0%}. All else is of the third part: *in full*, images that
-are passed to ResNet-56; *speed-up*, from the times above, for a queue that fills batches; *accuracy
-lost*, in points (negative: better than ResNet-56); *disagreement*, other answers than ResNet-56's,
-and the mean of its {LEVEL:.0%} bounds; *within loss*, splits whose third part loses no more than
-allowed: less than promised is possible under a guarantee, for that part is a sample, too;
-*refused*, splits in which nothing can be guaranteed and ResNet-56 runs alone (loss 0, speed-up 1).
-Mean ± deviation (range of 95 % of the splits). Confidence: softmax margin. *Both*: answers of
-ResNet-56 are averaged with the pilot's.
-
-{markdown(HEAD, [cells(row) for row in rows])}
-
+Images are split as {sizes}: to choose, to bound, to report; means and deviations over
+{len(rows[0].judged)} random splits. *Mean*: the boldest threshold whose loss on the first two parts
+is at most the one allowed. *Guarantee*: the boldest that the tests of `demask.pilot.guarantee` pass
+at {LEVEL:.0%}. All else is of the third part: *passed on*, to ResNet-56; *speed-up*, from the times
+above, for a queue that fills batches; *lost*, in accuracy (negative: better than ResNet-56);
+*disagreement*, other answers than ResNet-56's, and the mean of its {LEVEL:.0%} bounds; *within
+loss*, splits whose third part loses no more than allowed: less than promised is possible under a
+guarantee, for that part is a sample, too; *refused*, splits in which nothing can be guaranteed and
+ResNet-56 runs alone (loss 0, speed-up 1). Confidence: softmax margin. *Both*: answers of ResNet-56
+are averaged with the pilot's.""",
+        Table(RULES, [*map(rule, rows)], 4),
+        f"""
 ![Speed-up against accuracy and disagreement](pilot_router.svg)
 
 ## End to end
 
 The first split's third part through `Router.stream`, {BATCH} images a call, those for ResNet-56
-queued until there are {BATCH}; in turns with ResNet-56 alone. Measured: median of rounds (the
-least). Expected: as above. Latency: milliseconds until a batch has all its answers.
-
-{markdown(["pilot", "answer", "rule", "loss allowed, points", "in full, %", "speed-up, measured",
-           "expected", "latency"], streams)}
-"""  # fmt: skip
+queued until there are {BATCH}; in turns with ResNet-56 alone. Measured: median of rounds, and the
+least. Expected: as above. Latency: until a batch has all its answers.""",
+        Table(STREAMS, [*map(stream, ends)], 4),
+    ], verdict(rows))  # fmt: skip
 
 
-def draw(cascades: list[Cascade], rows: list[Row], path: Path, words: str) -> None:
-    """The whole curve on all images, and where the rules land."""
+def draw(cascades: list[Cascade], rows: list[Row], path: Path) -> None:
+    """The whole curve on all images, and where the rules land: means, deviations over splits."""
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "router"  # the same picture for the same numbers
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     panels = figure.subplots(1, 2)
+    titles = {"loss": "accuracy lost, points (below 0: better than ResNet-56)",
+              "disagreement": "answers that differ from ResNet-56, %"}  # fmt: skip
     shown = [one for one in cascades if "bits" not in one.pilot.name]
-    names = ("loss", "disagreement")
-    for colour, one in zip(COLOURS, shown, strict=False):
-        every = torch.arange(len(one.sure))
-        curve = [one.judged(float(knob), every) for knob in one.knobs(every)]
-        gains = [point.gain for point in curve]
-        label = f"{one.pilot.name}, {one.answer}"
-        for axes, name in zip(panels, names, strict=True):
-            values = [100 * getattr(point, name) for point in curve]
-            axes.plot(gains, values, color=colour, linewidth=1.2, label=label)
-            for row in rows:
-                if (row.pilot, row.answer) == (one.pilot.name, one.answer):
-                    _point(axes, row, name, colour)
-    panels[0].set_title(
-        "accuracy lost, points (below 0: better than ResNet-56)", fontsize=9, loc="left"
-    )
-    panels[1].set_title("answers that differ from ResNet-56, %", fontsize=9, loc="left")
-    for axes in panels:
+    for axes, (name, title) in zip(panels, titles.items(), strict=True):
+        for colour, one in zip(COLOURS, shown, strict=False):
+            every = torch.arange(len(one.sure))
+            curve = [one.judged(float(knob), every) for knob in one.knobs(every)]
+            axes.plot([point.gain for point in curve],
+                      [100 * getattr(point, name) for point in curve], color=colour,
+                      linewidth=1.2, label=f"{one.pilot.name}, {one.answer}")  # fmt: skip
+            for rule, marker, face in (("mean", "o", colour), ("guarantee", "s", "white")):
+                wanted = one.pilot.name, one.answer, rule
+                mine = [row for row in rows if (row.pilot, row.answer, row.rule) == wanted]
+                x, wide = zip(*(row.over("gain") for row in mine), strict=True)
+                y, high = zip(*(row.over(name) for row in mine), strict=True)
+                axes.errorbar(x, [100 * v for v in y], [100 * v for v in high], wide, fmt=marker,
+                              color=colour, markersize=4, elinewidth=0.5,
+                              markerfacecolor=face)  # fmt: skip
+        axes.set_title(title, fontsize=9, loc="left")
         axes.set_xlabel("times as fast as ResNet-56, expected from measured times", fontsize=8)
         axes.axvline(1, color="#8c8c8c", linewidth=0.8)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].axhline(0, color="#8c8c8c", linewidth=0.8)
-    panels[0].plot(
-        [], [], "o", color="#444444", markersize=4, label="mean rule, 0, 0.2, 0.5, 1 allowed"
-    )
-    panels[0].plot([], [], "s", color="#444444", markersize=4, markerfacecolor="white",
-                   label="95 % guarantee, the same")  # fmt: skip
+    for marker, face, words in (("o", "#444444", "mean rule, 0, 0.2, 0.5, 1 allowed"),
+                                ("s", "white", "95 % guarantee, the same")):  # fmt: skip
+        panels[0].plot([], [], marker, color="#444444", markersize=4, markerfacecolor=face,
+                       label=words)  # fmt: skip
     panels[0].legend(fontsize=7, frameon=False, loc="upper left")
-    figure.supxlabel(words, x=0.01, ha="left", fontsize=6, color="#444444", wrap=True)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=110)
-
-
-def _point(axes, row: Row, name: str, colour: str) -> None:
-    """Where a rule lands on average, and the deviation over splits."""
-    x, value = row.over("gain"), row.over(name)
-    sure = row.rule == "guarantee"
-    axes.errorbar(x[0], 100 * value[0], xerr=x[1], yerr=100 * value[1], color=colour,
-                  fmt="s" if sure else "o", markersize=4, linewidth=0.6, elinewidth=0.5,
-                  markerfacecolor="white" if sure else colour)  # fmt: skip
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
@@ -457,9 +442,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31, help="timed calls of each engine")
     parser.add_argument("--streams", type=int, default=5, help="timed runs of each stream")
     parser.add_argument("--pilots", nargs="+", choices=PILOTS, default=PILOTS)
-    parser.add_argument("--quick", action="store_true", help="without demask.optimize, which times")
+    parser.add_argument(
+        "--quick", action="store_true", help="without demask.optimize and torch.compile"
+    )
     parser.add_argument("--cache", type=Path, help="a file that keeps all networks' answers")
-    parser.add_argument("--output", type=Path, default=RESULTS / "pilot_router.md")
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     options = parser.parse_args()
     allocator, before = fix_allocator(), load_average()
     x, labels = cifar.images(options.images)
@@ -479,13 +466,9 @@ def main() -> None:
             rows = [row for one in cascades for row in one.rows(options.splits, bar)]
         small = [one for one in cascades if one.pilot.name.startswith("ResNet-20")]
         ends = streamed(small, rows, x, options.streams)
-    threads = f"{options.threads} thread{'s' if options.threads > 1 else ''}"
-    runtime = f"ONNX Runtime {onnxruntime.__version__}"
-    words = provenance("pilot_router", runtime, threads, allocator, before=before)
-    text = page(contenders, rows, ends, labels, words)
-    options.output.write_text(text)
-    draw(cascades, rows, options.output.with_suffix(".svg"), words)
-    print(text)
+    run = Run.now(format_threads(options.threads), allocator, before=before)
+    print(save("pilot_router", page(contenders, rows, ends, labels), run, options.output))
+    draw(cascades, rows, (options.output or RESULTS / "pilot_router.md").with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -6,36 +6,38 @@
 time: seconds of demask() for networks of several sizes (YOLO where ultralytics is installed).
 memory: demask(), per form of the result, and verify() of a LLaMA of 1.1 billion parameters in
 bfloat16, the result included and the model not; needs 12 GiB.
-speed: one image through the masked network, its own class back, and a graph, in turns.
-Writes benchmarks/results/own_network.md.
+speed: one image through the masked network, that by torch.compile, its own class back, and a
+graph, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.progress import track
 from torch import Tensor, fx, nn
 
 import demask
 import networks
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
+from benchmarks.common.inductor import inductor
+from benchmarks.common.ledger import Cell, Ledger, Page, Run, Table, save
 from benchmarks.common.turns import turn
 from benchmarks.traverse.traverse_memory import peaked
 from cifar import IMAGE, ResNet, masked
 from demask.graph.capture.capture import capture
 from demask.machine.allocator import fix_allocator
+from demask.machine.describe import load_average
+from demask.machine.timing import Timing
 
 BENCHMARK = Benchmark(
     "results in the user's own class: seconds and memory of demask() and verify(), speed",
@@ -44,21 +46,15 @@ BENCHMARK = Benchmark(
 )  # fmt: skip
 
 HEADS = {
-    "time": ["network", "parameters", "came back", "demask(), s", "of it torch.export, s"],
+    "time": ["network", "parameters", "came back", "demask(), ms", "of it torch.export, ms"],
     "memory": ["call", "seconds", "peak beyond the networks, GiB", "of the weights"],
-    "speed": ["network", "masked, ms", "own class, ms", "graph, ms"],
+    "speed": ["network", "masked, ms", "torch.compile, ms", "own class, ms", "graph, ms"],
 }
 TITLES = {
     "time": "Time of demask()",
     "memory": "Memory: a LLaMA of 1.1 billion parameters in bfloat16",
     "speed": "Batch 1, one thread",
 }
-
-
-def spread(values: list[float]) -> str:
-    """Median and the middle half."""
-    low, _, high = quantiles(values, n=4)
-    return f"{median(values):.2f} ({low:.2f}–{high:.2f})"
 
 
 def zeroed(*tensors: Tensor, share: float = 0.5) -> None:
@@ -112,14 +108,14 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 FAST = {"ResNet-18": "resnet18", "MobileNetV2": "mobilenet_v2", "GoogLeNet": "googlenet"}
 
 
-def time_rows(runs: int) -> Iterator[list[str]]:
+def time_rows(runs: int) -> Iterator[list[Cell]]:
     torch.manual_seed(0)
     contenders = {}
     for name, make in NETWORKS.items():
         try:
             contenders[name] = make()
         except ImportError:
-            yield [name, "", "not installed", "", ""]
+            print(f"{name}: not installed")
     for model, x in contenders.values():
         demask.demask(model, (x,))  # a first call imports and compiles
     whole: dict[str, list[float]] = {name: [] for name in contenders}
@@ -137,10 +133,10 @@ def time_rows(runs: int) -> Iterator[list[str]]:
         record = slim[name].demasked
         form = "own class" if type(slim[name]) is type(model) else "graph"
         yield [name, f"{record.before.parameters:,} → {record.after.parameters:,}", form,
-               spread(whole[name]), f"{median(export[name]):.2f}"]  # fmt: skip
+               Timing.of(whole[name]), Timing.of(export[name])]  # fmt: skip
 
 
-def memory_rows(runs: int) -> Iterator[list[str]]:
+def memory_rows(runs: int) -> Iterator[list[Cell]]:
     networks.torchvision()  # which transformers looks for
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -173,44 +169,46 @@ def memory_rows(runs: int) -> Iterator[list[str]]:
         if slim is None:
             slim = result
             assert type(slim) is type(model)
-        yield [name, f"{seconds:.1f}", f"{peak / 2**30:.2f}", f"{peak / weights:.2f} ×"]
+        yield [name, seconds, peak / 2**30, peak / weights]
 
 
-def speed_rows(runs: int) -> Iterator[list[str]]:
+def speed_rows(runs: int) -> Iterator[list[Cell]]:
     fix_allocator()
     for name, key in FAST.items():
         torch.manual_seed(0)
         model, x = classifier(key)
         one = x[:1]
-        contenders = {
-            "masked": model,
-            "class": demask.demask(model, (one,)),
-            "graph": demask.demask(model, (one,), result="graph"),
-        }
-        assert type(contenders["class"]) is type(model)
-        assert isinstance(contenders["graph"], fx.GraphModule)
-        taken: dict[str, list[float]] = {contender: [] for contender in contenders}
+        own, graph = (demask.demask(model, (one,), result=r) for r in ("class", "graph"))
+        assert type(own) is type(model)
+        assert isinstance(graph, fx.GraphModule)
+        calls = [partial(model, one), inductor(model, one), partial(own, one), partial(graph, one)]
+        taken: list[list[float]] = [[] for _ in calls]
         with torch.no_grad():
             for _ in track(range(runs), name, transient=True):
-                for contender, network in contenders.items():
-                    taken[contender].append(turn(partial(network, one), 0.2) * 1000)
-        yield [name, *(spread(taken[contender]) for contender in contenders)]
+                for call, samples in zip(calls, taken, strict=True):
+                    samples.append(turn(call, 0.2))
+        yield [name, *map(Timing.of, taken)]
 
 
 ROWS = {"time": time_rows, "memory": memory_rows, "speed": speed_rows}
 
 
-def page(measured: dict[str, Any]) -> str:
-    """The page of the tables measured so far."""
-    text = (
-        "# The user's own class\n\nWritten by `python -m benchmarks run own_network`; that "
-        "script's docstring says what each table holds.\n"
-    )
-    for part in HEADS:
-        if part in measured:
-            words, rows = measured[part]["words"], measured[part]["rows"]
-            text += f"\n## {TITLES[part]}\n\n{words}\n\n{markdown(HEADS[part], rows)}\n"
-    return text
+def page(rows: dict[str, list[list[Cell]]]) -> Page:
+    """rows: of the parts that were measured now; those of others stay in the ledger."""
+    parts: list[str | Table] = []
+    for part, head in HEADS.items():
+        parts += [f"## {TITLES[part]}", Table(head, rows.get(part, ()), merge=True)]
+    parts[0] = f"Milliseconds: median (10 %–90 % quantile) of runs in turns.\n\n{parts[0]}"
+    stored = Ledger.read().pages.get("own_network")
+    summary = stored.summary if stored else ""
+    if "speed" in rows:
+        medians = [[t.median for t in row if isinstance(t, Timing)] for row in rows["speed"]]
+        speeds = [masked / own for masked, _, own, _ in medians]
+        lost = sum(own > compiled for _, compiled, own, _ in medians)
+        summary = (f"in its own class {min(speeds):.2f} to {max(speeds):.2f} times as fast as "
+                   f"masked; slower than torch.compile of the masked network in {lost} of "
+                   f"{len(speeds)}")  # fmt: skip
+    return Page("The user's own class", parts, summary)
 
 
 def main() -> None:
@@ -219,21 +217,16 @@ def main() -> None:
     )
     parser.add_argument("--parts", nargs="+", choices=list(HEADS), default=list(HEADS))
     parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--output", type=Path, default=RESULTS / "own_network.md")
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    stored = options.output.with_suffix(".json")
-    measured = json.loads(stored.read_text()) if stored.exists() else {}
+    measured: dict[str, list[list[Cell]]] = {}
     for part in options.parts:
         before = load_average()
-        rows = list(ROWS[part](options.runs))
-        words = provenance("own_network", "1 thread", before=before)
-        if part != "memory":
-            words += f" Medians of {options.runs} runs in turns, and the range of the middle half."
-        measured[part] = {"words": words, "rows": rows}
-        stored.write_text(json.dumps(measured, indent=1))
-        Console().print(markdown(HEADS[part], rows))
-    options.output.write_text(page(measured))
+        measured[part] = list(ROWS[part](options.runs))
+        run = Run.now("1 thread", f"{options.runs} runs", before=before)
+        text = save("own_network", page(measured), run, options.output)
+        Console().print(Markdown(text))
 
 
 if __name__ == "__main__":

@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import shutil
-import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.markdown import Markdown
 from torch import Tensor
 
+from architectures import transformers
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
+from benchmarks.common.ledger import Cell, Page, Run, Table, save
+from benchmarks.traverse.traverse_memory import Failed, fresh, resident
 from demask.files.weight_file import WeightFile
+from demask.machine.describe import load_average
+from demask.machine.timing import Timing
 
 BENCHMARK = Benchmark(
     "A masked language model of 1.1 B parameters in a folder: slim, against copying it",
-    "20 min", (DEV, "`.venv-llama` for llama.cpp"), quick=None,
+    "20 min", (DEV, "`.venv-llama` for llama.cpp"), quick="--rounds 1 --layers 2 3",
+    measures=("checkpoint", "shrink", "facts", "files"),
 )  # fmt: skip
 WIDTH, UNITS, HEADS, GROUPS, VOCABULARY = 2048, 5632, 32, 4, 32000
 TOKENS = 16
@@ -108,24 +112,16 @@ def write_folder(folder: Path, layers: int, masked: bool = True) -> None:
     WeightFile.write(folder / "model.safetensors", hollow, read, {"format": "pt"})
 
 
-def anonymous() -> int:
-    """Bytes of this process that are in no file."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
-
-def run_slim(source: Path, target: Path, check: bool) -> dict[str, float]:
-    """Seconds and memory of one call, in this process; libraries are loaded before."""
-    from transformers import LlamaForCausalLM
-
+def run_slim(source: Path, target: Path, check: bool) -> dict[str, Any]:
+    """Seconds and memory of one call; libraries are loaded before. For a process of its own."""
     import demask.checkpoint as checkpoint
 
-    del LlamaForCausalLM
-    peak, done = [anonymous()], threading.Event()
+    assert transformers().LlamaForCausalLM
+    peak, done = [resident("RssAnon")], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.01):
-            peak[0] = max(peak[0], anonymous())
+            peak[0] = max(peak[0], resident("RssAnon"))
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -142,18 +138,10 @@ def run_slim(source: Path, target: Path, check: bool) -> dict[str, float]:
     writes = next(at for title, at in steps if title.startswith("writing"))
     return {
         "seconds": seconds, "before writing": writes - start, "anonymous": peak[0],
-        "resident": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "resident": resident("VmHWM"),
         "bytes": report.bytes[1], "removed": report.removed, "removable": report.removable,
-        "proof": str(report.proof),  # type: ignore[dict-item]
+        "proof": str(report.proof),
     }  # fmt: skip
-
-
-def in_process(source: Path, target: Path, check: bool) -> dict[str, Any]:
-    """`run_slim` in a new process."""
-    words = [sys.executable, "-m", "benchmarks", "run", "slim_checkpoint", "--", "--one",
-             str(source), str(target), str(int(check))]  # fmt: skip
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -162,28 +150,26 @@ def timed(call: Callable[[], object]) -> float:
     return time.monotonic() - start
 
 
-def tokens_a_second(folders: dict[str, Path], rounds: int) -> dict[str, list[float]]:
-    """Tokens that transformers generates a second, one text, in bfloat16, by folder."""
-    from transformers import LlamaForCausalLM
-
-    models = {name: LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+def seconds_a_token(folders: dict[str, Path], rounds: int) -> list[Timing]:
+    """The time of a token that transformers generates, one text, in bfloat16, by folder."""
+    network = transformers().LlamaForCausalLM
+    models = {name: network.from_pretrained(path, dtype=torch.bfloat16).eval()
               for name, path in folders.items()}  # fmt: skip
-    prompt, rates = torch.arange(3, 11)[None], {name: list[float]() for name in folders}
+    prompt, taken = torch.arange(3, 11)[None], {name: list[float]() for name in folders}
     for turn in range(rounds + 1):
         for name, model in models.items():
             with torch.no_grad():
                 seconds = timed(partial(model.generate, prompt, max_new_tokens=TOKENS,
                                         min_new_tokens=TOKENS, do_sample=False))  # fmt: skip
             if turn:  # the first warms up
-                rates[name].append(TOKENS / seconds)
-    return rates
+                taken[name].append(seconds / TOKENS)
+    return [*map(Timing.of, taken.values())]
 
 
-def tokens_of_llama_cpp(
-    python: Path, base: Path, layers: int, rounds: int
-) -> dict[str, list[float]]:
-    """Tokens that llama.cpp generates a second from GGUF files, one text, in bfloat16: of a network
-    without masks, whose file is as large as the masked one's would be, and of the slim one."""
+def seconds_of_llama_cpp(python: Path, base: Path, layers: int, rounds: int) -> list[Timing]:
+    """The time of a token that llama.cpp generates from GGUF files, one text, in bfloat16: of a
+    network without masks, whose file is as large as the masked one's would be, and of the slim
+    one."""
     import demask.checkpoint as checkpoint
 
     write_folder(base / "full", layers, masked=False)
@@ -192,95 +178,97 @@ def tokens_of_llama_cpp(
     for folder, path in zip(files.values(), paths, strict=True):
         checkpoint.slim(folder, path, target="llama.cpp", check=False)
     shutil.rmtree(base / "full")
-    rates = {name: list[float]() for name in files}
+    taken = {name: list[float]() for name in files}
     for turn in range(rounds + 1):
         words = [str(python), "-c", LLAMA_CPP, str(4 * TOKENS), *map(str, paths)]
         done = subprocess.run(words, capture_output=True, text=True, check=True)
         answers = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("RATE")]
         for name, rate in zip(files, answers, strict=True):
             if turn:
-                rates[name].append(float(rate))
-    return rates
+                taken[name].append(1 / float(rate))
+    return [*map(Timing.of, taken.values())]
 
 
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+def folders(base: Path, layers: Sequence[int], rounds: int) -> tuple[list[list[Cell]], str]:
+    """A line of the table per folder and way; and what the comparison said."""
+    lines, proof = list[list[Cell]](), ""
+    for count in layers:
+        source = base / f"masked{count}"
+        write_folder(source, count)
+        size = sum(f.stat().st_size for f in source.iterdir())
+        times: dict[str, list[dict[str, Any]]] = {"check": [], "no check": []}
+        copies: list[float] = []
+        for turn in range(rounds if count == max(layers) else 1):
+            copies.append(timed(partial(shutil.copytree, source, base / "copy")))
+            shutil.rmtree(base / "copy")
+            for kind in times:
+                target = base / f"slim{count}"
+                shutil.rmtree(target, ignore_errors=True)
+                answer = fresh(run_slim, source, target, kind == "check")
+                if isinstance(answer, Failed):
+                    raise SystemExit(answer.reason)
+                times[kind].append(answer)
+                print(count, turn, kind, times[kind][-1], flush=True)
+        proof = times["check"][-1]["proof"]
+        for kind, rows in times.items():
+            seconds, before = (
+                Timing.of([r[k] for r in rows]) for k in ("seconds", "before writing")
+            )
+            lines.append([
+                f"{count} layers, {kind}", size / 1e9, rows[0]["bytes"] / 1e9,
+                100 * rows[0]["removed"], 100 * rows[0]["removable"], Timing.of(copies), seconds,
+                before, *(max(r[k] for r in rows) / 2**30 for k in ("anonymous", "resident")),
+            ])  # fmt: skip
+    return lines, proof
+
+
+HEAD = [
+    "folder", "GB", "slim, GB", "parameters removed, %", "of removable, %", "copy, ms", "slim, ms",
+    "of it before writing, ms", "peak anonymous, GiB", "peak resident, GiB",
+]  # fmt: skip
+TOKEN_HEAD = ["program", "masked, ms a token", "slim, ms a token", "speed"]
+
+
+TEXT = """
+TinyLlama's shape. Weights are random bfloat16 numbers; half of the units of each layer (45 to 55 %)
+and one of four groups of heads, another one in each layer, are zero. Times: median (10 %–90 %
+quantile). Memory includes Python, torch and transformers (0.3 GiB)."""
+
+
+def page(lines: Sequence[list[Cell]], proof: str, tokens: Mapping[str, Sequence[Timing]]) -> Page:
+    speeds = {name: masked.median / slim.median for name, (masked, slim) in tokens.items()}
+    programs = [[name, *timings, speeds[name]] for name, timings in tokens.items()]
+    compared = f"""
+The comparison runs both folders in float32, a module at a time, and generates 32 tokens: {proof}.
+"""
+    parts = [TEXT, Table(HEAD, lines), compared, Table(TOKEN_HEAD, programs)]
+    fast = ", ".join(f"{speed:.2f} ({name.split()[0]})" for name, speed in speeds.items())
+    summary = f"generates {fast} times as many tokens a second as the masked one"
+    return Page("A masked language model in a folder, and the slim one", parts, summary)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, nargs=2, default=(11, 22), metavar="N",
-                        help="of two networks, to project from")  # fmt: skip
+                        help="of two networks")  # fmt: skip
     parser.add_argument("--folder", type=Path, help="where there is room for 12 GB")
     parser.add_argument(
         "--llama", type=Path, metavar="PYTHON", help="of an environment with xllamacpp"
     )
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
     options = parser.parse_args()
-    if options.one:
-        source, target, check = options.one
-        print(json.dumps(run_slim(Path(source), Path(target), check == "1")))
-        return
-    few, most = options.layers
-    before, lines, slopes = load_average(), [], {}
+    before, most = load_average(), max(options.layers)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         base = Path(name)
-        for layers in (few, most):
-            source = base / f"masked{layers}"
-            write_folder(source, layers)
-            times: dict[str, list[dict[str, Any]]] = {"check": [], "no check": []}
-            copies: list[float] = []
-            for turn in range(options.rounds if layers == most else 1):
-                copies.append(timed(partial(shutil.copytree, source, base / "copy")))
-                shutil.rmtree(base / "copy")
-                for kind in times:
-                    target = base / f"slim{layers}"
-                    shutil.rmtree(target, ignore_errors=True)
-                    times[kind].append(in_process(source, target, kind == "check"))
-                    print(layers, turn, kind, times[kind][-1], flush=True)
-            size = sum(f.stat().st_size for f in source.iterdir())
-            for kind, rows in times.items():
-                lines.append([
-                    f"{layers} layers, {kind}", f"{size / 1e9:.2f}",
-                    f"{rows[0]['bytes'] / 1e9:.2f}",
-                    f"{rows[0]['removed']:.1%} of {rows[0]['removable']:.1%}", spread(copies),
-                    spread([r["seconds"] for r in rows]),
-                    spread([r["before writing"] for r in rows]),
-                    f"{max(r['anonymous'] for r in rows) / 2**30:.2f}",
-                    f"{max(r['resident'] for r in rows) / 2**30:.2f}",
-                ])  # fmt: skip
-                slopes[layers, kind] = size, statistics.median(r["seconds"] for r in rows)
-            proof = times["check"][-1]["proof"]
-        rates = tokens_a_second({"masked": base / f"masked{most}",
-                                 "slim": base / f"slim{most}"}, options.rounds)  # fmt: skip
-        programs = {f"transformers (bfloat16, one text, {TOKENS} tokens)": rates}
+        lines, proof = folders(base, options.layers, options.rounds)
+        both = {kind: base / f"{kind}{most}" for kind in ("masked", "slim")}
+        program = f"transformers (bfloat16, one text, {TOKENS} tokens)"
+        tokens = {program: seconds_a_token(both, options.rounds)}
         if options.llama is not None:
-            name = f"llama.cpp (bfloat16, sizes by layer, {4 * TOKENS} tokens)"
+            program = f"llama.cpp (bfloat16, sizes by layer, {4 * TOKENS} tokens)"
             python = options.llama.absolute()
-            programs[name] = tokens_of_llama_cpp(python, base, most, options.rounds)
-    projected = []
-    for kind in ("check", "no check"):
-        (a, s), (b, t) = slopes[few, kind], slopes[most, kind]
-        each = (t - s) / (b - a)
-        projected += [f"{billions} B, {kind}: {(s + each * (2e9 * billions - a)) / 60:.1f} min"
-                      for billions in (8, 70)]  # fmt: skip
-    head = ["folder", "GB", "slim GB", "parameters removed of removable", "copy, s", "slim, s",
-            "of it before writing, s", "peak anonymous, GiB", "peak resident, GiB"]  # fmt: skip
-    speeds = "; ".join(
-        f"{program}: masked {spread(rates['masked'])}, slim {spread(rates['slim'])}, "
-        f"{statistics.median(rates['slim']) / statistics.median(rates['masked']):.2f} times as many"
-        for program, rates in programs.items()
-    )
-    text = "\n\n".join([
-        "# A masked language model in a folder, and the slim one",
-        __doc__.partition("\n\n")[2].strip(),
-        markdown(head, lines),
-        "Memory includes Python, torch and transformers (0.3 GiB). The comparison runs both "
-        f"folders in float32, a module at a time, and generates 32 tokens: {proof}.",
-        f"Tokens a second. {speeds}.",
-        f"Projected from both sizes, not measured: {'; '.join(projected)}.",
-        provenance("slim_checkpoint", "medians and ranges of alternated calls", before=before),
-    ])  # fmt: skip
-    (RESULTS / "slim_checkpoint.md").write_text(text + "\n")
-    print(text)
+            tokens[program] = seconds_of_llama_cpp(python, base, most, options.rounds)
+    run = Run.now(f"{options.rounds} alternated calls", before=before)
+    text = save("slim_checkpoint", page(lines, proof, tokens), run, options.output)
+    Console().print(Markdown(text))

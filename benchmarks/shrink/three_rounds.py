@@ -4,7 +4,7 @@
 torchvision's ResNet-50 at full width, and small ones of transformers: Whisper, DETR and Mixtral,
 with random weights. Each round trains a few steps with AdamW, sets more channels, heads or units to
 zero, demasks, and cuts the optimizer's states (`demask.carry`). Exits with 1 where the result has
-another class, other outputs or other tokens. Writes benchmarks/results/three_rounds.md.
+another class, other outputs or other tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from torch.utils import _pytree as pytree
 import demask
 from architectures import drawn, transformers
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
+from benchmarks.common.ledger import Cell, Page, Run, Table, save, text_of
+from demask.machine.describe import load_average
 from networks import torchvision
 
 BENCHMARK = Benchmark(
@@ -246,51 +247,50 @@ def file_of(network: Any, case: Case) -> str:
         return f"read again, outputs differ by {furthest(network, again.eval(), case.inputs):.0e}"
 
 
-HEAD = ["network", "round", "parameters", "returned", "difference", "generated tokens", "loss",
-        "faults"]  # fmt: skip
+HEAD = [
+    "network", "round", "parameters", "returned", "difference", "generated tokens", "loss", "faults",
+]  # fmt: skip
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: Row) -> list[Cell]:
     sizes = f"{row.before:,} → {row.after:,}"
-    return [row.network, str(row.number), sizes, row.form, f"{row.difference:.0e}", row.tokens,
-            f"{row.loss:.3g}", "; ".join(row.faults)]  # fmt: skip
+    return [row.network, row.number, sizes, row.form, row.difference, row.tokens, row.loss,
+            "; ".join(row.faults)]  # fmt: skip
+
+
+def page(rows: Sequence[Row], files: Sequence[list[Cell]]) -> Page:
+    text = f"""
+ResNet-50 is torchvision's at full width on images of 64 x 64, the others are small; weights are
+random. Each round: {STEPS} steps of AdamW, more zeros, `demask`, `carry`. *Difference*: of outputs
+of the demasked network to the masked one, relative to the largest, float32 (at most
+{LIMIT:g}). *Loss*: before zeros."""
+    after = "The folder that `save_pretrained` writes after the last round:"
+    parts = [text, Table(HEAD, [*map(cells, rows)], 2), after, Table(["network", "folder"], files)]
+    summary = (f"{sum(not row.faults for row in rows)} of {len(rows)} rounds return the same class "
+               "with the same outputs and tokens")  # fmt: skip
+    return Page("Three rounds of training, pruning and demask()", parts, summary)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", nargs="+", choices=sorted(CASES), default=[*CASES])
-    parser.add_argument("--output", type=Path, default=RESULTS / "three_rounds.md")
-    options, rows, files, before = parser.parse_args(), [], [], load_average()
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
+    options, before = parser.parse_args(), load_average()
+    rows, files = list[Row](), list[list[Cell]]()
     torch.set_num_threads(1)
     logging: Any = transformers().logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     for name in options.networks:
         torch.manual_seed(0)
-        case, networks = CASES[name](torch.Generator().manual_seed(0)), []
+        case, slim = CASES[name](torch.Generator().manual_seed(0)), None
         for row, slim in rounds(name, case):
-            print(*cells(row), sep=" | ", flush=True)
+            print(*map(text_of, cells(row)), sep=" | ", flush=True)
             rows.append(row)
-            networks = [slim]
-        if file := file_of(networks[0], case):
-            files.append(f"- {name}: {file}.")
-            print(files[-1], flush=True)
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(f"""# Three rounds of training, pruning and demask()
-
-{provenance("three_rounds", "one thread", before=before)}
-
-ResNet-50 is torchvision's at full width on images of 64 x 64, the others are small; weights are
-random. Each round: {STEPS} steps of AdamW, more zeros, `demask`, `carry`. *Difference*: of outputs
-of the demasked network to the masked one, relative to the largest, float32 (at most
-{LIMIT:g}). *Loss*: before zeros.
-
-{markdown(HEAD, [cells(row) for row in rows])}
-
-The folder that `save_pretrained` writes after the last round:
-
-{chr(10).join(files)}
-""")
+        if file := file_of(slim, case):
+            files.append([name, file])
+    run = Run.now("1 thread", before=before)
+    save("three_rounds", page(rows, files), run, options.output)
     sys.exit(1 if any(row.faults for row in rows) else 0)
 
 

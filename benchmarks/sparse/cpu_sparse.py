@@ -198,24 +198,34 @@ def cells(row: Row) -> list[Cell]:
     ]  # fmt: skip
 
 
-def page(rows: Sequence[Row]) -> Page:
-    lines, lost = [], 0
+def list_losses(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Per peer the settings in which it was faster, of all in which it ran."""
+    lines = ["## Where something was faster than demask", ""]
     for peer in PEERS:
-        run = [row for row in rows if not isnan(row.speed(peer))]
-        losses = [f"{row} ({1 / row.speed(peer):.2f} times as fast)" for row in run
-                  if round(row.speed(peer), 2) < 1]  # fmt: skip
-        lines.append(f"- {peer}: faster than demask in {len(losses)} of {len(run)}"
-                     + (f": {'; '.join(losses)}." if losses else "."))  # fmt: skip
-    lines += [f"- {who} fails in {row}: {row.entries[who].failure}." for row in rows for who in WHO
-              if row.entries[who].failure not in ("", NOT_RUN)]  # fmt: skip
-    lost = sum(any(round(row.speed(peer), 2) < 1 for peer in PEERS) for row in rows)
-    called = "\n".join(f"- **{who}**: {text}" for who, text in CALLED.items())
+        run = [row for row in rows if row[f"/ {peer}"] is not None]
+        losses = [f"{r['network']}, {r['zeros']}, {r['rows']} rows, {r['threads']} threads "
+                  f"({1 / r[f'/ {peer}']:.2f} times as fast)"
+                  for r in run if round(r[f"/ {peer}"], 2) < 1]  # fmt: skip
+        words = f": {'; '.join(losses)}." if losses else "."
+        lines.append(f"- {peer}: in {len(losses)} of {len(run)}{words}")
+    return "\n".join(lines)
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
+    """In how many settings something is faster."""
+    speeds = [[row[f"/ {peer}"] for peer in PEERS] for row in rows]
+    lost = sum(any(speed is not None and round(speed, 2) < 1 for speed in row) for row in speeds)
+    return f"something is faster than demask in {lost} of {len(rows)} settings"
+
+
+def page(rows: Sequence[Row]) -> Page:
+    failed = [f"- **{who}** fails in {row}: {row.entries[who].failure}." for row in rows
+              for who in WHO if row.entries[who].failure not in ("", NOT_RUN)]  # fmt: skip
+    called = "\n".join([*(f"- **{who}**: {text}" for who, text in CALLED.items()), *failed])
+    table = Table(HEAD, [*map(cells, rows)], 4, merge=True)
     return Page(
         "Sparse networks on the CPU, in demask and other runtimes",
-        [TEXT, Table(HEAD, [*map(cells, rows)], 4, merge=True),
-         "## Where something was faster than demask\n\n" + "\n".join(lines),
-         f"## How each was called\n\n{called}"],
-        f"something is faster than demask in {lost} of {len(rows)} settings",
+        [TEXT, table, list_losses, f"## How each was called\n\n{called}"], summarize,
     )  # fmt: skip
 
 

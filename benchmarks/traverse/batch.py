@@ -221,9 +221,9 @@ Milliseconds are the median (10 %–90 % quantile) of alternated calls in one pr
 16384 × 16384, float32, sixteen inputs, {format_threads(threads)}; calls with the file in the
 kernel's cache: {calls}, with its pages dropped before each call: 3. *Read*: bytes requested by
 reads (a mapped file is read by page faults, which are no requests), and those that came from the
-disk, of one call with no page in the cache. This machine's memory holds the file, so that only the first of
-sixteen readings reaches the disk; where it does not, all do. *Peak*: resident memory above what
-Python and torch take, of building the network and one call, in a process of its own.
+disk, of one call with no page in the cache. This machine's memory holds the file, so that only the
+first of sixteen readings reaches the disk; where it does not, all do. *Peak*: resident memory above
+what Python and torch take, of building the network and one call, in a process of its own.
 *Difference*: from PyTorch's result for the batch of sixteen, relative to the largest output;
 *equal*: bit by bit."""
     head_text = f"""

@@ -15,8 +15,8 @@ PATH = DOCS / "commands.md"
 WIDTH = 90
 HEAD = """# Commands
 
-What `demask COMMAND --help` prints, by what the commands are for. Made by `python -m docs commands`, as a
-test checks. Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted.
+What `demask COMMAND --help` prints, by what the commands are for. Made by `python -m docs
+commands`, as a test checks. Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted.
 """
 
 

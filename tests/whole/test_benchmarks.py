@@ -58,8 +58,9 @@ def run(day: str, commit: str = "abc") -> Run:
 
 
 TIMING = Timing(0.0105, 0.01, 0.0112, 30)
-PAGE = Page("Speed", ["Words.", Table(["network", "batch", "time, ms", "error"],
-                                      [["a", 1, TIMING, 2e-7], ["a", 64, 0.5, None]], 2)])  # fmt: skip
+HEAD = ["network", "batch", "time, ms", "error"]
+TABLE = Table(HEAD, [["a", 1, TIMING, 2e-7], ["a", 64, 0.5, None]], 2)
+PAGE = Page("Speed", ["Words.", TABLE])
 
 
 def test_a_ledger_is_read_as_it_was_written(tmp_path):
@@ -81,7 +82,8 @@ def test_rows_of_other_settings_stay_where_a_table_is_merged():
     table = Table(
         PAGE.parts[1].columns, [["a", 64, 0.25, None], ["b", 1, 1.0, None]], 2, merge=True
     )
-    ledger.enter("speed", Page("Speed", [table]), run("02"))
+    ledger.enter("speed", Page("Speed", [table, lambda rows: f"{len(rows)} rows"]), run("02"))
+    assert ledger.pages["speed"].parts[1] == "3 rows"
     assert [(at.date[-2:], cells[:3]) for at, cells in ledger.rows["speed", 0]] == [
         ("01", ["a", 1, TIMING]), ("02", ["a", 64, 0.25]), ("02", ["b", 1, 1.0])
     ]  # fmt: skip
@@ -91,7 +93,7 @@ def test_rows_of_other_settings_stay_where_a_table_is_merged():
 
 @pytest.mark.parametrize("columns", [["network", "batch"], ["network", "a", "a", "error"]])
 def test_tables_whose_cells_have_no_column_are_refused(columns):
-    table = Table(columns, PAGE.parts[1].rows)
+    table = Table(columns, TABLE.rows)
     with pytest.raises(ValueError, match="a cell for each"):
         Ledger().enter("speed", Page("Speed", [table]), run("01"))
 
