@@ -232,6 +232,19 @@ def test_modules_add_up_to_the_network(options):
     assert shown.modules[0].weight == ((8, 4), (5, 4))
 
 
+def test_modules_have_milliseconds_where_they_were_measured():
+    decisions = (Decided(WHOLE, "fused", {"given": 0.002, "fused": 0.001}),
+                 Decided("stem", "packed", {"packed": 0.0003, "plain": 0.0004}))  # fmt: skip
+    records = {"parts": {"decisions": decisions}, "whole": {}, "no": {"speed": None}}
+    shown = {name: HtmlPage(document(report(recorded(**fields)).page())).text
+             for name, fields in records.items()}  # fmt: skip
+    assert "4,500 30.0 % – 0.300 layer3.conv2" in shown["parts"]
+    assert "2.000 1.000 Milliseconds of modules are" in shown["parts"]
+    assert "2.000 1.000 Milliseconds are of the whole" in shown["whole"]
+    assert "ms before" in shown["whole"] and "ms before" not in shown["no"]
+    assert sum(row.seconds == (None, None) for row in report(recorded()).modules) == 2
+
+
 def test_records_of_modules_are_stored(tmp_path):
     slim = halves("graph")
     demask.save(slim, tmp_path / "slim.demask")

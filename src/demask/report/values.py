@@ -41,13 +41,15 @@ class ModuleRow:
     """The size of a module without its submodules, before and after.
 
     parameters: elements. macs: multiply-adds of one call on the example inputs. weight: shapes of
-    its largest tensor; None where that is unknown.
+    its largest tensor; None where that is unknown. seconds: of one call; None where they were not
+    measured.
     """
 
     name: str
     parameters: tuple[int, int]
     macs: tuple[int, int]
     weight: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    seconds: tuple[float | None, float | None] = (None, None)
 
 
 @dataclass(frozen=True, slots=True)
