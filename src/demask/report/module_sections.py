@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from demask.pages import Box, Lines, NetworkPicture, Section, TextTable
 from demask.report.values import ModuleRow, ReportValues, share
 
-WHOLE_TIMED = ("Milliseconds are of the whole network. `demask bench MODEL --report bench.html` "
-               "measures each module.")  # fmt: skip
+WHOLE_TIMED = ("Milliseconds are of the whole network. The page of demask bench MODEL --report "
+               "bench.html has those of each module.")  # fmt: skip
 PARTS_TIMED = ("Milliseconds of modules are of the chosen form, as measured for this choice, each "
                "alone; those of all are of the whole network, called in turns.")  # fmt: skip
 
