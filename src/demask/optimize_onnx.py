@@ -17,7 +17,6 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, DemaskError, Mismatch, NotExportable
-from demask.facts.analysis import Analysis
 from demask.failures import described, is_strict, public
 from demask.files.atomic_write import check_writable
 from demask.files.onnx import from_onnx
@@ -58,7 +57,6 @@ from demask.report.sections import report_sections
 from demask.report.speed import returned, speed_sections
 from demask.shrink.pipeline import capture_program as captured
 from demask.shrink.pipeline import shrink_program
-from demask.shrink.program_size import measure_program
 from demask.tune.onnxruntime_candidate import for_runtime
 from demask.tune.race import WARMUP, rounds_until_clear, speed_of
 
@@ -375,9 +373,8 @@ def _as_network(
         program = captured(network, args, named, dynamic_shapes)
     except DemaskError:
         return None
-    sizes = measure_program(program, Analysis(program, table).relations)
-    record = unchanged_provenance(provenance)
-    return build(program, replace(record, after=sizes)).eval()
+    record = optimized_provenance(program, provenance, table)
+    return build(program, replace(record, reasons=())).eval()
 
 
 def _edited(

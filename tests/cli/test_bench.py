@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -19,6 +20,7 @@ from demask.cli.read_network import read_network
 from demask.installation import install_command
 from demask.machine.describe import format_milliseconds
 from demask.machine.timing import Timing
+from html_page import HtmlPage
 
 run, saved = test_cli.run, test_cli.saved  # fixtures
 PLAIN = ["original", "demasked", "optimized"]
@@ -115,6 +117,18 @@ def test_the_table(run, saved, optimized):
     assert max(map(len, lines)) <= 100
     for word in ("torch", "demask", "allocator", "Load before and after", "3 alternating"):
         assert word in outcome.out
+
+
+def test_a_page_has_the_milliseconds_of_each_module(run, saved, optimized, tmp_path, monkeypatch):
+    words = ("bench", saved / "masked.pt2", "--no-compile", *QUICK)
+    assert run(*words, "--report", "page.html").code == 0
+    text = HtmlPage((tmp_path / "page.html").read_text()).text
+    table = text.partition("ms before after 0 ")[2].partition("Milliseconds: medians, with")[0]
+    times = [float(word) for word in table.split() if re.fullmatch(r"\d+\.\d{3}", word)]
+    assert len(times) == 2 * 6  # layers 0, 1, 3, 5, other calls, all
+    assert sum(times[:-2]) == pytest.approx(sum(times[-2:]), abs=0.01) and min(times) > 0
+    monkeypatch.setattr(bench, "with_times", lambda *args: pytest.fail("timed without a page"))
+    assert run(*words).code == 0
 
 
 def test_losses_and_failures_are_told_in_their_rows():
@@ -328,14 +342,18 @@ def test_axes_start_at_zero(tmp_path, monkeypatch):
     ("file", "complaint"),
     [("bench.jpg", "ends in .svg or .png or .pdf"), ("missing/bench.svg", "does not exist")],
 )
-def test_a_plot_that_cannot_be_written_is_refused_first(run, monkeypatch, file, complaint):
+def test_a_plot_that_cannot_be_written_is_refused_first(
+    run, tmp_path, monkeypatch, file, complaint
+):
+    (tmp_path / "model.pt2").touch()
     monkeypatch.setattr("demask.files.pt2.io.read_model", lambda path: pytest.fail("read first"))
     outcome = run("bench", "model.pt2", "--plot", file)
     assert (outcome.code, outcome.out) == (2, "")
     assert complaint in outcome.err
 
 
-def test_a_plot_without_matplotlib_says_what_to_install(run, monkeypatch):
+def test_a_plot_without_matplotlib_says_what_to_install(run, tmp_path, monkeypatch):
+    (tmp_path / "model.pt2").touch()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure")
     outcome = run("bench", "model.pt2", "--plot", "bench.svg")

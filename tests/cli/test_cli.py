@@ -167,9 +167,9 @@ def test_slim_refuses_bad_input_and_leaves_nothing(run, saved, tmp_path, model, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_output_is_checked_before_the_model_is_read(run, monkeypatch):
+def test_the_output_is_checked_before_the_model_is_read(run, saved, monkeypatch):
     monkeypatch.setattr("demask.files.pt2.io.read_model", lambda path: pytest.fail("read first"))
-    assert run("slim", "model.pt2", "-o", "missing/slim.pt2").code == 2
+    assert run("slim", saved / "masked.pt2", "-o", "missing/slim.pt2").code == 2
 
 
 def test_a_failed_slim_keeps_an_earlier_output(run, saved, tmp_path):

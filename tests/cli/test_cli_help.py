@@ -60,6 +60,27 @@ def test_the_help_imports_nothing_that_takes_long():
     assert done.stdout.endswith(f"demask {demask.__version__}\n")
 
 
+MISSING = """
+import sys
+from demask.cli import main
+for words in (["slim", "none.pt2", "-o", "slim.pt2"], ["verify", "none.pt2", "none.pt2"],
+              ["pilot", "compare", "none.pt2", "none.npy"],
+              ["stream", "none.pt2", "a.npy", "b.npy"]):
+    sys.argv = ["demask", *words]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 2
+assert not {"torch", "numpy", "rich"} & {*sys.modules}
+"""
+
+
+def test_a_file_that_does_not_exist_imports_nothing_that_takes_long():
+    done = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == ["demask: none.pt2: no such file; check the path"] * 4
+
+
 def test_commands_are_listed_by_job_with_full_sentences(capsys):
     with pytest.raises(SystemExit):
         GROUP.main(["--help"], prog_name="demask")

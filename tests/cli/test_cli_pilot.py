@@ -119,6 +119,7 @@ def test_a_folder_of_images(run, model, tmp_path):
 )  # fmt: skip
 def test_bad_input_exits_with_2_and_leaves_nothing(run, model, tmp_path, words, complaint):
     np.save(tmp_path / "small.npy", np.zeros((2, 3, 8, 8), np.float32))
+    (tmp_path / "data.txt").write_text("1 2 3")
     before = sorted(p.name for p in tmp_path.iterdir())
     outcome = run("pilot", *words)
     assert (outcome.code, outcome.out) == (2, "")

@@ -29,6 +29,11 @@ from demask.pages.text import text_of
 from demask.pilot.compare import Comparison, ComparisonRow
 from demask.pilot.conditions.base import Conditioned, Decision
 from demask.pilot.explain import ExplainedPair, Explanation
+from demask.prune.masked_copies import PruningOptions
+from demask.prune.scores import L1
+from demask.prune.searching.search import Search
+from demask.prune.searching.trial import SearchTrial
+from demask.prune.sensitivity import Sensitivity, SensitivityRow
 from demask.report import report
 from demask.traverse.stream import Streamed
 from html_page import HtmlPage, numbers
@@ -150,6 +155,18 @@ def explained():
     return Explanation(lines, 0.0017, 12, 2, "a machine", "use columns")
 
 
+def sensitivity():
+    rows = [SensitivityRow(f"layer{k}.{EVIL}", 16, n, 0.9 - 0.05 * k, 900 - n, 9000 - n, 0.4)
+            for k in range(10) for n in (4, 8)]  # fmt: skip
+    return Sensitivity(SensitivityRow("", 0, 0, 0.93, 1000, 10_000, 0.5), tuple(rows))
+
+
+def search(cost):
+    trials = [SearchTrial(k, {EVIL: k}, {EVIL: k / 16}, None if k > 14 else 1 - 0.01 * k,
+                          1000 - k, 9000 - k, 0.5 - 0.01 * k) for k in range(-1, 17)]  # fmt: skip
+    return Search(trials[0], tuple(trials[1:]), cost, None, PruningOptions(L1(), "channel", []))
+
+
 RESULTS = {
     "Report": [
         lambda: report(recorded()),
@@ -164,6 +181,8 @@ RESULTS = {
     "EditInspection": [edit, lambda: EditInspection((9, 9), note="an edit removes 0 bytes")],
     "Demo": [demo],
     "PruneResult": [pruned],
+    "Sensitivity": [sensitivity],
+    "Search": [lambda: search("macs"), lambda: search("ms")],
     "TilePlan": [tiles],
     "Streamed": [lambda: Streamed((2, 1, 62, 46), "uint8", 2, 124, 1.25, 2**24, 10**6, 31)],
     "Halo": [lambda: demask.traverse.halo(nn.Conv2d(1, 1, 5), (torch.ones(1, 1, 32, 32),))],
@@ -230,6 +249,19 @@ def test_modules_add_up_to_the_network(options):
         if "modules" not in options:
             assert sum(row.parameters[k] for row in shown.modules) == sizes.parameters
     assert shown.modules[0].weight == ((8, 4), (5, 4))
+
+
+def test_modules_have_milliseconds_where_they_were_measured():
+    decisions = (Decided(WHOLE, "fused", {"given": 0.002, "fused": 0.001}),
+                 Decided("stem", "packed", {"packed": 0.0003, "plain": 0.0004}))  # fmt: skip
+    records = {"parts": {"decisions": decisions}, "whole": {}, "no": {"speed": None}}
+    shown = {name: HtmlPage(document(report(recorded(**fields)).page())).text
+             for name, fields in records.items()}  # fmt: skip
+    assert "4,500 30.0 % – 0.300 layer3.conv2" in shown["parts"]
+    assert "2.000 1.000 Milliseconds of modules are" in shown["parts"]
+    assert "2.000 1.000 Milliseconds are of the whole" in shown["whole"]
+    assert "ms before" in shown["whole"] and "ms before" not in shown["no"]
+    assert sum(row.seconds == (None, None) for row in report(recorded()).modules) == 2
 
 
 def test_records_of_modules_are_stored(tmp_path):

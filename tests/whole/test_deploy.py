@@ -146,6 +146,8 @@ def test_the_file_is_edited_where_an_export_is_no_smaller(given, tmp_path, monke
     again = demask.from_onnx(tmp_path / "slim.onnx")
     numbers = sum(p.numel() for p in again.parameters())
     assert made.slim.demasked.after.parameters == numbers  # of this file, not of an export
+    left = [sizes.parameters[1] for sizes in made.slim.demasked.modules.values()]
+    assert sum(left) == numbers and made.slim.demasked.removed
 
 
 @pytest.mark.parametrize("minimal", [True, False])

@@ -191,6 +191,7 @@ def test_weights_in_branches_are_named_too(tmp_path):
 
 def test_options_of_onnx_files(run, tmp_path):  # noqa: F811
     layers(tmp_path / "in.onnx")
+    (tmp_path / "in.pt2").touch()
     for words, complaint in (
         (["in.onnx"], "either --output FILE or --in-place"),
         (["in.onnx", "--in-place", "-o", "out.onnx"], "either --output FILE or --in-place"),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from demask.files.bounded_read import check_exists
 
 # Per command, what to call next: the first line of which all {parameters} have a value. A command
 # that depends on the kind of its input or on an option has a line for each: see `_key_of`.
@@ -38,6 +41,7 @@ NEXT: dict[str, tuple[str, ...]] = {
     "pilot explain": ("demask pilot condition {model} --data {data}",),
     "pilot condition": ("demask bench {output}", "demask bench {model}"),
 }
+READ = ("model", "a", "b", "data", "source")  # parameters that name files to read
 NOT_REPEATED = ("plan", "plot", "page", "report")  # the next command would write over the files
 
 
@@ -65,10 +69,14 @@ class CommandsByJob(TyperGroup):
 
 
 class CommandWithNext(TyperCommand):
-    """A command that ends with a line on stderr, the next useful command; not after --json."""
+    """A command that ends with a line on stderr, the next useful command; not after --json. That
+    the files it reads exist is checked first: imports take seconds."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command in its context."""
+        for name in READ:
+            if isinstance(path := ctx.params.get(name), Path):
+                check_exists(path)
         result = super().invoke(ctx)
         if not ctx.params.get("as_json"):
             typer.echo(f"next: {next_command(ctx)}", err=True)

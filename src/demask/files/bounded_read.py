@@ -27,6 +27,16 @@ MAX_RATIO, SMALL = 100, 64 * 2**20  # decompressed bytes per compressed byte, on
 _NAME = re.compile(r"[\w.+-]+(/[\w.+-]+)*")
 
 
+def check_exists(path: str | os.PathLike[str]) -> None:
+    """Raise BadInput if there is no file, folder or other thing of this name."""
+    if not os.path.lexists(path):
+        raise _missing(str(path))
+
+
+def _missing(what: str) -> BadInput:
+    return BadInput(f"{what}: no such file; check the path")
+
+
 @contextmanager
 def open_plain(path: str | os.PathLike[str], what: str | None = None) -> Iterator[FileIO]:
     """An unbuffered reader of a regular file. what: its name in errors, by default its path.
@@ -39,7 +49,7 @@ def open_plain(path: str | os.PathLike[str], what: str | None = None) -> Iterato
     try:
         descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0))
     except FileNotFoundError:
-        raise BadInput(f"{what}: no such file; check the path") from None
+        raise _missing(what) from None
     except (OSError, ValueError) as error:
         raise BadInput(f"{what} cannot be read: {getattr(error, 'strerror', error)}") from None
     try:

@@ -67,7 +67,7 @@ def _curve(curve: Curve, curves: StepCharts) -> str:
     low, high, step = _ticks([y for _, y in points])
 
     def at(x: float, y: float) -> tuple[float, float]:
-        return (LEFT + ACROSS * x / max(curves.last, 1),
+        return (LEFT + ACROSS * x / (curves.last or 1),
                 TOP + DOWN * (high - y) / (high - low))  # fmt: skip
 
     parts = [_text(LEFT, 14, curve.title, 'class="strong"')]
@@ -86,10 +86,11 @@ def _curve(curve: Curve, curves: StepCharts) -> str:
         parts += [f'<circle class="stays" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in drawn]
     for x in (0, curves.last / 2, curves.last):
         anchor = "end" if x == curves.last else "middle"
-        parts.append(_text(at(x, low)[0], TOP + DOWN + 14, f"{x:.0f}", f'text-anchor="{anchor}"'))
-    parts.append(_text(LEFT + ACROSS / 2, HEIGHT - 4, "steps", 'text-anchor="middle"'))
+        words = f"{x:,.0f}" if curves.last >= 10 else f"{x:.3g}"
+        parts.append(_text(at(x, low)[0], TOP + DOWN + 14, words, f'text-anchor="{anchor}"'))
+    parts.append(_text(LEFT + ACROSS / 2, HEIGHT - 4, curves.across, 'text-anchor="middle"'))
     ends = f": {points[0][1]:.4g} to {points[-1][1]:.4g}" if points else ""
-    return _svg(f"{curve.title}{ends}, over {curves.last:g} steps", parts)
+    return _svg(f"{curve.title}{ends}, over {curves.last:,g} {curves.across}", parts)
 
 
 def _averaged(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

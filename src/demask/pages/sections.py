@@ -106,13 +106,15 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class StepCharts:
-    """StepCharts over the same steps, 0 to `last`. events: vertical lines, as (step, words)."""
+    """Charts over the same steps, 0 to `last`. events: vertical lines, as (step, words). across:
+    what steps are."""
 
     curves: Sequence[Curve]
     last: float
     events: Sequence[tuple[float, str]] = ()
     heading: str = ""
     words: str = ""
+    across: str = "steps"
 
 
 @dataclass(frozen=True, slots=True)

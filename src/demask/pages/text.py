@@ -46,5 +46,5 @@ def _table_lines(table: TextTable) -> list[str]:
     for k, row in enumerate(rows):
         if k in table.rules:
             drawn.add_section()
-        drawn.add_row(*map(Text, row))
+        drawn.add_row(*(Text(cell, overflow="fold") for cell in row))
     return render_lines(drawn, width=table.width or WIDTH)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 COLORS = "viridis"  # from the first group to the last
 DENSE, CHOSEN, OTHERS = "#8c8c8c", "#d1661f", "#2a78b5"
 NAMED = 14  # groups: more have a color bar in place of a legend
+COSTS = {"macs": "MACs", "ms": "predicted milliseconds", "parameters": "parameters"}
 WORST = 4  # groups that then are named at their lines
 
 
@@ -89,8 +90,7 @@ def draw_search(search: Any, path: Path) -> None:
     if search.budget is not None:
         axes.axvline(search.budget, color=DENSE, linestyle=":", label="budget")
     axes.set_ylabel("accuracy")
-    names = {"ms": "predicted milliseconds", "macs": "MACs", "parameters": "parameters"}
-    _plain(axes, names[search.cost])
+    _plain(axes, COSTS[search.cost])
     axes.legend(fontsize=8, frameon=False)
     _write(figure, path)
 

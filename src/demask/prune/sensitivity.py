@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.text import Text
 from torch import nn
 
 from demask.errors import BadInput
@@ -16,6 +15,7 @@ from demask.failures import public
 from demask.graph.capture.shared_captures import share_captures
 from demask.graph.isolation import in_isolation
 from demask.graph.provenance import provenance_of
+from demask.pages import Curve, Lines, OnPage, Page, PageSource, StepCharts, TextTable
 from demask.progress import ProgressStep, progress
 from demask.prune.coupling.find_groups import as_arguments
 from demask.prune.masked_copies import (
@@ -28,9 +28,9 @@ from demask.prune.masked_copies import (
 from demask.prune.plots import draw_sensitivity
 from demask.prune.scores import L1
 from demask.shrink.demask import demask
-from demask.text_table import number_table, render_text
 
 AMOUNTS = (0.1, 0.25, 0.5, 0.75, 0.9)
+DRAWN = 8  # groups with a chart, those that lose most
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,10 @@ class SensitivityRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Sensitivity:
-    """Accuracy, parameters, MACs and predicted milliseconds by group and amount, as a table.
+class Sensitivity(PageSource):
+    """Accuracy, parameters, MACs and predicted milliseconds by group and amount.
+
+    It prints as a table; `to_html` and notebooks also show charts.
 
     Attributes:
         dense: the row of the network as it is.
@@ -98,22 +100,36 @@ class Sensitivity:
         amount, one line for each group. Raises BadInput without matplotlib (extra `plot`)."""
         draw_sensitivity(self, Path(path))
 
-    def __str__(self) -> str:
+    def page(self) -> Page:
+        """What `print`, `to_html` and notebooks show, as sections."""
         amounts = sorted({round(row.amount, 2) for row in self.rows})
         few = len(amounts) <= 6
         heads = [f"at {100 * a:.0f} %" for a in amounts] if few else ["at least", "at most"]
-        table = number_table("accuracy", "slices", *heads, "MACs of all", "ms of all")
+        dense, table = self.dense, list[tuple[str, ...]]()
         for name, rows in self.by_group.items():
             cells = _at(rows, amounts) if few else _ends(rows)
             last = rows[-1]
-            table.add_row(Text(name, overflow="fold"), str(last.size), *cells,
-                          f"{100 * last.macs / max(self.dense.macs, 1):.1f} %",
-                          f"{last.milliseconds:.3g}")  # fmt: skip
-        dense = self.dense
+            table.append((name, str(last.size), *cells,
+                          f"{100 * last.macs / max(dense.macs, 1):.1f} %",
+                          f"{last.milliseconds:.3g}"))  # fmt: skip
         line = (f"as it is: accuracy {dense.accuracy:.4g}, {dense.parameters:,} parameters, "
                 f"{dense.macs:,} MACs, {dense.milliseconds:.3g} ms (predicted). MACs and ms of "
                 "all: the network's, at the largest amount.")  # fmt: skip
-        return render_text(table, Text(line))
+        return Page("demask sensitivity", (
+            TextTable(("accuracy", "slices", *heads, "MACs of all", "ms of all"), table,
+                      "Accuracy by group"),
+            Lines([line], is_wrapped=True, is_close=True),
+            OnPage([self._charts()]),
+        ))  # fmt: skip
+
+    def _charts(self) -> StepCharts:
+        """The accuracy of each group by the share of it that is removed, most lost first."""
+        worst = sorted(self.by_group.items(), key=lambda group: group[1][-1].accuracy)
+        curves = [Curve(name, [(0.0, self.dense.accuracy),
+                               *((100 * row.amount, row.accuracy) for row in rows)], True)
+                  for name, rows in worst[:DRAWN]]  # fmt: skip
+        words = f"The {DRAWN} groups that lose most." if len(worst) > DRAWN else ""
+        return StepCharts(curves, 100.0, (), "What each group costs", words, "% removed")
 
 
 def _at(rows: Sequence[SensitivityRow], amounts: Sequence[float]) -> list[str]:

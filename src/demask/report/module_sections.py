@@ -4,38 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from demask.pages import Box, NetworkPicture, Section, TextTable
+from demask.pages import Box, Lines, NetworkPicture, Section, TextTable
 from demask.report.values import ModuleRow, ReportValues, share
 
+WHOLE_TIMED = ("Milliseconds are of the whole network. The page of demask bench MODEL --report "
+               "bench.html has those of each module.")  # fmt: skip
+PARTS_TIMED = ("Milliseconds of modules are of the chosen form, as measured for this choice, each "
+               "alone; those of all are of the whole network, called in turns.")  # fmt: skip
 
-def module_sections(report: ReportValues) -> Iterator[Section]:
-    """Every module once as a box and once as a row; nothing for networks without a record."""
+
+def module_sections(report: ReportValues, timed: str = "") -> Iterator[Section]:
+    """Every module once as a box and once as a row; nothing for networks without a record. timed:
+    how milliseconds were measured, where that was not by optimize()."""
     if not report.modules:
         return
     unit, divisor = module_unit(report)
     words = "A box is the weight of a module: rows across, columns down."
-    yield NetworkPicture([_box(row, report) for row in report.modules], words=words)
+    boxes = [_box(row, report) for row in report.modules if any(row.parameters) or any(row.macs)]
+    yield NetworkPicture(boxes, words=words)
     rows = [_cells(row, divisor) for row in report.modules]
+    speed, times = report.speed, [row.seconds for row in report.modules]
+    total = tuple(sum(filter(None, of)) or None for of in zip(*times, strict=True))
+    total = total if speed is None else (speed.given[0], speed.result[0])
     others = [report.before.parameters, report.after.parameters]
     for row in report.modules:
         others = [n - m for n, m in zip(others, row.parameters, strict=True)]
     if any(others):
-        rows.append(("(not read by this call)", *_sizes(*others), "", "", "", ""))
+        rows.append(("(not read by this call)", *_sizes(*others), "", "", "", "", "", ""))
     rows.append(("all", *_sizes(report.before.parameters, report.after.parameters),
                  share(report.after.parameters, report.before.parameters),
                  f"{report.before.macs // divisor:,}", f"{report.after.macs // divisor:,}",
-                 share(report.after.macs, report.before.macs)))  # fmt: skip
-    head = (
-        "module",
-        "parameters before",
-        "removed",
-        "after",
-        "share",
-        f"{unit} before",
-        "after",
-        "share",
-    )
+                 share(report.after.macs, report.before.macs), *_milliseconds(total)))  # fmt: skip
+    head = ("module", "parameters before", "removed", "after", "share", f"{unit} before", "after",
+            "share", "ms before", "after")  # fmt: skip
+    if total == (None, None):
+        head, rows = head[:-2], [row[:-2] for row in rows]
     yield TextTable(head, rows, "Modules")
+    if speed is not None:
+        timed = PARTS_TIMED if any(map(any, times)) else WHOLE_TIMED
+    yield Lines([timed] if timed else [])
 
 
 def module_unit(report: ReportValues) -> tuple[str, int]:
@@ -51,12 +58,16 @@ def _cells(row: ModuleRow, divisor: int) -> tuple[str, ...]:
     parameters, macs = row.parameters, [n // divisor for n in row.macs]
     return (row.name or "(the model itself)", *_sizes(*parameters),
             share(parameters[1], parameters[0]), *map(_count, macs),
-            share(macs[1], macs[0]))  # fmt: skip
+            share(macs[1], macs[0]), *_milliseconds(row.seconds))  # fmt: skip
 
 
 def _sizes(before: int, after: int) -> tuple[str, ...]:
     """Parameters before, those that were removed, and after."""
     return _count(before), _count(max(before - after, 0)), _count(after)
+
+
+def _milliseconds(seconds: tuple[float | None, ...]) -> list[str]:
+    return ["–" if one is None else f"{1e3 * one:.3f}" for one in seconds]
 
 
 def _count(number: int) -> str:

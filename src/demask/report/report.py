@@ -10,7 +10,7 @@ from torch import nn
 
 from demask.failures import public
 from demask.graph.isolation import in_isolation
-from demask.graph.provenance import Cut, Provenance, Reason, provenance_of
+from demask.graph.provenance import GIVEN, Cut, Provenance, Reason, provenance_of
 from demask.pages import Page, PageSource
 from demask.report.lifetimes import memory_timeline
 from demask.report.sections import EFFECTS, report_page
@@ -48,7 +48,8 @@ class Report(ReportValues, PageSource):
         graph_reasons: texts that say which parts of the result are graph modules, and why.
         modules: the modules with parameters or MACs, in order of execution, each with `name`,
             `parameters` and `macs` (before and after, without those of submodules; MACs of one
-            call) and `weight` (shapes of its largest tensor; None if unknown). Default: ().
+            call), `weight` (shapes of its largest tensor; None if unknown) and `seconds` (None
+            where they were not measured). Default: ().
         timeline: of graphs, the bytes of the values that are alive at each call; else None.
         zeros: if nothing was removed: number of rows and columns of zeros, by tensor name; else {}.
 
@@ -116,7 +117,10 @@ def _modules(provenance: Provenance) -> tuple[ModuleRow, ...]:
         if path not in cuts or math.prod(cuts[path].shape) < math.prod(cut.shape):
             cuts[path] = cut
     weights = {path: (cut.shape, sliced_shape(cut)) for path, cut in cuts.items()}
-    return tuple(ModuleRow(path, sizes.parameters, sizes.macs, weights.get(path))
+    timed = {one.place: (one.seconds.get(GIVEN), one.seconds.get(one.chosen))
+             for one in provenance.decisions}  # fmt: skip
+    return tuple(ModuleRow(path, sizes.parameters, sizes.macs, weights.get(path),
+                           timed.get(path, (None, None)))
                  for path, sizes in provenance.modules.items())  # fmt: skip
 
 

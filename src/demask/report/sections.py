@@ -120,18 +120,18 @@ def sizes_table(report: ReportValues) -> TextTable:
 
 def _more_sections(report: ReportValues) -> Iterator[Section]:
     """What would free more: zeros that stay, and why; then the other notes."""
-    heading, better = "What would free more", report.graph_note
+    heading, better = "What would free more", report.better
     if report.declined:
         rows = [(item.text, f"{item.slices:,}", ", ".join(item.places)) for item in report.declined]
         yield TextTable(("slices of zeros that stay, and why", "slices", "where"), rows, heading,
                     left=(0, 2))  # fmt: skip
         heading = ""
-    if better:
-        yield Lines([f"{better[:1].upper()}{better[1:]}."], heading)
-    elif heading and any(report.scatters.values()):
-        yield Lines([ALIKE], heading)
-    elif heading and report.modules:
-        yield Lines(["Nothing that demask knows of."], heading)
+    lines = [f"{better[:1].upper()}{better[1:]}."] if better else []
+    if any(report.scatters.values()) and (better or heading):
+        lines.append(ALIKE)
+    if not lines and heading and report.modules:
+        lines = ["Nothing that demask knows of."]
+    yield Lines(lines, heading)
     yield Lines([note for note in report.notes if note != better], "Notes")
 
 

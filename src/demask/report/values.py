@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from demask.graph.provenance import GIVEN, GRAPH_WOULD, WHOLE, Sizes, Speed, TuneDecision
+from demask.graph.provenance import (
+    ALIKE_WOULD,
+    GIVEN,
+    GRAPH_WOULD,
+    WHOLE,
+    Sizes,
+    Speed,
+    TuneDecision,
+)
 from demask.pages import Timeline
 
 NOTHING = "nothing left to remove"
@@ -41,13 +49,15 @@ class ModuleRow:
     """The size of a module without its submodules, before and after.
 
     parameters: elements. macs: multiply-adds of one call on the example inputs. weight: shapes of
-    its largest tensor; None where that is unknown.
+    its largest tensor; None where that is unknown. seconds: of one call; None where they were not
+    measured.
     """
 
     name: str
     parameters: tuple[int, int]
     macs: tuple[int, int]
     weight: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    seconds: tuple[float | None, float | None] = (None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +81,11 @@ class ReportValues:
     timeline: Timeline | None = None
 
     @property
-    def graph_note(self) -> str:
-        """The note on what a graph in place of the network's class would save; "" if there is
-        none."""
-        return next((note for note in self.notes if note.startswith(GRAPH_WOULD)), "")
+    def better(self) -> str:
+        """The note on what a graph in place of the network's class would save, or masks that are
+        alike; "" if there is none."""
+        would = (GRAPH_WOULD, ALIKE_WOULD)
+        return next((note for note in self.notes if note.startswith(would)), "")
 
     @property
     def nothing_removed(self) -> bool:

@@ -23,21 +23,19 @@ from demask.graph.capture.declared_masks import Masks
 from demask.graph.input_domains import Domains
 from demask.graph.input_specs import example_batch, input_specs
 from demask.graph.program import Program, copy_tensors
-from demask.graph.provenance import GRAPH_WOULD, Cut, Provenance, Sizes, provenance_of
+from demask.graph.provenance import ALIKE_WOULD, GRAPH_WOULD, Cut, Provenance, Sizes, provenance_of
 from demask.graph.result.class_result import record_call
 from demask.graph.result.demasked_module import build
 from demask.graph.result.restore_modules import originals_of
 from demask.ops import Table
 from demask.shrink.check import check_result, describe_difference, refuse_failing
 from demask.shrink.layout.class_layout import EVERYTHING, FixedSizes
+from demask.shrink.own_class.alike import advise, count_saved, explain, find_preserved_shapes
 from demask.shrink.own_class.build import (
-    advise,
     changed_numbers,
-    explain,
     find_branch,
     find_class,
     find_number,
-    find_preserved_shapes,
     own_class,
     resize,
 )
@@ -202,6 +200,15 @@ def _graph_note(call: DemaskCall, candidate: SmallerProgram, size: int) -> str:
     return f'{GRAPH_WOULD} {least:,} {unit}, {size - least:,} fewer (result="graph"){advice}'
 
 
+def _alike_notes(candidate: SmallerProgram) -> tuple[str, ...]:
+    """What masks that are alike would save of a graph, as one note; none where that is nothing."""
+    shapes = find_preserved_shapes(candidate.target)
+    saved, size = count_saved(candidate.target, shapes), candidate.record.after.parameters
+    if not saved:
+        return ()
+    return (f"{ALIKE_WOULD} {size - saved:,} parameters, {saved:,} fewer{advise(shapes)}",)
+
+
 def as_unchanged_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     """A copy of the caller's network with its masks applied, of which nothing is removed."""
     model, program = find_class(call.model), candidate.program
@@ -333,7 +340,8 @@ def as_graph(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     if names:
         note = f"a graph has no modules that are not called in eval mode: {', '.join(names)}"
         record = replace(record, notes=(note, *record.notes))
-    record = replace(record, graph_reasons=candidate.reasons)
+    notes = (*_alike_notes(candidate), *record.notes)
+    record = replace(record, graph_reasons=candidate.reasons, notes=notes)
     originals = originals_of(call.model, candidate.program)
     target = copy_tensors(candidate.target, candidate.program.constants.values())
     slim = build(target, record, originals=originals)

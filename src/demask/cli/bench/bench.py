@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 import demask
 from demask.cli.bench import contenders
 from demask.cli.bench.contenders import ORIGINAL, Contender, Inputs
+from demask.cli.bench.module_times import WORDS, with_times
 from demask.cli.read_network import NetworkFile
 from demask.errors import BadInput
 from demask.machine.allocator import fix_allocator
@@ -30,8 +31,10 @@ from demask.machine.describe import (
 )
 from demask.machine.threads import checked_threads, set_threads
 from demask.machine.timing import Timing, time_alternately
-from demask.pages import Lines, Page, PageSource, TextTable
+from demask.pages import Lines, OnPage, Page, PageSource, TextTable
 from demask.progress import ProgressStep
+from demask.report import Report
+from demask.report.module_sections import module_sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +98,13 @@ class BenchRow:
 
 @dataclass(frozen=True, slots=True)
 class Bench(PageSource):
-    """The measurements of one model: rows by setting, and a description of the machine."""
+    """The measurements of one model: rows by setting, and a description of the machine. modules:
+    the demasked network's, with their times in the first setting, if a page shows them."""
 
     model: str
     rows: tuple[BenchRow, ...]
     machine: str
+    modules: Report | None = None
 
     @property
     def settings(self) -> Mapping[str, tuple[BenchRow, ...]]:
@@ -119,12 +124,16 @@ class Bench(PageSource):
 
     def page(self) -> Page:
         """What the command prints and writes, as sections."""
-        remarks = [*_remarks(self)]
-        return Page("demask bench", (_table(self), Lines(remarks, "Notes", is_wrapped=True)))
+        remarks = Lines([*_remarks(self)], "Notes", is_wrapped=True)
+        modules = [] if self.modules is None else module_sections(self.modules, WORDS)
+        return Page("demask bench", (_table(self), OnPage([*modules]), remarks))
 
 
-def bench(network: NetworkFile, name: str, settings: BenchSettings, step: ProgressStep) -> Bench:
-    """Time a network, in eval mode, in every setting.
+def bench(
+    network: NetworkFile, name: str, settings: BenchSettings, step: ProgressStep,
+    *, modules: bool = False,
+) -> Bench:  # fmt: skip
+    """Time a network, in eval mode, in every setting. modules: each module, too, in the first.
 
     name: the title of the table. step: moves a progress bar of `settings.steps` steps. The
     allocator is fixed for the rest of the process; torch's number of threads is restored. Raises
@@ -144,7 +153,7 @@ def bench(network: NetworkFile, name: str, settings: BenchSettings, step: Progre
     if settings.compiled:
         step("setting torch.compile up")
         contenders.set_up_compiler()
-    rows: list[BenchRow] = []
+    rows, shown = list[BenchRow](), demask.report(slim) if modules else None
     for threads, batch in product(counts, batches):
         inputs, where = contenders.inputs_of(slim, batch, network.args), _setting(threads, batch)
         with set_threads(threads):
@@ -153,10 +162,13 @@ def bench(network: NetworkFile, name: str, settings: BenchSettings, step: Progre
             step(f"optimizing for {where}")
             ready = [*plain, contenders.optimized(network, inputs, threads)]
             ready += _compiled(plain, inputs, where, step) if settings.compiled else []
+            if shown is not None and not rows:
+                shown = with_times(shown, (network.module, slim), inputs, settings.pairs)
             step(f"measuring {where}, at most {settings.seconds:g} s")
             rows += _measured(ready, inputs, settings, threads, batch)
     words = f"{describe_machine()}, demask {demask.__version__}; {allocator}."
-    return Bench(name, tuple(rows), f"{words} Load before and after: {before}, {load_average()}.")
+    load = f"Load before and after: {before}, {load_average()}."
+    return Bench(name, tuple(rows), f"{words} {load}", shown)
 
 
 def _setting(threads: int, batch: int) -> str:

@@ -139,7 +139,7 @@ def bench(
         counts, batches = (tuple(dict.fromkeys(values or ())) for values in (threads, batch))
         settings = benching.BenchSettings(counts, batches, pairs, seconds, with_compile)
     with progress("demasking", settings.steps) as step:
-        measured = benching.bench(network, model.name, settings, step)
+        measured = benching.bench(network, model.name, settings, step, modules=page is not None)
     show(measured, measured.to_dict(), as_json, page)
     if plot is not None:
         with progress("drawing"):

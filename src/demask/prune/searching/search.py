@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.text import Text
 from torch import nn
 
 from demask.errors import BadInput
 from demask.failures import public
 from demask.graph.capture.shared_captures import share_captures
 from demask.installation import install_command
+from demask.pages import Curve, Lines, OnPage, Page, PageSource, StepCharts, TextTable
 from demask.progress import progress
 from demask.prune.masked_copies import PerGroup, PredictedTime, PruningOptions, pruner_of_copy
-from demask.prune.plots import draw_search
+from demask.prune.plots import COSTS, draw_search
 from demask.prune.pruner import Pruner
 from demask.prune.scores import L1
 from demask.prune.searching.proposals import mix, propose
@@ -33,16 +33,16 @@ from demask.prune.searching.trial import (
     run_trial,
 )
 from demask.prune.searching.workers import run_on_client
-from demask.text_table import number_table, render_text
 
-COSTS = ("macs", "ms", "parameters")
 DENSE = "demask dense"  # what the storage calls the network as it is
 SHOWN = 12  # trials in the table
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class Search(PageSource):
     """The trials of a search.
+
+    It prints as a table; `to_html` and notebooks show all trials, and a chart.
 
     Attributes:
         dense: the network as it is, as a trial of number -1.
@@ -118,22 +118,41 @@ class Search:
         BadInput without matplotlib (extra `plot`)."""
         draw_search(self, Path(path))
 
-    def __str__(self) -> str:
-        table = number_table("trial", "accuracy", "parameters", "MACs", "ms", "removed")
-        front = self.front
-        for trial in [self.dense, *front[-SHOWN:]]:
-            name = "as it is" if trial.number < 0 else str(trial.number)
-            mean = sum(trial.amounts.values()) / max(len(trial.amounts), 1)
-            table.add_row(name, f"{trial.accuracy:.4g}", f"{trial.parameters:,}",
-                          f"{trial.macs:,}", _ms(trial), f"{100 * mean:.0f} %")  # fmt: skip
+    def page(self) -> Page:
+        """What `print`, `to_html` and notebooks show, as sections."""
+        front, head = self.front, ("trial", "accuracy", "parameters", "MACs", "ms", "removed")
         over = sum(trial.accuracy is None for trial in self.trials)
         words = f"{len(self.trials)} trials; {len(front)} that no other beats"
         words += f"; {over} over the budget, not evaluated" if over else ""
-        return render_text(table, Text(f"{words}. Removed: mean share of a group's slices."))
+        points = [(self.cost_of(trial), trial.accuracy or 0.0) for trial in front]
+        chart = StepCharts([Curve("accuracy", points, True)], self.cost_of(self.dense),
+                           heading="Accuracy by cost", across=COSTS[self.cost])  # fmt: skip
+        best = [(name, f"{count:,}", f"{100 * front[-1].amounts[name]:.0f} %")
+                for name, count in (front[-1].removed if front else {}).items()]  # fmt: skip
+        return Page("demask search", (
+            TextTable(head, [*map(_cells, [self.dense, *front])], "Networks that no other beats",
+                      terminal_rows=[*map(_cells, [self.dense, *front[-SHOWN:]])]),
+            Lines([f"{words}. Removed: mean share of a group's slices."], is_wrapped=True,
+                  is_close=True),
+            OnPage([chart,
+                    TextTable(("group", "slices removed", "share"), best, "The best network"),
+                    TextTable(head, [*map(_cells, self.trials)], "All trials")]),
+        ))  # fmt: skip
 
 
-def _ms(trial: SearchTrial) -> str:
-    return "–" if trial.milliseconds is None else f"{trial.milliseconds:.3g}"
+def _cells(trial: SearchTrial) -> tuple[str, ...]:
+    """A row of a table; without accuracy where the network was not evaluated."""
+    mean = sum(trial.amounts.values()) / max(len(trial.amounts), 1)
+    accuracy = "–" if trial.accuracy is None else f"{trial.accuracy:.4g}"
+    milliseconds = "–" if trial.milliseconds is None else f"{trial.milliseconds:.3g}"
+    return (
+        "as it is" if trial.number < 0 else str(trial.number),
+        accuracy,
+        f"{trial.parameters:,}",
+        f"{trial.macs:,}",
+        milliseconds,
+        f"{100 * mean:.0f} %",
+    )
 
 
 @public

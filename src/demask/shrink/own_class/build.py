@@ -7,20 +7,18 @@ demasked one, call by call and number by number.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from demask.graph.capture.capture import recorded_interface
 from demask.graph.capture.fold_constants import plain_name
 from demask.graph.module_copy import structural_copy
-from demask.graph.program import Constant, Program, copy_tensors, path_of
+from demask.graph.program import Constant, Program, copy_tensors
 from demask.graph.provenance import Cut, Positions
 from demask.graph.result.computed_tensors import remove_parametrizations
 from demask.graph.result.demasked_module import Demasked
@@ -31,7 +29,7 @@ from demask.graph.result.resize import (
     update_attributes,
 )
 from demask.shrink.emit.constant_store import cut, select
-from demask.shrink.own_class.numbers import calls_of, fit_numbers, is_below
+from demask.shrink.own_class.numbers import calls_of, fit_numbers
 from demask.shrink.own_class.proof import ProgramMismatch, Proof
 
 
@@ -187,71 +185,3 @@ def _mask_positions(name: str, tensor: Tensor, cuts: Mapping[str, Cut]) -> tuple
             if any(positions is not None for positions in remaining):
                 return _ascending(remaining)
     return none
-
-
-@dataclass(frozen=True, slots=True)
-class PreservedShape:
-    """A module in which a program preserves a shape by more than smaller layers, and the layers
-    that would have to be masked alike to avoid it."""
-
-    path: str
-    layers: tuple[str, ...]
-
-
-def find_preserved_shapes(program: Program) -> list[PreservedShape]:
-    """Where a program preserves shapes by more than smaller layers. Border maps, which constants of
-    one layer cause, are not among them."""
-    shapes: dict[PreservedShape, None] = {}
-    for node in program.graph.nodes:
-        if node.meta.get("effect", "border map") != "border map":
-            sources = [n for call in (node, *node.users) for n in call.all_input_nodes]
-            layers = tuple(sorted({*map(_source_layer, sources)} - {""}))
-            shapes.setdefault(PreservedShape(_reading_module(node), layers))
-    return list(shapes)
-
-
-def explain(path: str, shapes: Sequence[PreservedShape]) -> str:
-    """Why a module is a graph, and what would have to be masked alike."""
-    here = [place for place in shapes if is_below(place.path, [path])]
-    return f"smaller layers alone would keep zeros in it{advise(here)}"
-
-
-def advise(shapes: Sequence[PreservedShape]) -> str:
-    """Which layers would have to be masked alike, those that share one as one group; else ''."""
-    groups: list[list[str]] = []
-    for place in shapes:
-        if len(place.layers) > 1:
-            joined = [group for group in groups if set(group) & set(place.layers)]
-            group = dict.fromkeys([*itertools.chain(*joined), *place.layers])
-            groups = [*(other for other in groups if other not in joined), list(group)]
-    return f": mask the same channels of {'; of '.join(map(_join_words, groups))}" if groups else ""
-
-
-def _reading_module(node: fx.Node) -> str:
-    """The module that reads a node that preserves a shape, else the one that computes it."""
-    return next(filter(None, map(path_of, node.users)), "") or path_of(node)
-
-
-def _source_layer(node: fx.Node) -> str:
-    """The nearest module with a matrix or a kernel that a value is computed from; if there is none,
-    the nearest with parameters, such as a norm."""
-    seen: set[fx.Node] = set()
-    stack, others = [node], [""]
-    while stack:
-        here = stack.pop()
-        if here in seen:
-            continue
-        seen.add(here)
-        path = path_of(here)
-        own = (n for n in here.all_input_nodes if n.op == "get_attr")
-        read = [n.meta["val"].ndim for n in own if str(n.target).startswith(f"{path}.")]
-        if path and read and "effect" not in here.meta:
-            if max(read) > 1:
-                return path
-            others.append(path)
-        stack.extend(reversed(here.all_input_nodes))
-    return others[min(1, len(others) - 1)]
-
-
-def _join_words(names: Sequence[str]) -> str:
-    return " and ".join(names) if len(names) < 3 else f"{', '.join(names[:-1])} and {names[-1]}"
