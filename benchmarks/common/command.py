@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
 
+from benchmarks.common.inductor import forget
 from benchmarks.common.ledger import Page, Run, save
 from demask.machine.allocator import fix_allocator
 from demask.machine.describe import load_average
@@ -45,4 +46,5 @@ def command(
         for row in rows(*first, options.threads, options.pairs, options.seconds, bar):
             results.append(row)
             text = save(name, page(results), Run.now(allocator, before=before), options.output)
+            forget()
     console.print(Markdown(text))

@@ -20,7 +20,8 @@ def inductor(model: nn.Module, *inputs: Any) -> Callable[[], object]:
     """
     settings.freezing = True
     settings.compile_threads = 1  # no processes that would outlive this one
-    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 10**6  # networks of one class share its code
+    torch._dynamo.config.accumulated_recompile_limit = 10**6
     compiled = torch.compile(model, dynamic=False)
 
     def call() -> object:
@@ -29,3 +30,8 @@ def inductor(model: nn.Module, *inputs: Any) -> Callable[[], object]:
 
     call()
     return call
+
+
+def forget() -> None:
+    """Frees what was compiled for the settings before."""
+    torch._dynamo.reset()

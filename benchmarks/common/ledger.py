@@ -143,8 +143,9 @@ class Ledger:
         path.write_text(text + ',\n "rows": [\n' + ",\n".join(lines) + "\n]\n}\n")
 
     def enter(self, name: str, page: Page, run: Run) -> None:
-        """Puts a page in the place of the one of that name; texts that are derived from its rows are
-        written out."""
+        """Puts a page in the place of the one of that name, and writes out the texts that are
+        derived from its rows."""
+        before = dict(tables(self.pages[name])) if name in self.pages else {}
         old = {key[1]: self.rows.pop(key) for key in list(self.rows) if key[0] == name}
         for number, table in tables(page):
             repeated = len(set(table.columns)) < len(table.columns)
@@ -153,7 +154,11 @@ class Ledger:
                     f"{name}: a cell for each of {list(table.columns)}, each named once"
                 )
             new = [(run, [*map(_rounded, row)]) for row in table.rows]
-            if table.merge:
+            if (
+                table.merge
+                and number in before
+                and list(before[number].columns) == list(table.columns)
+            ):
                 by_setting = {_setting(table, row[1]): row for row in [*old.get(number, ()), *new]}
                 new = list(by_setting.values())
             self.rows[name, number] = new

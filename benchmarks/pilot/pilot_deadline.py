@@ -417,6 +417,7 @@ def main() -> None:
     options = parser.parse_args()
     before = load_average()
     model = network(options.network, options.cache)
+    assert isinstance(model, nn.Sequential)
     (x, classes), (seen, _) = images("test"), images("train")
     x, classes = x[: options.images], classes[: options.images]
     with torch.no_grad(), set_threads(options.threads), Progress(transient=True) as bar:

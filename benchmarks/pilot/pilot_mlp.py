@@ -95,7 +95,7 @@ def runtime(model: nn.Module, x: Tensor, threads: int, narrow: bool) -> Call:
 def compiled(model: nn.Module, x: Tensor) -> Call:
     """A network compiled for inputs of this size."""
     held = x.clone()
-    call = inductor(model, held)
+    call: Any = inductor(model, held)
     return lambda inputs: (held.copy_(inputs), call())[1]
 
 

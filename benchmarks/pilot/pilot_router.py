@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median, stdev
+from typing import Any
 
 import onnxruntime
 import torch
@@ -75,7 +76,7 @@ class Compiled(nn.Module):
     def __init__(self, model: nn.Module, x: Tensor):
         super().__init__()
         self.model, self.x = model, x.clone()
-        self.call = inductor(model, self.x)
+        self.call: Any = inductor(model, self.x)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape != self.x.shape:

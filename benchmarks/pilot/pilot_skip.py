@@ -129,10 +129,11 @@ def rows(count: int, keeps: Sequence[float], pairs: int, patterns: Sequence[str]
                     "this": lambda live=live, chosen=chosen: chosen(live(first), first),
                 }  # fmt: skip
                 taken = sample_seconds(calls, pairs)
+                times = {who: Timing.of(seconds) for who, seconds in taken.items()}
                 yield Row(
                     pattern, name, keep, count, int((got == answers).sum()),
-                    int((got == labels).sum()), known, macs(calls["this"]) / whole,
-                    *map(Timing.of, taken.values()), lower_bound(taken["full"], taken["this"]),
+                    int((got == labels).sum()), known, macs(calls["this"]) / whole, **times,
+                    least=lower_bound(taken["full"], taken["this"]),
                 )  # fmt: skip
 
 

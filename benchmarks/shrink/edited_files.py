@@ -24,15 +24,18 @@ from torch import Tensor
 
 import demask
 from benchmarks.common.catalog import Benchmark
-from benchmarks.common.tables import RESULTS, load_average, markdown, provenance
+from benchmarks.common.ledger import Cell, Page, Run, Table, save, text_of
 from benchmarks.shrink.real_models import FIXED, PIXELS, RATE, error, graphs_of, sources
 from demask.files.onnx.edit.edit_file import edit_file, save_edited
-from demask.machine.timing import time_alternately
+from demask.machine.describe import load_average
+from demask.machine.timing import Timing, time_alternately
 from demask.ops import TABLE
 
 BENCHMARK = Benchmark(
     "ONNX files of packages with every second channel masked: edited, and exported again",
-    "about 30 s a file", needs=("`make .venv/real.stamp`", "a folder of more packages (`--packages`)"), quick=None,
+    "about 30 s a file",
+    needs=("`make .venv/real.stamp`", "a folder of more packages (`--packages`)"),
+    quick="--only cls_infer", measures=("files/onnx", "shrink", "facts", "ops"),
 )  # fmt: skip
 
 LEAST = 4096  # bytes of a file that is no test
@@ -53,8 +56,8 @@ Feeds = Mapping[str, np.ndarray]
 
 @dataclass(slots=True)
 class Row:
-    """One file. sizes, milliseconds, errors, seconds: of "original", "edit" and "export"; errors
-    are relative to the largest value of an output, the largest of all kinds of input. failures: why
+    """One file. sizes, calls, errors, seconds: of "original", "edit" and "export"; errors are
+    relative to the largest value of an output, the largest of all kinds of input. failures: why
     there is no edit or no export."""
 
     name: str
@@ -62,7 +65,7 @@ class Row:
     exported_opset: int = 0
     nodes: tuple[int, int] = (0, 0)
     sizes: dict[str, int] = field(default_factory=dict)
-    calls: dict[str, float] = field(default_factory=dict)
+    calls: Mapping[str, Timing] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -169,7 +172,7 @@ def feeds(runner: Any, inputs: Sequence[Tensor]) -> dict[str, np.ndarray]:
     return {port.name: x.numpy() for port, x in zip(ports, inputs, strict=True)}
 
 
-def run(name: str, path: Path, folder: Path) -> Row:
+def measured(name: str, path: Path, folder: Path) -> Row:
     """One file: its edit and its export, their outputs and times."""
     row, original = Row(name), masked(path, folder)
     row.opset = _opset(original)
@@ -207,8 +210,7 @@ def run(name: str, path: Path, folder: Path) -> Row:
         except Exception as failed:
             reason = " ".join(str(failed).replace(f"{folder}/", "").split())
             row.failures[kind] = f"{type(failed).__name__}: {reason}"
-    timings = time_alternately(calls, seconds=SECONDS)
-    row.calls = {kind: 1e3 * timing.low for kind, timing in timings.items()}
+    row.calls = time_alternately(calls, seconds=SECONDS)
     return row
 
 
@@ -236,76 +238,66 @@ def _opset(path: Path) -> int:
     return next((e.version for e in model.opset_import if e.domain in ("", "ai.onnx")), 0)
 
 
-HEAD = ("file", "KB", "edit", "export", "ms", "edit", "export", "nodes unchanged", "op set",
-        "export", "edit differs by", "export", "edit, s", "export")  # fmt: skip
+WAYS = ("edit", "export")
+HEAD = [
+    "file", "KB", *(f"{way}, KB" for way in WAYS), "original, ms", *(f"{way}, ms" for way in WAYS),
+    "unchanged", "nodes", "op set", "op set of the export", *(f"{way} differs by" for way in WAYS),
+    *(f"{way}, s" for way in WAYS), "failed",
+]  # fmt: skip
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: Row) -> list[Cell]:
     """A line of the table."""
-
-    def of(values: Mapping[str, Any], form: str) -> list[str]:
-        return [format(values[k], form) if k in values else "-" for k in ("edit", "export")]
-
     kilobytes = {kind: size / 1e3 for kind, size in row.sizes.items()}
-    share = f"{row.nodes[0]} of {row.nodes[1]}" if row.nodes[1] else "-"
+    failures = (f"{way}: {reason[:300]}".replace("|", "/") for way, reason in row.failures.items())
+    every = ("original", *WAYS)
     return [
-        row.name, f"{kilobytes.get('original', 0):,.0f}", *of(kilobytes, ",.0f"),
-        f"{row.calls.get('original', 0):.2f}", *of(row.calls, ".2f"), share, str(row.opset),
-        str(row.exported_opset or "-"), *of(row.errors, ".0e"), *of(row.seconds, ".1f"),
+        row.name, *map(kilobytes.get, every), *map(row.calls.get, every),
+        *(n or None for n in (*row.nodes, row.opset, row.exported_opset)),
+        *map(row.errors.get, WAYS), *map(row.seconds.get, WAYS), "; ".join(failures),
     ]  # fmt: skip
 
 
-def page(rows: Sequence[Row], words: str) -> str:
-    """The page: a table, what is lost, what failed."""
-    both = [r for r in rows if "edit" in r.sizes and "export" in r.sizes]
-    edits = [r for r in rows if "edit" in r.sizes]
-    larger = [r.name for r in edits if r.sizes["edit"] >= r.sizes["original"]]
-    slower = [f"{r.name} ({r.calls['edit'] / r.calls['original']:.2f} times)"
-              for r in edits if r.calls["edit"] > 1.05 * r.calls["original"]]  # fmt: skip
-    bigger = [f"{r.name} ({r.sizes['edit'] / r.sizes['export']:.2f} times)"
-              for r in both if r.sizes["edit"] > 1.02 * r.sizes["export"]]  # fmt: skip
-    late = [f"{r.name} ({r.calls['edit'] / r.calls['export']:.2f} times)"
-            for r in both if r.calls["edit"] > 1.05 * r.calls["export"]]  # fmt: skip
-    failed = [f"- {r.name}, {kind}: {reason[:300]}" for r in rows
-              for kind, reason in r.failures.items()]  # fmt: skip
+def count_worse(
+    rows: Sequence[Mapping[str, Any]], unit: str, other: str, least: float = 1.0
+) -> int:
+    """Files whose edit takes at least so many times the size or the time of another file."""
+    pairs = [(row[f"edit, {unit}"], row[other]) for row in rows]
+    pairs = [[x.low if isinstance(x, Timing) else x for x in pair] for pair in pairs]
+    return sum(a >= least * b for a, b in pairs if a and b)
 
-    def listed(names: Sequence[str]) -> str:
-        return ", ".join(names) or "none"
 
-    return f"""# ONNX files of packages: edited, and exported again
+def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
+    edited, exported = (sum(row[f"{way}, KB"] is not None for row in rows) for way in WAYS)
+    return (
+        f"of {len(rows)} files {edited} are edited, {exported} exported again; edits larger than "
+        f"the original: {count_worse(rows, 'KB', 'KB')}, slower by 5 %: "
+        f"{count_worse(rows, 'ms', 'original, ms', 1.05)}; larger than the export by 2 %: "
+        f"{count_worse(rows, 'KB', 'export, KB', 1.02)}, slower by 5 %: "
+        f"{count_worse(rows, 'ms', 'export, ms', 1.05)}"
+    )
 
-{words}
 
+def page(rows: Sequence[Row]) -> Page:
+    text = f"""
 Every second output channel of each convolution and of each product with stored weights is zero.
 *edit*: the file without them (`demask.files.onnx.edit`), all else of it byte for byte. *export*:
 `demask.to_onnx` of the demasked network. Milliseconds of one call in ONNX Runtime
-{onnxruntime.__version__}, one thread: the 10 % quantile of alternated calls. Differences are the
-largest on {", ".join(KINDS)} inputs, relative to the largest value of the output, where the
-original's outputs are finite. *nodes unchanged*: byte for byte. Seconds of the processor, once.
-
-{len(edits)} of {len(rows)} files are edited, {len([r for r in rows if "export" in r.sizes])} are
-exported again.
-
-{markdown(HEAD, [cells(row) for row in rows])}
-
-Edits larger than the original: {listed(larger)}.
-Edits slower than the original by more than 5 %: {listed(slower)}.
-Edits larger than the export by more than 2 %: {listed(bigger)}.
-Edits slower than the export by more than 5 %: {listed(late)}.
-
-## Without a result
-
-{chr(10).join(failed) or "None."}
-"""
+{onnxruntime.__version__}: median (10 %–90 % quantile) of alternated calls; where files are
+compared, the 10 % quantile. Differences are the largest on {", ".join(KINDS)} inputs, relative to
+the largest value of the output, where the original's outputs are finite. *unchanged*: nodes of the
+edit, byte for byte. Seconds of the processor, once."""
+    title = "ONNX files of packages: edited, and exported again"
+    return Page(title, [text, summarize, Table(HEAD, [*map(cells, rows)], merge=True)], summarize)
 
 
 def main() -> None:
-    """Run what is installed, and write the page."""
+    """Run what is installed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--packages", type=Path, help="a folder of more packages")
     parser.add_argument("--only", nargs="+", help="parts of names of files")
-    parser.add_argument("--output", type=Path, default=RESULTS / "edited_files.md")
-    options, rows = parser.parse_args(), []
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
+    options, rows = parser.parse_args(), list[Row]()
     torch.set_num_threads(1)
     before = load_average()
     for name, path in files(options.packages).items():
@@ -313,12 +305,12 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             try:
-                rows.append(run(name, path, Path(folder)))
+                rows.append(measured(name, path, Path(folder)))
             except Exception as failed:
                 rows.append(Row(name, failures={"original": f"{type(failed).__name__}: {failed}"}))
-        print(*cells(rows[-1]), rows[-1].failures or "", sep=" | ", flush=True)
-        words = provenance("edited_files", "one thread", before=before)
-        options.output.write_text(page(rows, words))
+        print(*map(text_of, cells(rows[-1])), sep=" | ", flush=True)
+        run = Run.now("1 thread", before=before)
+        save("edited_files", page(rows), run, options.output)
 
 
 if __name__ == "__main__":

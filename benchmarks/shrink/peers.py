@@ -30,6 +30,7 @@ from torch.nn.utils import prune
 import cifar
 import networks
 from benchmarks.common.catalog import BENCH, SHARED_DATA, Benchmark
+from benchmarks.common.inductor import forget
 from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.shrink.peers_called import (
     CALLED,
@@ -180,6 +181,7 @@ def rows(options: argparse.Namespace, bar: Progress, skipped: dict[str, str]) ->
         for batch, threads in product(options.batches, options.threads):
             bar.update(step, description=f"{name}, batch {batch}, {threads} threads")
             images = drawn(name, batch, options.size, torch.Generator().manual_seed(batch))
+            forget()
             part.append(timed(network_case, images, threads, options.pairs, options.seconds))
             bar.advance(step)
         light = replace(

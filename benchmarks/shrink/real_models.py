@@ -1,5 +1,5 @@
 """Pretrained networks that ship in packages, as they are and masked: `python -m benchmarks run
-real_models` runs each from the first call to the last and writes docs/real-models.md.
+real_models` runs each from the first call to the last.
 
 The packages are wanted for their files alone (`make nightly` installs them), and not imported:
 rapidocr-onnxruntime, nudenet, silero-vad, facenet-pytorch.
@@ -8,11 +8,12 @@ rapidocr-onnxruntime, nudenet, silero-vad, facenet-pytorch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,17 @@ from torch import Tensor, nn
 
 import demask
 from benchmarks.common.catalog import Benchmark
-from benchmarks.common.tables import markdown, provenance
-from demask.machine.timing import time_alternately
+from benchmarks.common.inductor import NAME, inductor
+from benchmarks.common.ledger import Cell, Page, Run, Table, save, text_of
+from demask.machine.describe import load_average
+from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
     "pretrained networks from packages, from the first call to the last", "not timed",
-    writes=("docs/real-models.md",), needs=("`make .venv/real.stamp`",), quick=None,
+    needs=("`make .venv/real.stamp`",), quick="--networks pnet",
+    measures=("shrink", "facts", "graph", "ops", "files", "tune", "traverse"),
 )  # fmt: skip
 
-PAGE = Path(__file__).parents[2] / "docs" / "real-models.md"
 VARIANTS = ("as it is", "half of the channels", "90 % zeros")
 SECONDS = 6.0  # of calls in alternation, at most
 FEW = 256  # numbers of a tensor that stays as it is where single weights are masked
@@ -260,8 +263,8 @@ def error(expected: Any, outputs: Any) -> float:
 
 
 @dataclass(slots=True)
-class Run:
-    """One network, one mask: sizes, seconds of each step, milliseconds of one call.
+class Row:
+    """One network, one mask: sizes, seconds of each step, times of one call.
 
     sizes: bytes of the file read and of the file written. verified: demask.verify's words. error:
     of the file written, against the network, both in ONNX Runtime where the network came from an
@@ -275,7 +278,7 @@ class Run:
     verified: str = ""
     error: float = float("nan")
     seconds: dict[str, float] = field(default_factory=dict)
-    calls: dict[str, float] = field(default_factory=dict)
+    calls: Mapping[str, Timing] = field(default_factory=dict)
     failure: str = ""
 
     def step(self, name: str, function: Callable[[], Any]) -> Any:
@@ -288,10 +291,10 @@ class Run:
         return result
 
 
-def run(source: Source, variant: str, folder: Path, *, timed: bool = False) -> Run:
+def run(source: Source, variant: str, folder: Path, *, timed: bool = False) -> Row:
     """Every step of one network, from its file to the one that is written. timed: with
     `optimize()`, and calls in alternation."""
-    row = Run(source, variant)
+    row = Row(source, variant)
     try:
         _steps(row, folder, timed)
     except Exception as failed:
@@ -301,7 +304,7 @@ def run(source: Source, variant: str, folder: Path, *, timed: bool = False) -> R
     return row
 
 
-def _steps(row: Run, folder: Path, timed: bool) -> None:
+def _steps(row: Row, folder: Path, timed: bool) -> None:
     source, written = row.source, folder / "written.onnx"
     model, path = row.step("read", lambda: network(source, row.variant, folder))
     inputs = example(source, model)
@@ -324,12 +327,13 @@ def _steps(row: Run, folder: Path, timed: bool) -> None:
     fast = row.step("optimize", lambda: demask.optimize(model, inputs, threads=1))
     calls: dict[str, Callable[[], Any]] = {"network": lambda: model(*inputs),
              "demasked": lambda: slim(*inputs), "optimized": lambda: fast(*inputs)}  # fmt: skip
+    with contextlib.suppress(Exception):  # what it does not compile is no failure of ours
+        calls[NAME] = inductor(model, *inputs)
     if first is not None:
         calls["ONNX Runtime"] = lambda: first.run(None, _feed(first, inputs, fixed))
     calls["ONNX Runtime, demasked"] = lambda: session.run(None, _feed(session, inputs))
     with torch.no_grad():
-        timings = time_alternately(calls, seconds=SECONDS)
-    row.calls = {name: 1e3 * timing.median for name, timing in timings.items()}
+        row.calls = time_alternately(calls, seconds=SECONDS)
 
 
 def _leaves(value: Any) -> tuple[Tensor, ...]:
@@ -340,89 +344,97 @@ def _arrays(value: Any) -> list[np.ndarray]:
     return [t.detach().numpy() for t in _leaves(value)]
 
 
-HEAD = ("network", "mask", "parameters", "file, KB", "equal", "file differs by", "demask",
-        "to_onnx", "network, ms", "demasked", "optimized", "ONNX Runtime",
-        "of the demasked file")  # fmt: skip
+CALLS = ("network", NAME, "demasked", "optimized", "ONNX Runtime", "ONNX Runtime, demasked")
+HEAD = [
+    "network", "mask", "parameters", "file, KB", "equal", "file differs by", "demask, s",
+    "to_onnx, s", *(f"{name}, ms" for name in CALLS),
+]  # fmt: skip
 
 
-def cells(row: Run) -> list[str]:
+def cells(row: Row) -> list[Cell]:
     """A line of the table."""
     if row.failure:
         first = row.failure.splitlines()[0][:160].replace("|", "/")
-        return [row.source.name, row.variant, f"fails at {first}", *[""] * (len(HEAD) - 3)]
-    names = ("network", "demasked", "optimized", "ONNX Runtime", "ONNX Runtime, demasked")
+        return [row.source.name, row.variant, f"fails at {first}", *[None] * (len(HEAD) - 3)]
     before, after = row.parameters
     original, written = row.sizes
-    return [row.source.name, row.variant, f"{before:,} → {after:,}",
-            f"{original / 1e3:,.0f} → {written / 1e3:,.0f}", row.verified.partition(":")[0],
-            f"{row.error:.0e}",
-            f"{row.seconds['demask']:.1f} s", f"{row.seconds['to_onnx']:.1f} s",
-            *(f"{row.calls[n]:.2f}" if n in row.calls else "" for n in names)]  # fmt: skip
+    return [
+        row.source.name, row.variant, f"{before:,} → {after:,}",
+        f"{original / 1e3:,.0f} → {written / 1e3:,.0f}", row.verified.partition(":")[0], row.error,
+        row.seconds["demask"], row.seconds["to_onnx"], *map(row.calls.get, CALLS),
+    ]  # fmt: skip
 
 
-def tiles(source: Source, folder: Path) -> list[list[str]]:
+TILES = [
+    "budget", "peak of the plan, MiB", "multiplications, times", "differs by", "tiled, ms",
+    "network, ms", f"{NAME}, ms",
+]  # fmt: skip
+
+
+def tiles(source: Source, folder: Path) -> list[list[Cell]]:
     """The detector on a large page within budgets of memory: lines of a table."""
     model, _ = network(source, VARIANTS[0], folder)
-    x, lines = page_image(1, 3, PAGE_PIXELS, PAGE_PIXELS), []
+    x = page_image(1, 3, PAGE_PIXELS, PAGE_PIXELS)
     tiled = {budget: demask.traverse.tile(model, (x,), memory=budget) for budget in BUDGETS}
     calls: dict[str, Callable[[], Any]] = {"": lambda: model(x)}
     calls |= {budget: (lambda run=run: run(x)) for budget, run in tiled.items()}
+    calls[NAME] = inductor(model, x)
     with torch.no_grad():
         timings, expected = time_alternately(calls, seconds=SECONDS), _arrays(model(x))
-        for budget, run in tiled.items():
-            plan = run.plan
-            lines.append([budget, f"{plan.peak / 2**20:.1f} MiB", f"{plan.recompute:.2f}",
-                          f"{error(expected, _arrays(run(x))):.0e}",
-                          f"{1e3 * timings[budget].median:.0f}",
-                          f"{1e3 * timings[''].median:.0f}"])  # fmt: skip
-    return lines
+        return [
+            [budget, run.plan.peak / 2**20, run.plan.recompute, error(expected, _arrays(run(x))),
+             timings[budget], timings[""], timings[NAME]]
+            for budget, run in tiled.items()
+        ]  # fmt: skip
 
 
-TILES = ("budget", "peak of the plan", "multiplications, times", "differs by", "tiled, ms",
-         "network, ms")  # fmt: skip
+def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
+    timings = [[row[f"{name}, ms"] for name in CALLS[:4]] for row in rows]
+    medians = [[t.median for t in line if t] for line in timings if isinstance(line[0], Timing)]
+    lost = sum(line[-1] > min(line[:-1]) for line in medians)
+    failed = sum(row["parameters"].startswith("fails") for row in rows)
+    return (f"{failed} of {len(rows)} fail; optimized, {lost} of {len(medians)} are slower than "
+            "the fastest other way in PyTorch")  # fmt: skip
 
 
-def page(rows: list[Run], tiled: list[list[str]]) -> str:
-    """The page of the documentation."""
-    return f"""# Pretrained networks, from the first call to the last
-
+def page(rows: Sequence[Row], tiled: Sequence[list[Cell]]) -> Page:
+    text = f"""
 Networks as packages ship them, as they are, with every second channel of each convolution masked,
 and with the smallest 90 % of the weights zero: read, demasked, verified, saved and loaded,
-written as an ONNX file and compared in ONNX Runtime, optimized.
-
-{provenance("real_models", "one thread")}
-Seconds of the process, once; calls: medians in alternation.
-"Fails" says at which step, and why.
-
-{markdown(HEAD, [cells(row) for row in rows])}
-
+written as an ONNX file and compared in ONNX Runtime, optimized. Seconds of the process, once;
+milliseconds: median (10 %–90 % quantile) of calls in alternation. *{NAME}*: of the masked
+network; empty where it does not compile. "Fails" says at which step, and why."""
+    tiles_text = f"""
 ## The detector in tiles
 
 `demask.traverse.tile` of {DETECTOR} on a page of {PAGE_PIXELS} x {PAGE_PIXELS} pixels. The
 difference is relative to the largest score; the network's kernels for other sizes round in
-another order.
-
-{markdown(TILES, tiled)}
-"""
+another order."""
+    table = Table(HEAD, [*map(cells, rows)], 2, merge=True)
+    title = "Pretrained networks, from the first call to the last"
+    return Page(title, [text, table, tiles_text, Table(TILES, tiled, merge=True)], summarize)
 
 
 def main() -> None:
-    """Run what is installed, and write the page."""
+    """Run what is installed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", nargs="+", choices=sorted(sources()), default=None)
-    parser.add_argument("--output", type=Path, default=PAGE)
-    options, rows = parser.parse_args(), []
+    parser.add_argument("--output", type=Path, help="a page of its own, in place of the ledger")
+    options, rows, before = parser.parse_args(), list[Row](), load_average()
     torch.set_num_threads(1)
-    for name, source in sources().items():
-        for variant in VARIANTS if options.networks is None or name in options.networks else ():
+    chosen = {name: source for name, source in sources().items()
+              if options.networks is None or name in options.networks}  # fmt: skip
+    tiled = []
+    if DETECTOR in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            tiled = tiles(chosen[DETECTOR], Path(folder))
+    for source in chosen.values():
+        for variant in VARIANTS:
             with tempfile.TemporaryDirectory() as folder:
                 rows.append(run(source, variant, Path(folder), timed=True))
-            print(*cells(rows[-1]), rows[-1].failure, sep=" | ", flush=True)
-    tiled = []
-    if (detector := sources().get(DETECTOR)) is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            tiled = tiles(detector, Path(folder))
-    options.output.write_text(page(rows, tiled))
+            print(*map(text_of, cells(rows[-1])), rows[-1].failure, sep=" | ", flush=True)
+            now = Run.now("1 thread", before=before)
+            save("real_models", page(rows, tiled), now, options.output)
 
 
 if __name__ == "__main__":

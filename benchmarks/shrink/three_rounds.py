@@ -195,7 +195,7 @@ def train(network: nn.Module, case: Case, optimizer: torch.optim.Optimizer) -> f
         loss = torch.stack([x.square().mean() for x in outputs]).sum()
         loss.backward()
         optimizer.step()
-    return float(loss)
+    return float(loss.detach())
 
 
 def rounds(name: str, case: Case) -> Iterator[tuple[Row, Any]]:
@@ -248,7 +248,8 @@ def file_of(network: Any, case: Case) -> str:
 
 
 HEAD = [
-    "network", "round", "parameters", "returned", "difference", "generated tokens", "loss", "faults",
+    "network", "round", "parameters", "returned", "difference", "generated tokens", "loss",
+    "faults",
 ]  # fmt: skip
 
 
@@ -258,6 +259,11 @@ def cells(row: Row) -> list[Cell]:
             "; ".join(row.faults)]  # fmt: skip
 
 
+def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
+    return (f"{sum(not row['faults'] for row in rows)} of {len(rows)} rounds return the same class "
+            "with the same outputs and tokens")  # fmt: skip
+
+
 def page(rows: Sequence[Row], files: Sequence[list[Cell]]) -> Page:
     text = f"""
 ResNet-50 is torchvision's at full width on images of 64 x 64, the others are small; weights are
@@ -265,10 +271,10 @@ random. Each round: {STEPS} steps of AdamW, more zeros, `demask`, `carry`. *Diff
 of the demasked network to the masked one, relative to the largest, float32 (at most
 {LIMIT:g}). *Loss*: before zeros."""
     after = "The folder that `save_pretrained` writes after the last round:"
-    parts = [text, Table(HEAD, [*map(cells, rows)], 2), after, Table(["network", "folder"], files)]
-    summary = (f"{sum(not row.faults for row in rows)} of {len(rows)} rounds return the same class "
-               "with the same outputs and tokens")  # fmt: skip
-    return Page("Three rounds of training, pruning and demask()", parts, summary)
+    table = Table(HEAD, [*map(cells, rows)], 2, merge=True)
+    folders = Table(["network", "folder"], files, merge=True)
+    title = "Three rounds of training, pruning and demask()"
+    return Page(title, [text, table, after, folders], summarize)
 
 
 def main() -> None:
@@ -283,14 +289,15 @@ def main() -> None:
     logging.disable_progress_bar()
     for name in options.networks:
         torch.manual_seed(0)
-        case, slim = CASES[name](torch.Generator().manual_seed(0)), None
+        case, last = CASES[name](torch.Generator().manual_seed(0)), None
         for row, slim in rounds(name, case):
             print(*map(text_of, cells(row)), sep=" | ", flush=True)
             rows.append(row)
-        if file := file_of(slim, case):
+            last = slim
+        if file := file_of(last, case):
             files.append([name, file])
-    run = Run.now("1 thread", before=before)
-    save("three_rounds", page(rows, files), run, options.output)
+        run = Run.now("1 thread", before=before)
+        save("three_rounds", page(rows, files), run, options.output)
     sys.exit(1 if any(row.faults for row in rows) else 0)
 
 

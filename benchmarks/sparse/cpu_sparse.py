@@ -35,6 +35,7 @@ from torch import Tensor, nn
 import dlmc
 import sparse_networks as nets
 from benchmarks.common.catalog import BENCH, SHARED_DATA, Benchmark
+from benchmarks.common.inductor import forget
 from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.sparse.sparse_engines import (
     CALLED,
@@ -254,6 +255,7 @@ def main() -> None:
             deepsparse = row.notes.get(DEEPSPARSE, {}).get("version", NOT_RUN)
             run = Run.now(packages, f"DeepSparse {deepsparse}", allocator, before=before)
             text = save("cpu_sparse", page(results), run, options.output)
+            forget()
     console.print(Markdown(text))
 
 

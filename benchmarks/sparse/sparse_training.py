@@ -175,7 +175,8 @@ def timed(name: str, build: Callable[[], nn.Module], batch: Batch, pairs: int) -
     dense, sparse = (partial(trainer.step, batch) for trainer in twins(build))
     seconds = sample_seconds({"dense": dense, "sparse": sparse}, pairs, 2)
     ratio = median(a / b for a, b in zip(seconds["dense"], seconds["sparse"], strict=True))
-    return Timed(name, torch.get_num_threads(), *map(Timing.of, seconds.values()), ratio)
+    timings = {who: Timing.of(taken) for who, taken in seconds.items()}
+    return Timed(name, torch.get_num_threads(), **timings, ratio=ratio)
 
 
 def losses(build: Callable[[], nn.Module], batches: Sequence[Batch]) -> list[tuple[float, ...]]:

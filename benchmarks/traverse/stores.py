@@ -13,7 +13,7 @@ import hashlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -37,7 +37,6 @@ from benchmarks.traverse.traverse_memory import (
 )
 from demask.machine.describe import format_threads, load_average
 from demask.traverse import stream
-from demask.traverse.stream import prepare
 from traverse_networks import NETWORKS, named
 
 BENCHMARK = Benchmark(
@@ -48,8 +47,6 @@ BENCHMARK = Benchmark(
 
 NETWORK = "TAEF2"
 SMALL = 256  # pixels a side of the picture that comes first, for the libraries' code
-SHARED_READ = 1.0e9  # bytes per second that all workers share, for the projection
-PROJECTED = (8, 16, 32)
 
 
 HEAD = [
@@ -234,20 +231,6 @@ ROWS: dict[str, Callable[[argparse.Namespace, Path], Iterator[list[Cell]]]] = {
 }
 
 
-def projection(options: argparse.Namespace, folder: Path, one: float) -> list[str | Table]:
-    """Seconds of more workers: the work of one, which took `one` seconds, divides among them, and
-    the plan's traffic passes a store that all share."""
-    model = named([NETWORK])[NETWORK].make()
-    job = prepare(model, folder / "source.npy", folder / "projected.zarr", memory=options.budget,
-                  output="uint8")  # fmt: skip
-    seconds = [max(one / n, job.plan.traffic / SHARED_READ) for n in PROJECTED]
-    text = f"""
-Projected, not measured: the time of one worker divided by their number, at least the plan's
-traffic of {job.plan.traffic / 1e9:.2f} GB at {SHARED_READ / 1e9:.0f} GB/s."""
-    rows = [(n, s, one / s) for n, s in zip(PROJECTED, seconds, strict=True)]
-    return [text, Table(["projected workers", "seconds", "times faster"], rows)]
-
-
 TEXT = """
 The TAEF2 decoder with its trained weights, from a random latent in a .npy file to pictures of 8-bit
 values, by `demask.traverse.stream`. *Peak*: `VmHWM` less what was resident before the call, of the
@@ -255,10 +238,10 @@ process, or of the worker that took most. *Values*: a digest of the result, the 
 for any number of workers, for none, and after a kill: the plan is one."""
 
 
-def page(rows: Sequence[list[Cell]], projected: Sequence[str | Table]) -> Page:
-    said = [f"{row[0]} {row[1]}, workers {row[2]}: {row[3]:.0f} s"
-            for row in rows if isinstance(row[3], float)]  # fmt: skip
-    return Page("Streams into stores", [TEXT, Table(HEAD, rows, 3), *projected], "; ".join(said))
+def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
+    said = (f"{row['what']} {row['pixels']}, workers {row['workers']}: {row['seconds']:.0f} s"
+            for row in rows if isinstance(row["seconds"], float))  # fmt: skip
+    return "; ".join(said)
 
 
 def arguments() -> argparse.Namespace:
@@ -281,17 +264,15 @@ def main() -> None:
     options, console, before = arguments(), Console(markup=False), load_average()
     named([NETWORK])
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    rows, projected = list[list[Cell]](), list[str | Table]()
+    rows = list[list[Cell]]()
     notes = f"{format_threads(options.threads)}, workers 1"
     with TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         for row in chain.from_iterable(ROWS[what](options, folder) for what in options.rows):
             console.print(row)
             rows.append(row)
-            what, _, workers, seconds, *_ = row
-            if (what, workers) == ("workers", "1") and isinstance(seconds, float):
-                projected = projection(options, folder, seconds)
-            save("stores", page(rows, projected), Run.now(notes, before=before), options.output)
+            page = Page("Streams into stores", [TEXT, Table(HEAD, rows, 3, merge=True)], summarize)
+            save("stores", page, Run.now(notes, before=before), options.output)
 
 
 if __name__ == "__main__":

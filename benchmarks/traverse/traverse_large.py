@@ -9,7 +9,7 @@ its own.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -149,8 +149,8 @@ def describe_run(run: Call | Failed | None) -> str:
 
 
 HEAD = [
-    "pixels", "budget", "seconds", "peak, MiB", "predicted, MiB", "untiled, s",
-    "untiled's peak, MiB", "8-bit values that differ", "of", "by at most",
+    "pixels", "budget", "streamed, s", "streamed, MiB", "predicted, MiB", "untiled, s",
+    "untiled, MiB", "8-bit values that differ", "of", "by at most",
 ]  # fmt: skip
 
 
@@ -170,18 +170,25 @@ def run_cells(run: Call | Failed | None) -> list[Cell]:
 
 TEXT = """
 The TAEF2 decoder with its trained weights, from a latent in a .npy file (a photograph's, reflected
-as in mirrors) to a picture of 8-bit values in another, by `demask.traverse.stream`. *Peak*:
+as in mirrors) to a picture of 8-bit values in another, by `demask.traverse.stream`. *MiB*:
 `VmHWM` of a process of its own less what was resident before the call; planning, reading and
 writing included, but for what a first, small picture brought into memory: the libraries' code.
 *Untiled*: the network as it is, in channels_last; reading and writing are not in its numbers, its
 input neither."""
 
 
+def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
+    def words(row: Mapping[str, Any], kind: str) -> str:
+        seconds, peak = row[f"{kind}, s"], row[f"{kind}, MiB"]
+        return f"{peak:,.0f} MiB and {seconds:,.0f} s" if isinstance(peak, float) else seconds
+
+    return "; ".join(f"{row['pixels']}: streamed {words(row, 'streamed')}, untiled "
+                     f"{words(row, 'untiled')}" for row in rows)  # fmt: skip
+
+
 def page(rows: Sequence[Row]) -> Page:
-    said = [f"{row.size}²: {describe_run(row.streamed)}, untiled {describe_run(row.whole)}"
-            for row in rows]  # fmt: skip
-    table = Table(HEAD, [*map(cells, rows)], 2)
-    return Page("Pictures larger than memory", [TEXT, table], "; ".join(said))
+    table = Table(HEAD, [*map(cells, rows)], 2, merge=True)
+    return Page("Pictures larger than memory", [TEXT, table], summarize)
 
 
 def arguments() -> argparse.Namespace:

@@ -15,7 +15,7 @@ import importlib
 import multiprocessing
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 from multiprocessing.connection import Connection
@@ -321,9 +321,10 @@ def tiled(setting: Setting, memory: int) -> Tiled:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One network under one budget, in bytes."""
+    """One network under one budget, in bytes. number: of the budget, from the least on."""
 
     setting: Setting
+    number: int
     budget: int
     whole: Untiled
     tiled: Tiled | Failed
@@ -368,16 +369,16 @@ def rows(setting: Setting, count: int, patience: float, console: Console) -> Ite
     low = fresh(least, setting, most, patience=patience)
     if isinstance(low, Failed):
         raise LookupError(f"no plan: {low.reason}")
-    for budget in budgets(low, whole.peak, count):
-        row = Row(setting, budget, whole, fresh(tiled, setting, budget, patience=patience))
+    for number, budget in enumerate(budgets(low, whole.peak, count), 1):
+        row = Row(setting, number, budget, whole, fresh(tiled, setting, budget, patience=patience))
         console.print("  ", "; ".join(map(text_of, cells(row))))
         yield row
 
 
 HEAD = [
-    "network", "threads", "budget, MiB", "untiled, MiB", "predicted, MiB", "measured, MiB",
-    "again, MiB", "off, MiB", "off, %", "close", "within the budget", "MACs, planned",
-    "MACs, counted", "seconds", "untiled, s", "largest difference",
+    "network", "threads", "budget no.", "budget, MiB", "untiled, MiB", "predicted, MiB",
+    "measured, MiB", "again, MiB", "off, MiB", "off, %", "close", "within the budget",
+    "MACs, planned", "MACs, counted", "seconds", "untiled, s", "largest difference",
 ]  # fmt: skip
 
 
@@ -392,7 +393,7 @@ def mebibytes(size: float) -> str:
 
 def cells(row: Row) -> list[Cell]:
     run, whole = row.tiled, row.whole
-    first = [row.setting.title, row.setting.threads, row.budget / MIB, whole.peak / MIB]
+    first = [row.setting.title, row.setting.threads, row.number, row.budget / MIB, whole.peak / MIB]
     if isinstance(run, Failed):
         return [*first, run.reason, *[None] * (len(HEAD) - len(first) - 1)]
     return [
@@ -408,6 +409,12 @@ def yes(is_so: bool) -> str:
     return "yes" if is_so else "**no**"
 
 
+def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
+    within, close = (sum(row[name] == "yes" for row in rows)
+                     for name in ("within the budget", "close"))  # fmt: skip
+    return f"within the budget in {within} of {len(rows)}; close to the prediction in {close}"
+
+
 def page(rows: Sequence[Row], refused: Sequence[str]) -> Page:
     """refused: networks that could not be planned, with the reason."""
     text = f"""
@@ -419,10 +426,9 @@ measured minus predicted; *close*: no more than the larger of {SHARE:.0%} and {m
 MiB. *MACs*: over those of the untiled run, as the plan says and as counted at torch's calls of
 convolutions, products and attention. Seconds are of one call, the first. *Difference*: of the
 outputs, from the untiled run in channels_last."""
-    summary = (f"within the budget in {sum(row.is_within for row in rows)} of {len(rows)}; close "
-               f"to the prediction in {sum(row.is_close for row in rows)}")  # fmt: skip
-    parts = [text, Table(HEAD, [*map(cells, rows)], 3), *(f"Not run: {one}." for one in refused)]
-    return Page("Peaks of memory, predicted and measured", parts, summary)
+    table = Table(HEAD, [*map(cells, rows)], 3, merge=True)
+    parts = [text, table, *(f"Not run: {one}." for one in refused)]
+    return Page("Peaks of memory, predicted and measured", parts, summarize)
 
 
 def arguments() -> argparse.Namespace:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from benchmarks.common import turns
 from benchmarks.common.catalog import DEV, SHARED_DATA, Benchmark
 from benchmarks.common.inductor import inductor
-from benchmarks.common.ledger import Cell, Ledger, Page, Run, Table, save
+from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.traverse.traverse_memory import (
     MIB,
     Child,
@@ -287,8 +287,15 @@ def against(row: Row) -> Iterator[list[Cell]]:
             yield [row.setting.title, row.setting.threads, who, *ratios]
 
 
-def page(rows: Sequence[Row], least: float, before: Sequence[Sequence[Cell]] = ()) -> Page:
-    """before: the lines of the first table that the ledger has; they stay, or are replaced."""
+def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
+    times = [[row[f"time over {who}"] for who in WHOLE] for row in rows]
+    times = [[time for time in line if isinstance(time, float)] for line in times]
+    speeds = [1 / max(line) for line in times if line] or [nan]
+    lost = f"slower in {sum(speed < 1 for speed in speeds)} of {len(speeds)}"
+    return f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as the fastest untiled; {lost}"
+
+
+def page(rows: Sequence[Row], least: float) -> Page:
     text = f"""
 Size: the side of the larger of input and output, in pixels. Batch 1, float32. *Untiled*: the model
 as it is, NCHW being what torch does by default. *Tuned allocator*: glibc keeps what is freed
@@ -305,12 +312,7 @@ the first call: planning, compiling."""
     ratios = [line for row in rows for line in against(row)]
     contenders = [line for row in rows for line in lines(row)]
     tables = [Table(AGAINST, ratios, 3, merge=True), Table(HEAD, contenders, 3, merge=True)]
-    every = {tuple(line[:3]): line for line in (*before, *ratios)}.values()
-    numbers = [[ratio for ratio in line[3:] if isinstance(ratio, float)] for line in every]
-    speeds = [1 / max(ratios) for ratios in numbers if ratios] or [nan]
-    summary = (f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as the fastest untiled; "
-               f"slower in {sum(speed < 1 for speed in speeds)} of {len(speeds)}")  # fmt: skip
-    return Page("Networks run part by part, and as a whole", [text, *tables], summary)
+    return Page("Networks run part by part, and as a whole", [text, *tables], summarize)
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -346,7 +348,6 @@ def in_all() -> int:
 def main() -> None:
     options, console, before = arguments(), Console(markup=False), load_average()
     named(options.only)
-    stored = [] if options.output else Ledger.read().rows.get(("traverse_speed", 0), [])
     settings = [
         Setting(name, size, threads, options.engine)
         for name in options.only
@@ -357,9 +358,9 @@ def main() -> None:
     for k, setting in enumerate(settings, 1):
         console.print(f"{k} of {len(settings)}: {setting.title}")
         results.append(measured(setting, options, console))
-        entered = page(results, options.least, [cells for _, cells in stored])
         notes = "allocator tuned only where stated", f"{options.rounds} rounds"
-        save("traverse_speed", entered, Run.now(*notes, before=before), options.output)
+        run = Run.now(*notes, before=before)
+        save("traverse_speed", page(results, options.least), run, options.output)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Every number is measured in a process of its own.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -115,16 +115,17 @@ def compiled(setting: Setting) -> Call:
 
 
 @torch.no_grad()
-def tiled(setting: Setting, budget: int) -> Call:
-    """Under a budget; where there is no plan for it, under the least."""
+def tiled(setting: Setting, share: int, whole: int) -> Call:
+    """In a share of the untiled memory; where there is no plan for it, in the least."""
     model, z = ready(setting)
+    budget = whole // share
     try:
         module = tile(model, (z,), memory=budget)
     except BudgetTooSmall as error:
         budget = error.least
         module = tile(model, (z,), memory=budget)
     plan = module.plan
-    return measured(setting, "`tile`", lambda: module(z), budget=budget,
+    return measured(setting, f"`tile`, 1/{share}", lambda: module(z), budget=budget,
                     predicted=int(plan.peak), work=plan.recompute)  # fmt: skip
 
 
@@ -154,7 +155,7 @@ def calls(setting: Setting, console: Console) -> list[Call]:
     if isinstance(whole, Failed):
         raise SystemExit(f"{setting.network}: {whole.reason}")
     tasks: list[tuple[Callable[..., Call], tuple[int, ...]]] = [(compiled, ())]
-    tasks += [(tiled, (whole.peak // share,)) for share in SHARES]
+    tasks += [(tiled, (share, whole.peak)) for share in SHARES]
     tasks += [(chunked, (overlap,)) for overlap in OVERLAPS]
     results = [whole]
     for task, numbers in tasks:
@@ -166,28 +167,35 @@ def calls(setting: Setting, console: Console) -> list[Call]:
     return results
 
 
+def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Of the plans, against the faster of the untiled and the compiled network."""
+    whole: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["contender"] in ("untiled", NAME):
+            whole.setdefault(row["network"], []).append(row)
+    plans = [row for row in rows if row["budget, MiB"] is not None]
+    speeds = [min(other["seconds"] for other in whole[row["network"]]) / row["seconds"]
+              for row in plans]  # fmt: skip
+    shares = [row["measured, MiB"] / whole[row["network"]][0]["measured, MiB"] for row in plans]
+    return (f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as the fastest whole network, "
+            f"in {min(shares):.2f} to {max(shares):.2f} of the untiled memory; slower in "
+            f"{sum(speed < 1 for speed in speeds)} of {len(speeds)}")  # fmt: skip
+
+
 def page(results: Sequence[Call], options: argparse.Namespace) -> Page:
     frames, size = 4 * (options.frames - 1) + 1, 8 * options.size
     text = f"""
 Causal decoders laid out as those of Wan 2.1 and CogVideoX, narrower and with random weights, from
 {options.frames} latent frames of {options.size} x {options.size} to {frames} frames of
-{size} x {size} in float32. *Predicted*: `plan.peak`. *Measured*: what the process takes at most
-during a first call (of torch.compile: the first after compiling), beyond what it took before and
-without the result. Seconds are of a second call. *Chunks*: the untiled network on {CHUNK} latent
-frames at a time with some before them, whose frames are dropped; a causal network remembers more
-than those, and norms over all frames (CogVideoX) see a chunk alone, so that frames differ. Wan's
-values end at -1 and 1, so that an error of 2 is the largest there is."""
-    whole = {(c.network, c.contender): c for c in results if c.budget is None}
-    plans = [c for c in results if c.budget is not None]
-    fastest = [min(whole[c.network, "untiled"].seconds, whole[c.network, NAME].seconds)
-               for c in plans]  # fmt: skip
-    speeds = [other / c.seconds for c, other in zip(plans, fastest, strict=True)]
-    shares = [c.peak / whole[c.network, "untiled"].peak for c in plans]
-    summary = (f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as the faster of untiled and "
-               f"compiled, in {min(shares):.2f} to {max(shares):.2f} of the untiled memory; slower "
-               f"in {sum(speed < 1 for speed in speeds)} of {len(speeds)}")  # fmt: skip
-    table = Table(HEAD, [call.cells() for call in results], 2)
-    return Page("Decoders of videos", [text, table], summary)
+{size} x {size} in float32. *tile*: in a share of the untiled memory, or the least there is a plan
+for. *Predicted*: `plan.peak`. *Measured*: what the process takes at most during a first call (of
+torch.compile: the first after compiling), beyond what it took before and without the result.
+Seconds are of a second call. *Chunks*: the untiled network on {CHUNK} latent frames at a time with
+some before them, whose frames are dropped; a causal network remembers more than those, and norms
+over all frames (CogVideoX) see a chunk alone, so that frames differ. Wan's values end at -1 and 1,
+so that an error of 2 is the largest there is."""
+    table = Table(HEAD, [call.cells() for call in results], 2, merge=True)
+    return Page("Decoders of videos", [text, table], summarize)
 
 
 def main() -> None:

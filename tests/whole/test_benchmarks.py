@@ -87,6 +87,9 @@ def test_rows_of_other_settings_stay_where_a_table_is_merged():
     assert [(at.date[-2:], cells[:3]) for at, cells in ledger.rows["speed", 0]] == [
         ("01", ["a", 1, TIMING]), ("02", ["a", 64, 0.25]), ("02", ["b", 1, 1.0])
     ]  # fmt: skip
+    other = Table([*HEAD[:-1], "difference"], [["c", 1, 1.0, None]], 2, merge=True)
+    ledger.enter("speed", Page("Speed", [other]), run("03"))
+    assert len(ledger.rows["speed", 0]) == 1, "rows of other columns are no rows of this table"
     ledger.enter("speed", PAGE, run("03"))
     assert {at.date[-2:] for at, _ in ledger.rows["speed", 0]} == {"03"}
 

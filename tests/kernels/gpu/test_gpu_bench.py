@@ -71,7 +71,8 @@ def test_nothing_wrong_is_timed():
 
 
 def test_means_are_geometric():
-    problem = gpu_problems.Problem("B", "", "", 1, 1, 1, 0.9, torch.float32, torch.empty)
+    mask = torch.ones(1, 1)
+    problem = gpu_problems.Problem("B", "", "", 1, 1, 1, 0.9, torch.float32, lambda _: mask)
     rows = [
         gpu_sparse.Row(
             problem, seconds={"demask": Timing(1e-5, 0, 0, 1), "cuSPARSE": Timing(s, 0, 0, 1)}
