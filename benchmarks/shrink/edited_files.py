@@ -270,7 +270,7 @@ def count_worse(
 def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
     edited, exported = (sum(row[f"{way}, KB"] is not None for row in rows) for way in WAYS)
     return (
-        f"of {len(rows)} files {edited} are edited, {exported} exported again; edits larger than "
+        f"{edited} of {len(rows)} files are edited, {exported} exported again; edits larger than "
         f"the original: {count_worse(rows, 'KB', 'KB')}, slower by 5 %: "
         f"{count_worse(rows, 'ms', 'original, ms', 1.05)}; larger than the export by 2 %: "
         f"{count_worse(rows, 'KB', 'export, KB', 1.02)}, slower by 5 %: "

@@ -16,7 +16,6 @@ import argparse
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import nan
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,7 +29,7 @@ from torch import Tensor, fx, nn
 import demask
 import networks
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.inductor import inductor
+from benchmarks.common.inductor import forget, inductor
 from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.common.turns import turn
 from benchmarks.traverse.traverse_memory import peaked
@@ -189,20 +188,20 @@ def speed_rows(runs: int) -> Iterator[list[Cell]]:
                 for call, samples in zip(calls, taken, strict=True):
                     samples.append(turn(call, 0.2))
         yield [name, *map(Timing.of, taken)]
+        forget()
 
 
 ROWS = {"time": time_rows, "memory": memory_rows, "speed": speed_rows}
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
-    names = ("masked, ms", "torch.compile, ms", "own class, ms")
-    timings = [[row[name] for name in names] for row in rows]
-    medians = [[t.median for t in line] for line in timings if isinstance(line[0], Timing)]
-    speeds = [masked / own for masked, _, own in medians] or [nan]
-    lost = sum(own > compiled for _, compiled, own in medians)
+    """Of networks in their own class."""
+    speeds = [row["masked, ms"].median / row["own class, ms"].median for row in rows]
+    compared = [row for row in rows if row["torch.compile, ms"] is not None]
+    lost = sum(row["own class, ms"].median > row["torch.compile, ms"].median for row in compared)
     return (f"in its own class {min(speeds):.2f} to {max(speeds):.2f} times as fast as masked; "
-            "slower than torch.compile of the masked network in "
-            f"{lost} of {len(medians)}")  # fmt: skip
+            f"slower than torch.compile of the masked network in {lost} of {len(compared)}"
+            if rows else "")  # fmt: skip
 
 
 def page(rows: dict[str, list[list[Cell]]]) -> Page:

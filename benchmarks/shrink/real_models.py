@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 import demask
 from benchmarks.common.catalog import Benchmark
-from benchmarks.common.inductor import NAME, inductor
+from benchmarks.common.inductor import NAME, forget, inductor
 from benchmarks.common.ledger import Cell, Page, Run, Table, save, text_of
 from demask.machine.describe import load_average
 from demask.machine.timing import Timing, time_alternately
 
 BENCHMARK = Benchmark(
-    "pretrained networks from packages, from the first call to the last", "not timed",
+    "pretrained networks from packages, from the first call to the last", "about an hour",
     needs=("`make .venv/real.stamp`",), quick="--networks pnet",
     measures=("shrink", "facts", "graph", "ops", "files", "tune", "traverse"),
 )  # fmt: skip
@@ -328,12 +328,18 @@ def _steps(row: Row, folder: Path, timed: bool) -> None:
     calls: dict[str, Callable[[], Any]] = {"network": lambda: model(*inputs),
              "demasked": lambda: slim(*inputs), "optimized": lambda: fast(*inputs)}  # fmt: skip
     with contextlib.suppress(Exception):  # what it does not compile is no failure of ours
-        calls[NAME] = inductor(model, *inputs)
+        calls[NAME] = compiled(model, inputs)
     if first is not None:
         calls["ONNX Runtime"] = lambda: first.run(None, _feed(first, inputs, fixed))
     calls["ONNX Runtime, demasked"] = lambda: session.run(None, _feed(session, inputs))
     with torch.no_grad():
         row.calls = time_alternately(calls, seconds=SECONDS)
+
+
+def compiled(model: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], object]:
+    """A call by torch.compile of what torch.export makes of the network: it traces no module of an
+    ONNX file itself."""
+    return inductor(torch.export.export(model, inputs).module(), *inputs)
 
 
 def _leaves(value: Any) -> tuple[Tensor, ...]:
@@ -378,7 +384,7 @@ def tiles(source: Source, folder: Path) -> list[list[Cell]]:
     tiled = {budget: demask.traverse.tile(model, (x,), memory=budget) for budget in BUDGETS}
     calls: dict[str, Callable[[], Any]] = {"": lambda: model(x)}
     calls |= {budget: (lambda run=run: run(x)) for budget, run in tiled.items()}
-    calls[NAME] = inductor(model, x)
+    calls[NAME] = compiled(model, (x,))
     with torch.no_grad():
         timings, expected = time_alternately(calls, seconds=SECONDS), _arrays(model(x))
         return [
@@ -390,7 +396,8 @@ def tiles(source: Source, folder: Path) -> list[list[Cell]]:
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
     timings = [[row[f"{name}, ms"] for name in CALLS[:4]] for row in rows]
-    medians = [[t.median for t in line if t] for line in timings if isinstance(line[0], Timing)]
+    medians = [[t.median if isinstance(t, Timing) else t for t in line if t is not None]
+               for line in timings if line[0] is not None]  # fmt: skip
     lost = sum(line[-1] > min(line[:-1]) for line in medians)
     failed = sum(row["parameters"].startswith("fails") for row in rows)
     return (f"{failed} of {len(rows)} fail; optimized, {lost} of {len(medians)} are slower than "
@@ -403,7 +410,8 @@ Networks as packages ship them, as they are, with every second channel of each c
 and with the smallest 90 % of the weights zero: read, demasked, verified, saved and loaded,
 written as an ONNX file and compared in ONNX Runtime, optimized. Seconds of the process, once;
 milliseconds: median (10 %–90 % quantile) of calls in alternation. *{NAME}*: of the masked
-network; empty where it does not compile. "Fails" says at which step, and why."""
+network as torch.export writes it; empty where it does not compile. "Fails" says at which step, and
+why."""
     tiles_text = f"""
 ## The detector in tiles
 
@@ -435,6 +443,7 @@ def main() -> None:
             print(*map(text_of, cells(rows[-1])), rows[-1].failure, sep=" | ", flush=True)
             now = Run.now("1 thread", before=before)
             save("real_models", page(rows, tiled), now, options.output)
+            forget()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from benchmarks.common.catalog import DEV, Benchmark
-from benchmarks.common.inductor import inductor
+from benchmarks.common.inductor import forget, inductor
 from benchmarks.common.ledger import Cell, Page, Run, Table, save
 from benchmarks.traverse.traverse_memory import MIB, Failed, fresh, peaked
 from demask.files.weight_file import WeightFile
@@ -166,6 +166,7 @@ def head_rows(pairs: int, threads: int) -> list[list[Cell]]:
             n, threads, predicted.unbatched / 1e6, predicted.weight_bytes_read / 1e6, single, whole,
             compiled, ours, single.median / ours.median, whole.median / ours.median, equal,
         ])  # fmt: skip
+        forget()
     return rows
 
 

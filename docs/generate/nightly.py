@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.common.tables import machine, markdown
+from benchmarks.common.ledger import commit, describe, markdown
 from docs.generate import DOCS, ROOT
 
 RUNS = ROOT / "build" / "nightly"
@@ -89,7 +89,7 @@ def page() -> str:
     runs = read_runs(RUNS)
     shards = [run for run in runs if not run.name.startswith("again")]
     again = {(t.file, t.name): (run, t) for run in runs if run not in shards for t in run.tests}
-    text = HEAD + f"{machine()}; two tests at a time.\n\n## Shards\n\n"
+    text = HEAD + f"{describe()}, commit {commit()}; two tests at a time.\n\n## Shards\n\n"
     if missing := _missing(shards):
         text += f"Not run to their end since tests are dealt out anew: {missing}.\n\n"
     head = ("shard", "commit", "day", "tests", "passed", "failed", "skipped", "minutes")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import traverse_networks as networks
+from benchmarks.common import ledger
+from benchmarks.common.ledger import Page, Run
 from benchmarks.traverse import traverse_large as large
 from benchmarks.traverse import traverse_memory as memory
 from benchmarks.traverse import traverse_speed as speed
@@ -207,13 +209,6 @@ def test_differences_of_pictures_are_counted() -> None:
     assert speed.compared(torch.ones(1, 2), np.ones((1, 2)))[2] is None
 
 
-def test_a_picture_is_drawn_smaller() -> None:
-    picture = np.arange(3 * 4 * 6, dtype=np.uint8).reshape(1, 3, 4, 6)
-    found = large.smaller(picture, 2)
-    assert found.shape == (2, 3, 3)
-    assert found[0, 0].tolist() == [4, 28, 52]  # 3.5, 27.5, 51.5, to the even one
-
-
 # --- the scripts, with a stand-in for demask.traverse ------------------------------------------
 
 STAND_IN = """
@@ -252,52 +247,66 @@ STAND_IN = """
 """
 
 
-def run(script, monkeypatch, folder: Path, *words: str, extra: int = 0, shift: float = 0.0) -> dict:
-    """A script's JSON, run with a stand-in that is wrong as told."""
+Rows = list[dict[str, Any]]
+
+
+def run(
+    script, monkeypatch, folder: Path, *words: str, extra: int = 0, shift: float = 0.0
+) -> list[Rows]:
+    """The rows of each table of a script's page, by column, run with a stand-in that is wrong as
+    told."""
     text = dedent(STAND_IN).format(extra=extra, shift=shift)
     (folder / "stand_in.py").write_text(text)
     monkeypatch.syspath_prepend(str(folder))
+    pages = []
+
+    def save(name: str, page: Page, run: Run, output: Path) -> str:
+        pages.append(page)
+        return ledger.save(name, page, run, output)
+
+    monkeypatch.setattr(script, "save", save)
     output = folder / "result.md"
     shared = ["--engine", "stand_in", "--output", str(output)]
     monkeypatch.setattr(sys, "argv", ["script", *words, *shared])
     script.main()
     assert output.read_text().startswith("# ")
-    return json.loads(output.with_suffix(".json").read_text())
+    return [
+        [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+        for _, table in ledger.tables(pages[-1])
+    ]
 
 
 @pytest.mark.nightly
 def test_the_script_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--only", "blur20", "--size", "64", "--budgets", "1", "--threads", "1"]
-    found = run(memory, monkeypatch, tmp_path, *words, extra=16 * MIB, shift=0.5)
-    (row,) = found["rows"]
-    assert 3_000_000 <= row["budget"] <= 3_300_000
-    assert row["found"]["counted"] == row["whole"]["macs"] == 20 * 3 * 9 * 64 * 64
-    assert row["found"]["peak"] > 60 * MIB
-    assert row["found"]["error"] == pytest.approx(0.5)
-    page = (tmp_path / "result.md").read_text()
-    assert "| **no** | **no** | 1.00000 | 1.00000 |" in page
-    assert "Close: 0 of 1; within the budget:\n0 of 1." in page
+    ((row,),) = run(memory, monkeypatch, tmp_path, *words, extra=16 * MIB, shift=0.5)
+    assert 3_000_000 <= row["budget, MiB"] * MIB <= 3_300_000
+    assert row["MACs, counted"] == row["MACs, planned"] == 1
+    assert row["measured, MiB"] > 60
+    assert row["largest difference"] == pytest.approx(0.5)
+    assert row["close"] == row["within the budget"] == "**no**"
 
 
 @pytest.mark.nightly
 def test_the_script_of_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--only", "blur20", "--sizes", "32", "--threads", "1", "--rounds", "2"]
     words += ["--contenders", "demask|NCHW", "--least", "0.001"]
-    found = run(speed, monkeypatch, tmp_path, *words, shift=0.5)
-    (row,) = found["rows"]
-    assert list(row["samples"]) == [speed.NHWC, speed.NCHW, "demask, 512MiB"]
-    assert all(len(taken) == 2 for taken in row["samples"].values())
-    assert row["checked"][speed.NHWC]["equal"] is True
-    assert row["checked"]["demask, 512MiB"]["flips"] == 3 * 32 * 32
-    assert row["checked"][speed.NHWC]["macs"] == 20 * 3 * 9 * 32 * 32
+    (ratios,), rows = run(speed, monkeypatch, tmp_path, *words, shift=0.5)
+    by_name = {row["contender"]: row for row in rows}
+    assert list(by_name) == [speed.NHWC, speed.NCHW, "demask, 512MiB"]
+    assert all(row["ms"].count == 2 for row in rows)
+    assert ratios["contender"] == "demask, 512MiB" and ratios[f"time over {speed.NCHW}"] > 0
+    assert by_name[speed.NHWC]["largest difference"] == "equal"
+    assert by_name["demask, 512MiB"]["8-bit values that differ"] == 3 * 32 * 32
+    work = 2e-9 * 20 * 3 * 9 * 32 * 32
+    reference = by_name[speed.NHWC]
+    assert reference["GFLOP/s"] == pytest.approx(work / reference["ms"].median)
 
 
 @trained
 @pytest.mark.nightly
 def test_the_script_of_large_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["--only", "128", "--threads", "1", "--pictures"]
-    found = run(large, monkeypatch, tmp_path, *words, shift=1 / 255)
-    (row,) = found["rows"]
-    assert row["difference"]["values"] == 3 * 128 * 128
-    assert 0 < row["difference"]["count"] <= row["difference"]["values"]
-    assert (tmp_path / "traverse_large_128.png").read_bytes()[1:4] == b"PNG"
+    words = ["--only", "128", "--threads", "1"]
+    ((row,),) = run(large, monkeypatch, tmp_path, *words, shift=1 / 255)
+    assert row["of"] == 3 * 128 * 128
+    assert 0 < row["8-bit values that differ"] <= row["of"]
