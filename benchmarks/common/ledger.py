@@ -84,8 +84,9 @@ def describe() -> str:
 
 
 def commit() -> str:
-    """The commit of the working tree, with "+dirty" if files are changed."""
-    return _git("describe", "--always", "--dirty=+dirty", "--exclude=*") or "unknown"
+    """The commit of the working tree, with "+dirty" if files other than results are changed."""
+    at = _git("describe", "--always", "--exclude=*") or "unknown"
+    return at + "+dirty" * bool(_git("status", "--porcelain", "--", ".", ":!benchmarks/results"))
 
 
 def _git(*words: str) -> str:
