@@ -5,7 +5,7 @@
 # make nightly  the slow suites; SHARD=2/6 runs the second sixth of them, at most 40 minutes
 # make mutants  planted faults, each of which a test must see; SHARD=2/6, or COUNT=20 in turn by day
 # make package  the sdist, and the wheel that it builds, checked, in dist
-# make bench    the benchmarks, one after the other; their tables go to benchmarks/results
+# make bench    the benchmarks whose results are older than what they measure, one after the other
 #
 # Each needs Python 3.11 or newer and nothing else: the first run makes .venv.
 
@@ -81,8 +81,7 @@ package:
 	.venv-package/bin/python -m twine check --strict dist/*
 
 bench: $(VENV)/bench.stamp $(DEEPSPARSE)/bench.stamp
-	set -e; for name in residual encoder cost executors runtime peers; do echo "$$name"; $(BIN)/python -m benchmarks run $$name; done
-	$(BIN)/python -m benchmarks run cpu_sparse $$(test -x $(DEEPSPARSE)/bin/python && echo --deepsparse $(DEEPSPARSE)/bin/python)
+	$(BIN)/python -m benchmarks refresh
 
 clean:
 	rm -rf $(VENV) .venv-package $(DEEPSPARSE) $(LOADERS:%=.venv-%)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
+import subprocess
 import sys
+import time
 from typing import Annotated
 
 import typer
@@ -87,6 +90,21 @@ def run(
         arguments = [*short.split(), "--output", str(QUICK / f"{name}.md")]
     sys.argv = [f"python -m benchmarks run {name}", *arguments, *context.args]
     main_of(name)()
+
+
+@app.command()
+def refresh(
+    hours: Annotated[float, typer.Option(help="Start no further one after this time.")] = math.inf,
+) -> None:
+    """Run each benchmark that has stale rows, the oldest first, in a process of its own."""
+    ledger, end = Ledger.read(), time.monotonic() + 3600 * hours
+    olds = find_stale(ledger, {name: sources(name) for name in ledger.pages})
+    for name in dict.fromkeys(old.page for old in olds):
+        if time.monotonic() > end:
+            break
+        print(f"{name}: {scripts()[name][1].time}", flush=True)
+        done = subprocess.run([sys.executable, "-W", "ignore", "-m", "benchmarks", "run", name])
+        print(f"{name}: exit status {done.returncode}", flush=True)
 
 
 if __name__ == "__main__":

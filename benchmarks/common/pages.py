@@ -25,7 +25,7 @@ def optimized(label: str, network: str) -> Row:
                ("original, ms", "optimize(), ms", "ratio", "fastest"))  # fmt: skip
     original, ours, ratio, rival = (f"{{{figure}}}" for figure in figures)
     return (f"{label}, 1 thread, `optimize`", f"{original} → {ours} ms",
-            f"{ratio} × as fast as {rival}, the fastest runtime")  # fmt: skip
+            f"{ratio} × as fast as the fastest runtime ({rival})")  # fmt: skip
 
 
 def sparse(label: str, *setting: str, peers: Sequence[str]) -> Row:

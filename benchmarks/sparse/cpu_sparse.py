@@ -5,7 +5,7 @@ DeepSparse 1.8.0 wants packages of its own, so an environment of its own (`make 
 
     python3.11 -m venv .venv-deepsparse
     .venv-deepsparse/bin/pip install --only-binary=:all: deepsparse==1.8.0
-    python -m benchmarks run cpu_sparse --deepsparse .venv-deepsparse/bin/python
+    python -m benchmarks run cpu_sparse
 
 The masks of the pruned ResNet-50 are in shared/data next to the project. A run replaces the rows
 that it measures.
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 import dlmc
 import sparse_networks as nets
+from benchmarks import ROOT
 from benchmarks.common.catalog import BENCH, SHARED_DATA, Benchmark
 from benchmarks.common.inductor import forget
 from benchmarks.common.ledger import Cell, Page, Run, Table, save
@@ -67,6 +68,7 @@ BENCHMARK = Benchmark(
 )  # fmt: skip
 
 ALLOWED = 1e-4  # relative: float32 stays below 1e-5 here, storage in 16 bits is above 1e-3
+PYTHON = ROOT / ".venv-deepsparse" / "bin" / "python"
 PACKAGES = ("onnxruntime", "onnx", "openvino", "llvmlite", "torchvision")
 # A peer may have several forms: the fastest one counts.
 PEERS = {
@@ -234,7 +236,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--deepsparse", metavar="PYTHON", help="of an environment that has it")
+    usual = str(PYTHON) if PYTHON.exists() else None
+    parser.add_argument("--deepsparse", metavar="PYTHON", default=usual,
+                        help="of an environment that has it")  # fmt: skip
     parser.add_argument("--networks", nargs="+", choices=nets.KEYS, default=list(nets.KEYS))
     parser.add_argument("--only", default="", metavar="PATTERN", help="settings whose name has it")
     parser.add_argument("--threads", type=int, nargs="+", default=[2])

@@ -10,10 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import ROOT
+from benchmarks import __main__ as command_line
 from benchmarks.__main__ import app
 from benchmarks.common import catalog, pages
 from benchmarks.common import ledger as ledger_module
-from benchmarks.common.ledger import Ledger, Page, Run, Table, find_stale, quote
+from benchmarks.common.ledger import Ledger, Page, Run, Stale, Table, find_stale, quote
 from demask.machine.timing import Timing
 
 ALL = [(name, *declared) for name, declared in catalog.scripts().items()]
@@ -125,6 +126,22 @@ def test_rows_older_than_what_they_measure_are_listed(tmp_path, monkeypatch):
     assert (old.page, old.rows, old.changes, old.last) == ("speed", 2, 1, "2026-01-03")
     ledger.enter("speed", PAGE, run("02", "a lost commit"))
     assert [old.changes for old in find_stale(ledger, sources)] == [1]
+
+
+def test_stale_benchmarks_are_run_again_the_oldest_first(monkeypatch):
+    olds = [Stale(page, run(day), 1, 1, "2026-02-01") for day, page in
+            (("01", "stride"), ("02", "cost"), ("03", "stride"))]  # fmt: skip
+    monkeypatch.setattr(command_line, "find_stale", lambda *_: olds)
+    words: list[list[str]] = []
+
+    def record(command: list[str]) -> subprocess.CompletedProcess[str]:
+        words.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(command_line.subprocess, "run", record)
+    assert CliRunner().invoke(app, ["refresh"]).exit_code == 0
+    assert [command[-1] for command in words] == ["stride", "cost"]
+    assert CliRunner().invoke(app, ["refresh", "--hours", "-1"]).exit_code == 0 and len(words) == 2
 
 
 def test_a_wrong_name_is_answered_with_near_ones():
