@@ -1,0 +1,147 @@
+"""What each judge of "the same" says of a pair of networks: verify, demask's own check, the race
+of candidates, and the judge of ONNX files. Recorded as they are, so that one can replace four.
+
+A verdict is a letter per judge that accepts the pair: V, C, R, O; "-" where it does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import demask
+from demask.errors import DemaskError, Mismatch
+from demask.files.onnx.check import Judge
+from demask.shrink.check import describe_difference
+from demask.tune.race import CandidateRace
+
+INF, NAN = float("inf"), float("nan")
+Change = Callable[[Tensor], object]
+
+
+class Network(nn.Module):
+    """A function of its input times a weight of one."""
+
+    def __init__(self, change: Change):
+        super().__init__()
+        self.change, self.weight = change, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> object:
+        return self.change(x * self.weight)
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+def first(value: float) -> Change:
+    """The input with another first number."""
+
+    def change(x: Tensor) -> Tensor:
+        return torch.cat([torch.full_like(x[:, :1], value), x[:, 1:]], 1)
+
+    return change
+
+
+def units(count: int) -> Callable[[torch.dtype], Change]:
+    """The input, off by units in the last place of a dtype."""
+    return lambda dtype: lambda x: x * (1 + count * torch.finfo(dtype).eps)
+
+
+def eighths(x: Tensor) -> Tensor:
+    return (x.sum(1) * 8).round()
+
+
+# By name: the two functions (the second of the dtype where it is `units`), and the verdicts in
+# float64, float32 and bfloat16.
+CASES: dict[str, tuple[Change, object, tuple[str, str, str]]] = {
+    "equal": (same, same, ("VCRO", "VCRO", "VCRO")),
+    "1 unit": (same, units(1), ("VCRO", "VCRO", "VCRO")),
+    "30 units": (same, units(30), ("VCRO", "VCRO", "VCR-")),
+    "70 units": (same, units(70), ("VCRO", "---O", "----")),
+    "100 units": (same, units(100), ("VCR-", "----", "----")),
+    "1000 units": (same, units(1000), ("VCR-", "----", "----")),
+    "NaN for a number": (same, first(NAN), ("----", "----", "----")),
+    "a number for NaN": (first(NAN), same, ("-C--", "-C--", "-C--")),
+    "NaN in both": (first(NAN), first(NAN), ("-CRO", "-CRO", "-CRO")),
+    "infinity in both": (first(INF), first(INF), ("-CRO", "-CRO", "-CRO")),
+    "infinity of another sign": (first(INF), first(-INF), ("-C--", "-C--", "-C--")),
+    "a number for infinity": (first(INF), same, ("-C--", "-C--", "-C--")),
+    "another shape": (same, lambda x: x[:, :2], ("----", "----", "----")),
+    "another dtype": (same, lambda x: x.half(), ("----", "----", "----")),
+    "one more output": (same, lambda x: (x, x), ("----", "----", "----")),
+    "equal integers": (
+        lambda x: (x > 0).long(),
+        lambda x: (x > 0).long(),
+        ("VCRO", "VCRO", "VCRO"),
+    ),
+    "integers off by one": (
+        lambda x: (4 * x).round().long(),
+        lambda x: (4 * x).round().long() + 1,
+        ("----", "----", "----"),
+    ),
+    "other truth values": (lambda x: x > 0, lambda x: x <= 0, ("----", "----", "----")),
+    "sums in another order, rounded": (
+        eighths,
+        lambda x: eighths(x.flip(1)),
+        ("VCRO", "VCRO", "VCRO"),
+    ),
+    "a cancelled sum, and none": (lambda x: (x + 1e4) - 1e4, same, ("VCR-", "VCR-", "VCR-")),
+    "two cancelled sums": (
+        lambda x: (x + 1e4) - 1e4,
+        lambda x: (1e4 + x) - 1e4,
+        ("VCRO", "VCRO", "VCRO"),
+    ),
+    "constants": (lambda x: x * 0 + 1, lambda x: x * 0 + 1, ("VCRO", "VCRO", "VCRO")),
+    "zeros": (lambda x: x * 0, lambda x: x * 0, ("VCRO", "VCRO", "VCRO")),
+    "tiny numbers for zeros": (lambda x: x * 0, lambda x: x * 0 + 1e-12, ("----", "---O", "---O")),
+    "an error": (same, lambda x: x.reshape(7, 7), ("----", "----", "----")),
+}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def verdicts(a: nn.Module, b: nn.Module, x: Tensor, folder: Path) -> str:
+    """Which judges accept the second network for the first."""
+
+    def by_verify() -> bool:
+        return demask.verify(a, b, (x,), check=False).ok
+
+    def by_check() -> bool:
+        return not describe_difference(b, a, (x,), {})
+
+    def by_race() -> bool:
+        return bool(CandidateRace(a, None, (x,), {}, torch.device("cpu"), 1).admit("b", b) == [])
+
+    def by_onnx() -> bool:
+        files = [folder / "a.onnx", folder / "b.onnx"]
+        for network, file in zip((a, b), files, strict=True):
+            torch.onnx.export(network, (x,), str(file), dynamo=False, opset_version=17)
+        Judge.of_file(str(files[0]), [x]).compare(files[1].read_bytes())
+        return True
+
+    letters = ""
+    judges = {"V": by_verify, "C": by_check, "R": by_race, "O": by_onnx}
+    for letter, judge in judges.items():
+        accepts = False
+        with contextlib.suppress(Mismatch, DemaskError, RuntimeError, ValueError):
+            accepts = judge()
+        letters += letter if accepts else "-"
+    return letters
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_verdicts_are_those_recorded(name, dtype, tmp_path):
+    pytest.importorskip("onnxruntime")
+    before, after, expected = CASES[name]
+    after = after(dtype) if " unit" in name else after
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    networks = [Network(change).to(dtype).eval() for change in (before, after)]
+    assert verdicts(*networks, x, tmp_path) == expected[DTYPES.index(dtype)]
