@@ -208,7 +208,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
             means.append(
                 f"{label} {mean:.2f} ({sum(r < 1 for r in ratios)} of {len(ratios)} slower)"
             )
-    return f"as fast as the fastest runtime, times (geometric means): {'; '.join(means)}"
+    return f"times the speed of the fastest runtime (geometric means): {'; '.join(means)}"
 
 
 def list_losses(rows: Sequence[Mapping[str, Any]]) -> str:
