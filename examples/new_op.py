@@ -2,9 +2,10 @@
 
 An op that the table does not know stops the cut: its inputs keep their sizes, the result is
 correct, and the report says `no rule for ...`. One entry changes that. Its line names the axes;
-the laws, run on the cases of the entry, say whether it is true. An op of your own is registered
-by `torch.library.custom_op` with a fake, as `torch.export` needs it. A package can add entries
-for its users: it exports a table, which all functions take as `table=`.
+the laws, run on the cases of the entry, say whether it is true, not that it is enough: that of a
+product also says what a zero in an operand does, `Entry("... c, c -> ... c", zero="any")`. An op
+of your own is registered by `torch.library.custom_op` with a fake, as `torch.export` needs it. A
+package can add entries for its users: it exports a table, which all functions take as `table=`.
 
 How to read a line, and all columns: [adding an op](../docs/architecture.md#adding-an-op); the
 built-in entries: [the table](../docs/table.md).

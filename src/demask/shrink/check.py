@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, CaptureDiffers, Mismatch
 from demask.failures import described, is_strict, warn_caller
-from demask.graph.capture.errors import part_of
+from demask.graph.capture.errors import check_call, part_of
 from demask.graph.example_inputs import batch_axes, draw_examples, resize_batch
 from demask.graph.example_runs import Inputs, copy_in_eval, run_seeded
 from demask.graph.input_domains import NOTHING, Domain, Domains, domains_of
@@ -95,6 +95,7 @@ def check_result(
 
 def refuse_failing(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> None:
     """Raise BadInput where the model fails on the example, before anything is captured."""
+    check_call(model, args, kwargs, None)
     try:
         run_seeded(copy_in_eval(model), draw_examples((model,), args, dict(kwargs or {})))
     except MemoryError:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from demask.errors import BadInput, NotExportable
 from demask.failures import described
+from demask.graph.capture.errors import check_call
 from demask.graph.capture.shared_captures import share_captures
 from demask.graph.module_copy import copy_with_state, structural_copy
 from demask.graph.provenance import WHOLE, InputSpec, Provenance, provenance_of
@@ -59,9 +60,7 @@ def replace_submodules(
             'modules must be a list of names or globs of submodules ("*.mlp"), or "auto", got '
             f"{names!r}"
         )
-    if not isinstance(args, tuple) or not isinstance(kwargs or {}, Mapping):
-        raise BadInput("args must be a tuple of inputs and kwargs a mapping, got "
-                       f"{type(args).__name__} and {type(kwargs).__name__}")  # fmt: skip
+    check_call(model, args, kwargs, None)
     wanted = blocks_of(model) if names == "auto" else match_names(model, names)
     tried = optional or names == "auto"
     calls = record_first_calls(model, args, dict(kwargs or {}), None if tried else wanted)

@@ -42,6 +42,7 @@ from demask.files.archive.node_codec import (
 )  # fmt: skip
 from demask.files.atomic_write import write
 from demask.files.bounded_read import check_zip, open_zip, read_json
+from demask.files.file_kinds import other_kind
 from demask.files.into_class import resize
 from demask.files.pytree_specs import check_call_spec, load_spec
 from demask.files.weight_file import StoredTensor, WeightFile
@@ -132,6 +133,9 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
         Linear(in_features=3, out_features=2, bias=True)
     """
     with open_zip(path) as archive:
+        if GRAPH not in archive.namelist():
+            kind = other_kind(path) or "another archive"
+            raise BadInput(f"expected a file of demask.save, got {kind}")
         document = _read_document(archive)
         stored = _read_tensors(archive, document)
         slim = _build(document, stored)

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from demask.compat.dispatch import has_schema
 from demask.errors import BadInput, NotExportable
 from demask.failures import public
+from demask.graph.capture.errors import check_call
 from demask.graph.isolation import in_isolation
 from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
@@ -223,6 +224,7 @@ def halo(
         >>> sizes.inputs[0].rows.before, sizes.inputs[0].rows.after
         (2, 2)
     """
+    check_call(model, args, kwargs, None)
     kwargs = dict(kwargs or {})
     _check(args, kwargs)
     recording, paths, notes = _read(model, args, kwargs, table)
@@ -244,9 +246,6 @@ def halo(
 
 def _check(args: Any, kwargs: dict[str, Any]) -> None:
     """Raise BadInput unless an input has positions."""
-    if not isinstance(args, tuple):
-        raise BadInput(f"args must be a tuple of the model's inputs, got {type(args).__name__}: "
-                       "write (x,) for one input")  # fmt: skip
     leaves = pytree.tree_leaves((args, kwargs))
     if not any(_is_image(leaf) for leaf in leaves):
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
