@@ -307,6 +307,9 @@ LEGIT = {
                   {"input": {0: AUTO, 1: AUTO}, "mask": None}),
     "recurrent": (Recurrent, (torch.randn(4, 2, 5), torch.randn(4, 2, 5)),
                   {"o": torch.ones(2)}, None),
+    "even sizes": (lambda: nn.Sequential(nn.MaxPool2d(2), nn.Upsample(scale_factor=2)),
+                   (torch.randn(1, 3, 16, 20),), {},
+                   ({2: 2 * torch.export.Dim("h", max=64), 3: 2 * torch.export.Dim("w", max=64)},)),
     "kinds": (Kinds, (torch.randn(4, 3),), {}, {"x": {0: AUTO}}),
     "small": (Small, *CALL, None),
 }  # fmt: skip

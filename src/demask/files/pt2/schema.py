@@ -27,7 +27,8 @@ Rule = Callable[[str], Any]
 MAX_TEXT = 10_000
 MAX_EXPRESSIONS = 2**21  # characters of all distinct ones
 _DEVICE = re.compile(r"cpu|cuda|mps|xpu|meta")
-_RANGE = re.compile(r"(s|u|zf|zuf)\d{1,6}", re.ASCII)  # torch counts up to the number
+# A symbol, whose number torch counts up to, or a size derived from it, such as 2*s0 + 1.
+_RANGE = re.compile(r"(u|zf|zuf)\d{1,6}|(\d{1,6}\*)?s\d{1,6}( [+-] \d{1,6})?", re.ASCII)
 _PAYLOAD = re.compile(r"(weight|tensor)_\d{1,9}", re.ASCII)
 _LABEL = re.compile(r"[\w.<>+=-]{1,500}", re.ASCII)
 _ARGUMENT = re.compile(r"([A-Za-z_]\w{0,200})?", re.ASCII)  # "from" and "self" are among them
@@ -270,7 +271,7 @@ _RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (check_call_spec, ("ModuleCallSignature.in_spec",)),
     (check_spec, ("ModuleCallSignature.out_spec",)),
     (_matches(_DEVICE, "cpu, cuda, mps, xpu or meta"), ("Device.type",)),
-    (_matches(_RANGE, "a symbol like s0"), ("ExportedProgram.range_constraints keys",)),
+    (_matches(_RANGE, "a symbol like s0 or 2*s0"), ("ExportedProgram.range_constraints keys",)),
     (_matches(_PAYLOAD, "weight_<n> or tensor_<n>"), ("PayloadMeta.path_name",)),
     (
         _matches(_LABEL, "a plain label"),
