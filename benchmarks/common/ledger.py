@@ -285,7 +285,7 @@ def find_stale(ledger: Ledger, sources: Mapping[str, Sequence[str]]) -> list[Sta
 
     sources: by page, the files and folders whose speed or memory it shows, from the project's root.
     """
-    found = []
+    outdated = []
     for page in ledger.pages:
         for run in ledger.runs(page):
             at = run.commit.removesuffix("+dirty")
@@ -295,8 +295,8 @@ def find_stale(ledger: Ledger, sources: Mapping[str, Sequence[str]]) -> list[Sta
             if log:
                 rows = sum(of == run for number, _ in tables(ledger.pages[page])
                            for of, _ in ledger.rows[page, number])  # fmt: skip
-                found.append(Stale(page, run, rows, len(log), log[0]))
-    return sorted(found, key=lambda old: (old.run.date, old.page))
+                outdated.append(Stale(page, run, rows, len(log), log[0]))
+    return sorted(outdated, key=lambda old: (old.run.date, old.page))
 
 
 QUOTE = re.compile(r"\{([^{}|]+)\|([^{}]*)\|([^{}|]+)\}")

@@ -109,7 +109,7 @@ the import of torch to the first output of the saved network. Asked: at most {TA
     spans = [f"{min(one):.1f} to {max(one):.1f} s" for one in taken]
     over = sum(n > most for one, most in zip(taken, TARGETS, strict=True) for n in one)
     summary = (f"{spans[0]}, the same call again {spans[1]}, a saved network {spans[2]} until its "
-               f"first output; longer than asked in {over} of {3 * len(rows)}")  # fmt: skip
+               f"first output; over the limit in {over} of {3 * len(rows)}")  # fmt: skip
     cells = [[row.name, row.threads, *row.seconds] for row in rows]
     return Page("Seconds of optimize()", [text, Table(HEAD, cells, 2)], summary)
 

@@ -168,9 +168,9 @@ channels are masked; batch 1, float32. *Segments*: the demasked network with all
 Threads of ONNX Runtime wait without spinning. Medians and 99 % quantiles. *Throughput*: calls of
 both per second over those of one alone; 1 where nothing is lost with as many threads each as there
 are cores."""
-    kept = {(row.name, row.threads, row.kind): row.throughput for row in rows}
-    ours = {setting[:2]: share for setting, share in kept.items() if setting[2] == OURS}
-    less = sum(share < kept.get((*setting, TORCH), 0.0) for setting, share in ours.items())
+    rates = {(row.name, row.threads, row.kind): row.throughput for row in rows}
+    ours = {setting[:2]: share for setting, share in rates.items() if setting[2] == OURS}
+    less = sum(share < rates.get((*setting, TORCH), 0.0) for setting, share in ours.items())
     span = f"{min(ours.values()):.2f} to {max(ours.values()):.2f}" if ours else "not measured"
     summary = (f"calls of two processes over those of one alone: {span} in segments, less than "
                f"torch keeps in {less} of {len(ours)}")  # fmt: skip

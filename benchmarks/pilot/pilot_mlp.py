@@ -94,9 +94,9 @@ def runtime(model: nn.Module, x: Tensor, threads: int, narrow: bool) -> Call:
 
 def compiled(model: nn.Module, x: Tensor) -> Call:
     """A network compiled for inputs of this size."""
-    held = x.clone()
-    call: Any = inductor(model, held)
-    return lambda inputs: (held.copy_(inputs), call())[1]
+    buffer = x.clone()
+    call: Any = inductor(model, buffer)
+    return lambda inputs: (buffer.copy_(inputs), call())[1]
 
 
 def contenders(model: nn.Module, inputs: Sequence[Tensor], threads: int) -> dict[str, Call]:

@@ -348,15 +348,15 @@ def stream(one: Streamed) -> list[Cell]:
 
 def verdict(rows: Sequence[Row]) -> str:
     """The fastest of each rule that loses little enough, of the pilot that is trained."""
-    found = []
+    gains_of = []
     for rule, kind in (("mean", "with a mean loss"), ("guarantee", f"guaranteed at {LEVEL:.0%}")):
         gains = [row.over("gain")[0] for row in rows
                  if row.pilot == "ResNet-20" and row.rule == rule and row.target <= TARGET
                  and row.over("loss")[0] <= TARGET]  # fmt: skip
-        found.append(f"{max(gains, default=1.0):.2f} times {kind}")
+        gains_of.append(f"{max(gains, default=1.0):.2f} times {kind}")
     slower = sum(row.over("gain")[0] < 1 for row in rows)
     return (f"ResNet-20 before ResNet-56, at most {100 * TARGET:.1f} points lost: "
-            f"{', '.join(found)}; slower in {slower} of {len(rows)}")  # fmt: skip
+            f"{', '.join(gains_of)}; slower in {slower} of {len(rows)}")  # fmt: skip
 
 
 def page(contenders: list[Network], rows: list[Row], ends: list[Streamed],

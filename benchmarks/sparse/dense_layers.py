@@ -194,7 +194,7 @@ def rows(
 
 HEAD = [
     "layer", "threads", "MFLOP", "kernel, ms", "GFLOP/s", "of the peak in registers",
-    "of the peak from the first cache", "asked", "call, ms", "PyTorch, ms", "ONNX Runtime, ms",
+    "of the peak from the first cache", "target", "call, ms", "PyTorch, ms", "ONNX Runtime, ms",
     "OpenVINO, ms", "fastest other over call", "error",
 ]  # fmt: skip
 
@@ -229,7 +229,7 @@ against float64, relative to the largest output. ONNX Runtime {onnxruntime.__ver
     missed = sum(row.share < TARGETS.get(row.name, 0) for row in rows)
     summary = (f"a call is {min(ratios):.2f} to {max(ratios):.2f} times as fast as the fastest of "
                f"three others, slower in {slower} of {len(rows)}; kernels reach less of the peak "
-               f"than asked in {missed}")  # fmt: skip
+               f"than the target in {missed}")  # fmt: skip
     return Page(
         "Dense layers next to the machine's peak", [text, Table(HEAD, [*map(cells, rows)], 2)],
         summary,

@@ -29,11 +29,7 @@ FOLDERS = (".", "docs", "benchmarks", "examples")
 PAGES = [page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md")
          if page.name not in QUOTING]  # fmt: skip
 # Choices on command lines and keys of JSON files: others use them, so they stay.
-STABLE_WORDS = {
-    "benchmarks.optimize.optimize": {"resnet56-kept"},
-    "benchmarks.shrink.peers": {"kept"},
-    "benchmarks.traverse.traverse_memory": {"found"},
-}
+STABLE_WORDS = {"benchmarks.shrink.peers": {"kept"}}
 PUBLIC = ("demask", "demask.ops", "demask.sparse", "demask.traverse", "demask.stride",
           "demask.pilot", "demask.prune", "demask.report")  # fmt: skip
 # Per measure: files that do what it counts, by name in a package of their own.
