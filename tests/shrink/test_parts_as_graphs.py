@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import demask
 from architectures import transformers
@@ -317,3 +318,121 @@ def test_heads_of_which_values_alone_are_zero_are_removed_by_graphs() -> None:
     assert type(slim) is TwoAttentions
     assert isinstance(slim.one, fx.GraphModule) and isinstance(slim.two, fx.GraphModule)
     torch.testing.assert_close(slim(x), net(x))
+
+
+class Inverted(nn.Module):
+    """A depthwise convolution in an expansion, gated, beside the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        inner = 4 * width
+        self.pw, self.bn1 = nn.Conv2d(width, inner, 1, bias=False), nn.BatchNorm2d(inner)
+        self.dw = nn.Conv2d(inner, inner, 3, padding=1, groups=inner, bias=False)
+        self.bn2, self.gate = nn.BatchNorm2d(inner), nn.Conv2d(inner, inner, 1)
+        self.pwl = nn.Conv2d(inner, width, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.silu(self.bn2(self.dw(F.silu(self.bn1(self.pw(x))))))
+        return x + self.pwl(y * self.gate(y.mean((2, 3), keepdim=True)).sigmoid())
+
+
+class Mobile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Conv2d(3, 8, 3), nn.Sequential(Inverted(8), Inverted(8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+def pruned() -> Mobile:
+    torch.manual_seed(0)
+    net = Mobile().eval()
+    for layer in net.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            nn.init.normal_(layer.bias, std=0.1)
+        if isinstance(layer, nn.Conv2d):
+            prune.ln_structured(layer, "weight", amount=0.5, n=2, dim=0)
+    return net
+
+
+class Fused(nn.Module):
+    """Attention whose code reads heads and their width, of one layer for three."""
+
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, width // heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(y.transpose(1, 2).reshape(b, n, c))
+
+
+class Vit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.norm, self.head = Fused(), nn.LayerNorm(32), nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x + self.attn(x))[:, 0])
+
+
+def without_heads() -> Vit:
+    torch.manual_seed(0)
+    net = Vit().eval()
+    with torch.no_grad():
+        net.attn.proj.weight[:, 8:24] = 0
+    return net
+
+
+@pytest.mark.parametrize("net, fresh, x, named", [
+    (pruned(), Mobile, torch.randn(2, 3, 9, 9), "blocks.0, blocks.1 are graphs"),
+    (without_heads(), Vit, torch.randn(2, 6, 32), "attn is a graph"),
+], ids=["convolutions", "fused attention"])  # fmt: skip
+def test_a_class_refuses_what_graphs_compute(
+    net: nn.Module, fresh: Any, x: Tensor, named: str, tmp_path: Path
+) -> None:
+    with pytest.warns(UserWarning, match="of its modules as graphs"):
+        slim: Any = demask.demask(net, (x,))
+    file, refused = tmp_path / "net.demask", f"{named} in the demasked network, and the class does"
+    demask.save(slim, file)
+    torch.save(slim.state_dict(), tmp_path / "net.pt")
+    stored = torch.load(tmp_path / "net.pt", weights_only=True)
+    with pytest.raises(demask.BadInput, match=refused):
+        demask.load(file, into=fresh())
+    for state in (slim.state_dict(), stored):
+        with pytest.raises(demask.BadInput, match=refused):
+            demask.resize(fresh(), state)
+    with pytest.raises(demask.BadInput, match='result="class"'):  # tensors alone
+        demask.resize(fresh(), dict(slim.state_dict()))
+    with pytest.warns(UserWarning, match="returns one graph: .*" + named.split(" ")[0].strip(",")):
+        loaded = demask.load(file)
+    torch.testing.assert_close(loaded(x), slim(x))
+    torch.testing.assert_close(demask.resize(slim, slim.state_dict())(x), slim(x))
+    own: Any = demask.demask(net, (x,), result="class")
+    demask.save(own, file)
+    for other in (
+        demask.load(file, into=fresh()),
+        demask.resize(fresh(), own.state_dict(), own.demasked.numbers),
+    ):
+        assert torch.equal(other.eval()(x), own(x))
+
+
+def test_a_class_gets_what_one_graph_computes_only_if_it_does(tmp_path: Path) -> None:
+    net, x = without_heads(), torch.randn(2, 6, 32)
+    graph = demask.demask(net, (x,), result="graph")
+    demask.save(graph, tmp_path / "net.demask")
+    for put in (lambda: demask.load(tmp_path / "net.demask", into=Vit()),
+                lambda: demask.resize(Vit(), graph.state_dict())):  # fmt: skip
+        with pytest.raises(demask.BadInput, match="the whole network is a graph"):
+            put()
+    layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    with torch.no_grad():
+        layers[0].weight[:3], layers[0].bias[:3] = 0, 0  # type: ignore[index, operator]
+    demask.save(demask.demask(layers, (x[0, :, :4],), result="graph"), tmp_path / "b.demask")
+    loaded: Any = demask.load(tmp_path / "b.demask", into=layers)
+    assert loaded[0].out_features == 5

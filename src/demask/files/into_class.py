@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import combinations
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from demask.graph.result.computed_tensors import (
     remove_parametrizations,
     run_hooks,
 )
+from demask.graph.result.demasked_module import Demasked, graphs_in
 from demask.graph.result.resize import (
     assign_tensor,
     has_numbers,
@@ -44,7 +46,8 @@ def resize(
         model: an instance of the network's class, with the sizes before the network was demasked.
         state_dict: tensors by name, from `state_dict()` of a network that `demask.demask` returned
             in the model's own class, or from a safetensors file. They are copied. Parametrizations
-            of the model whose tensors are not among them become plain.
+            of the model whose tensors are not among them become plain. Modules that became graphs
+            do not fit (`demask.demask(..., result="class")` makes none): their code is not in it.
         numbers: by name of a module, new values of attributes that the module's code reads and that
             layers do not have, such as {"layers.0.attention": {"num_heads": 2}}. The demasked
             network has them as `slim.demasked.numbers`. Default: None, which derives them from the
@@ -52,7 +55,8 @@ def resize(
 
     Raises:
         BadInput: names of tensors or modules differ from the model's, a tensor is larger than the
-            model's, or the shapes do not determine an attribute and `numbers` is None.
+            model's, modules became graphs, or the shapes do not determine an attribute and
+            `numbers` is None.
 
     Example:
         >>> import torch, demask
@@ -77,6 +81,9 @@ def resize(
     if not all(isinstance(row, Mapping) for row in rows):
         raise BadInput("expected numbers as a mapping from names of modules to mappings from "
                        f"attributes to values, got {numbers!r:.60}")  # fmt: skip
+    graphs = [p for p in graphs_in(state_dict) if not isinstance(module_at(model, p), Demasked)]
+    if graphs:
+        raise BadInput(describe_graphs(graphs))
     copy = structural_copy(model, share=True)
     remove_parametrizations(copy, lambda c: not state_dict.keys() >= set(c.source_names()))
     computed = {c.name: c.value() for c in computed_tensors(copy)}
@@ -114,6 +121,16 @@ def resize(
     return copy
 
 
+def describe_graphs(paths: Sequence[str]) -> str:
+    """Why the class of a network cannot compute what modules at these paths do, and what to do."""
+    names = [path or "the whole network" for path in paths]
+    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    verb = "is a graph" if len(names) == 1 else "are graphs"
+    return (f"{', '.join([*names[:3], *more])} {verb} in the demasked network, and the class does "
+            "not have their code: load its file without into=, or make it by "
+            'demask.demask(..., result="class")')  # fmt: skip
+
+
 def _agrees(copy: nn.Module, numbers: Numbers | None) -> bool:
     """Whether the modules have these numbers."""
     return all(
@@ -144,6 +161,7 @@ def _check_names(known: Set[str], needed: Set[str], names: Set[str]) -> None:
                 for verb, names in (("lacks", missing), ("has", more))
                 if names
             )
+            + '; of modules that became graphs, it has others: use demask(..., result="class")'
         )
 
 
@@ -177,8 +195,11 @@ def _set_numbers(copy: nn.Module, cuts: Mapping[str, Cut], numbers: Numbers | No
     for path, module in copy.named_modules():
         if has_numbers(module):
             continue
+        single: dict[str, int] = {}  # numbers that no shape has
         for name, value in numbers_of(module).items():
             sizes = set(_became(path, value, cuts))
+            if not sizes and isinstance(value, int):
+                single[name] = value
             if len(sizes) > 1:
                 options = ", ".join(map(str, sorted(sizes)))
                 raise BadInput(
@@ -187,6 +208,14 @@ def _set_numbers(copy: nn.Module, cuts: Mapping[str, Cut], numbers: Numbers | No
                 )
             if sizes:
                 setattr(module, name, sizes.pop())
+        for (a, x), (b, y) in combinations(single.items(), 2):
+            if sizes := set(_became(path, x * y, cuts)) - {x * y}:
+                raise BadInput(
+                    f"{path or 'the model'}: shapes do not determine {a} = {x} and {b} = {y}, "
+                    f"where {x * y} became {', '.join(map(str, sorted(sizes)))}; pass "
+                    "numbers=slim.demasked.numbers, of a network without graphs in it "
+                    '(demask(..., result="class"))'
+                )
 
 
 def _became(path: str, value: Any, cuts: Mapping[str, Cut]) -> Iterator[int]:

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from demask.compat.fx_internals import PyTreeInfo, signature_of
 from demask.compat.onednn import available
 from demask.errors import BadInput, RefusedFile
-from demask.failures import public, warn_caller
+from demask.failures import described, public, warn_caller
 from demask.files.allowed_names import check_fqn, check_name
 from demask.files.archive.class_record import build_class
 from demask.files.archive.encode_network import (
@@ -43,7 +43,7 @@ from demask.files.archive.node_codec import (
 from demask.files.atomic_write import write
 from demask.files.bounded_read import check_zip, open_zip, read_json
 from demask.files.file_kinds import other_kind
-from demask.files.into_class import resize
+from demask.files.into_class import describe_graphs, resize
 from demask.files.pytree_specs import check_call_spec, load_spec
 from demask.files.weight_file import StoredTensor, WeightFile
 from demask.graph.isolation import in_isolation
@@ -59,6 +59,7 @@ from demask.graph.result.uncalled_modules import is_holder
 from demask.ops import schema
 from demask.ops.custom import custom_op_of
 from demask.registry import RESULT_KINDS
+from demask.shrink.check import describe_difference
 from demask.tune.epilogue import is_fused, is_pack, unfuse
 from demask.tune.module.optimized_module import Optimized
 
@@ -116,12 +117,15 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
     Args:
         path: name of the file.
         into: an instance of the network's class with the sizes before it was demasked; it is not
-            changed. The result is a copy of it with the file's tensors. Default: None, for the
-            class that was saved where the file has what it is built from (layers of torch in
-            `nn.Sequential`, models of transformers), else for a graph module, with a warning.
+            changed. The result is a copy of it with the file's tensors. Where modules of the
+            network became graphs, its class must compute the same, so demask with `result="class"`
+            for this. Default: None, for the class that was saved where the file has what it is
+            built from (layers of torch in `nn.Sequential`, models of transformers), else for a
+            graph module, with a warning.
 
     Raises:
-        BadInput: the file is missing, damaged or not of `save`, or does not fit `into`.
+        BadInput: the file is missing, damaged or not of `save`, or does not fit `into`,
+            or has graphs that compute something else than `into` with their tensors.
         RefusedFile: the file has contents that could run code or exhaust memory.
 
     Example:
@@ -145,13 +149,25 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
     rows = [row for row in document["tensors"] if row["persistent"]]
     state = {row["name"]: _make_tensor(stored[row["stored"]], False, False, row["order"])
              for row in rows}  # fmt: skip
+    graphs = _graphs(own, slim)
     if into is None:
-        result = build_class(own, state)
+        result = None if graphs else build_class(own, state)
     else:
         known, sources = {name for name, _ in tensors_of(into)}, nn.Module()
         _attach_tensors(sources, _sources(document), stored)
         state |= {name: tensor for name, tensor in tensors_of(sources) if name in known}
-        result = resize(into, state, slim.demasked.numbers)
+        try:
+            result = resize(into, state, slim.demasked.numbers)
+        except BadInput as error:
+            if not graphs:
+                raise
+            raise BadInput(f"{describe_graphs(graphs)} ({error})") from error
+        if graphs and (wrong := _difference(result, slim)):
+            raise BadInput(f"{describe_graphs(graphs)} ({wrong})")
+    if result is None and graphs:
+        warn_caller("demask.load() returns one graph: the network of its own class has graphs in "
+                    f"it, {', '.join(graphs):.200}")  # fmt: skip
+        return slim
     if result is None:
         name = str(own.get("class") if isinstance(own, dict) else own).rpartition(".")[2]
         warn_caller(f"demask.load() returns a graph: for the network's own class, pass "
@@ -168,6 +184,27 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
     if spec.num_leaves == len(record.inputs):  # the call, so that it can be saved again
         record_call(result, record, *pytree.tree_unflatten(record.inputs, spec))
     return result
+
+
+def _graphs(own: Any, slim: Demasked) -> list[str]:
+    """Paths of the modules that are graphs in a file's network; "" for all of it."""
+    paths = own.get("graphs") if isinstance(own, dict) else None
+    if isinstance(paths, list) and paths:
+        return list(map(str, paths))
+    if own is None:
+        return [""]
+    return [reason.split(":")[0].removesuffix(" is a graph")
+            for reason in slim.demasked.graph_reasons]  # fmt: skip
+
+
+def _difference(result: nn.Module, slim: Demasked) -> str:
+    """What a network of the caller's class computes otherwise than its graph; "" if nothing."""
+    try:
+        return describe_difference(result, slim.plain(), (), {})
+    except MemoryError:
+        raise
+    except Exception as error:  # of any type: code of the class, at sizes that it does not have
+        return described(error)
 
 
 def from_bytes(content: bytes) -> Any:

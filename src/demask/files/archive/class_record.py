@@ -19,6 +19,7 @@ from demask.errors import BadInput, RefusedFile
 from demask.files.archive.node_codec import decode, encode
 from demask.graph.result.class_result import is_class_result
 from demask.graph.result.computed_tensors import parametrized_tensors
+from demask.graph.result.demasked_module import Demasked
 from demask.graph.result.module_calls import KINDS as MODULES
 from demask.graph.result.module_calls import constructor_arguments, create_without_memory, kind_of
 from demask.shrink.demask import check_loaded_saves
@@ -30,12 +31,14 @@ MAX_DEPTH = 50
 
 
 def describe_class(slim: nn.Module) -> dict[str, Any]:
-    """The class of a network for its file: {} for a graph; the name of the class, and what it is
-    built from, if it can be."""
+    """The class of a network for its file: {} for a graph; the name of the class, and which modules
+    are graphs in it, else what it is built from, if it can be."""
     if not is_class_result(slim):
         return {}
     kind = type(slim)
     record: dict[str, Any] = {"class": f"{kind.__module__}.{kind.__qualname__}"}
+    if graphs := [p for p, m in slim.named_modules() if isinstance(m, Demasked) and m.trains]:
+        return {"own": record | {"graphs": graphs}}
     config: Any = getattr(slim, "config", None)
     if _MODEL.fullmatch(kind.__module__) and callable(getattr(config, "to_dict", None)):
         return {"own": record | {"config": config.to_dict()}}

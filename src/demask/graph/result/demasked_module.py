@@ -29,6 +29,15 @@ from demask.ops.custom import custom_op_of
 # Attributes of a GraphModule that are generated from its graph.
 _GENERATED = {"_graph", "_code", "_lineno_map", "_prologue_start", "_in_spec", "_out_spec"}
 
+_GRAPH = "demasked_graph"  # in the metadata of a state dict, by path
+
+
+def graphs_in(state_dict: Mapping[str, Any]) -> list[str]:
+    """Paths of the modules that are graphs in the network whose state dict this is, as far as it
+    has what `state_dict()` says beside the tensors; files of tensors alone do not."""
+    metadata: Mapping[str, Any] = getattr(state_dict, "_metadata", {})
+    return [path for path, row in metadata.items() if row.get(_GRAPH)]
+
 
 class Demasked(fx.GraphModule):
     """A demasked network: a GraphModule with a Provenance.
@@ -72,6 +81,14 @@ class Demasked(fx.GraphModule):
         state = {name: value for name, value in vars(self).items() if name not in _GENERATED}
         kind = type(self).graph_module()
         return _unpickled, (kind, records_of(self.graph), codegen_of(self.graph)), state
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """As of any module; the state dict says which modules are graphs, whose code no class has:
+        a class may have tensors of the same names and sizes, and compute something else."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        record = vars(self).get("demasked")
+        if self.trains and record is not None and record.form == "graph":
+            getattr(destination, "_metadata", {}).get(prefix[:-1], {})[_GRAPH] = True
 
     def _archived(self) -> dict[str, Any] | None:
         """The data of a file in addition to graph, tensors and provenance, in JSON types. The name
