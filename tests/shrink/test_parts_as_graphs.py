@@ -409,7 +409,7 @@ def test_a_class_refuses_what_graphs_compute(
             demask.resize(fresh(), state)
     with pytest.raises(demask.BadInput, match='result="class"'):  # tensors alone
         demask.resize(fresh(), dict(slim.state_dict()))
-    with pytest.warns(UserWarning, match="returns one graph: .*" + named.split(" ")[0].strip(",")):
+    with pytest.warns(UserWarning, match="returns a graph: .*" + named.split(" ")[0].strip(",")):
         loaded = demask.load(file)
     torch.testing.assert_close(loaded(x), slim(x))
     torch.testing.assert_close(demask.resize(slim, slim.state_dict())(x), slim(x))

@@ -165,7 +165,7 @@ def load(path: str | os.PathLike[str], into: nn.Module | None = None) -> Any:
         if graphs and (wrong := _difference(result, slim)):
             raise BadInput(f"{describe_graphs(graphs)} ({wrong})")
     if result is None and graphs:
-        warn_caller("demask.load() returns one graph: the network of its own class has graphs in "
+        warn_caller("demask.load() returns a graph: the network of its own class has graphs in "
                     f"it, {', '.join(graphs):.200}")  # fmt: skip
         return slim
     if result is None:
