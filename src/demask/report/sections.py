@@ -44,6 +44,9 @@ def sizes_rows(report: ReportValues) -> list[tuple[str, str, str, str]]:
     return [(name, f"{old:,}", f"{new:,}", share(new, old)) for name, old, new in pairs]
 
 
+OF_ONE_READER = ("slice", "border map")  # effects for which no two layers have to differ
+
+
 def scatters_line(report: ReportValues) -> str:
     """The ops that only restore shapes, by effect, or `none`."""
     counts = [f"{count} {effect}" for effect, count in report.scatters.items() if count]
@@ -127,7 +130,8 @@ def _more_sections(report: ReportValues) -> Iterator[Section]:
                     left=(0, 2))  # fmt: skip
         heading = ""
     lines = [f"{better[:1].upper()}{better[1:]}."] if better else []
-    if any(report.scatters.values()) and (better or heading):
+    joining = sum(n for effect, n in report.scatters.items() if effect not in OF_ONE_READER)
+    if (better and any(report.scatters.values())) or (heading and joining):
         lines.append(ALIKE)
     if not lines and heading and report.modules:
         lines = ["Nothing that demask knows of."]

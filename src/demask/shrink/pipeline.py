@@ -279,6 +279,20 @@ def _measure(program: Program, table: Table) -> _MeasuredProgram:
     return _MeasuredProgram(program, sizes, weight, _whole_cuts(program), relations)
 
 
+def with_macs_of(record: Provenance, program: Program, table: Table) -> Provenance:
+    """A record with the MACs of this program after, all and by module."""
+    measured = _measure(program, table)
+    macs = {path: row[1] for path, row in measure_modules(program, measured.relations).items()}
+    after = {path: (row.parameters[1], macs.pop(path, 0)) for path, row in record.modules.items()}
+    after |= {path: (0, count) for path, count in macs.items() if count}
+    before = {path: (row.parameters[0], row.macs[0]) for path, row in record.modules.items()}
+    return replace(
+        record,
+        after=replace(record.after, macs=measured.sizes.macs),
+        modules=ModuleSizes.paired(before, after),
+    )
+
+
 def _shrink_repeatedly(
     step: _MeasuredProgram, table: Table, options: _Options, log: Log
 ) -> _MeasuredProgram:

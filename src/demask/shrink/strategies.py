@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 from demask.errors import CaptureDiffers, DemaskError, Mismatch, NeedsGraph
 from demask.failures import Log, described, is_strict, warn_caller
+from demask.graph.aligned_zeros import is_aligned
 from demask.graph.capture.declared_masks import Masks
 from demask.graph.input_domains import Domains
 from demask.graph.input_specs import example_batch, input_specs
@@ -60,6 +61,7 @@ from demask.shrink.pipeline import (
     programs_of,
     shrink_program,
     smaller_sizes,
+    with_macs_of,
 )
 from demask.shrink.program_size import measure_module
 
@@ -194,8 +196,11 @@ def as_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
 
 
 def _graph_note(call: DemaskCall, candidate: SmallerProgram, size: int) -> str:
-    """What a graph would save of a class of this size, and what would have to be masked alike."""
+    """What a graph would save of a class of this size, and what would have to be masked alike; ""
+    where it would save nothing."""
     least, unit = getattr(candidate.record.after, call.objective), OBJECTIVES[call.objective]
+    if size <= least:
+        return ""
     advice = advise(find_preserved_shapes(candidate.target))
     return f'{GRAPH_WOULD} {least:,} {unit}, {size - least:,} fewer (result="graph"){advice}'
 
@@ -246,13 +251,14 @@ def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     if not (loss or parts or size > CLASS_OVERHEAD * least):
         return own
     advice = advise(find_preserved_shapes(candidate.target))
-    advice += "; demask.prune.align does so" if advice else ""
+    if advice and not is_aligned(call.model):
+        advice += "; demask.prune.align does so"
     if loss:
         warn_caller(f'demask() returns a graph, since {loss} (result="class"){advice}')
         raise ProgramMismatch(loss)
     form = f"own class, with {parts} of its modules as graphs" if parts else "own class"
-    warn_caller(f"demask() returns the network's {form}: {size + uncalled:,} {unit}, where one "
-                f'graph has {least:,} (result="graph"){advice}')  # fmt: skip
+    less = f': {size + uncalled:,} {unit}, where one graph has {least:,} (result="graph"){advice}'
+    warn_caller(f"demask() returns the network's {form}{less if size > least else ''}")
     return own
 
 
@@ -294,6 +300,7 @@ def _with_small_graphs(call: DemaskCall, candidate: SmallerProgram, own: nn.Modu
     after_called = replace(after, parameters=after.parameters - uncalled)
     note = _graph_note(call, candidate, getattr(after_called, call.objective))
     notes = [note if old.startswith(GRAPH_WOULD) else old for old in record.notes]
+    notes = [note for note in notes if note]
     record = replace(
         record,
         after=after,
@@ -390,6 +397,8 @@ def _proved_class(
         if is_strict() and branching is None:
             raise
         raise ProgramMismatch(described(error)) from error
+    if proof.own is not None:
+        record = with_macs_of(record, proof.own, call.table)
     cuts = {**record.cuts, **below}
     if uncalled := find_uncalled(model, program, inputs):
         more, rest = let_uncalled_follow(

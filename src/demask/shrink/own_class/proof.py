@@ -35,6 +35,8 @@ class Proof:
     before, after: the captured program, and the smaller one it became. cuts: of the constants of
     `after`. inputs: the example's args and kwargs. capture: the programs of a network that is
     called like the model. forms: normal forms in which programs are compared, the cheapest first.
+    own: the program of the last network that was proved to compute `after`, as its code calls it:
+    it may compute what `after` skips since nothing reads it.
     """
 
     before: Program
@@ -43,6 +45,7 @@ class Proof:
     inputs: Inputs
     capture: Callable[[nn.Module], Iterator[Program]]
     forms: Sequence[NormalForm]
+    own: Program | None = None
     _normal: dict[int, Program] = field(default_factory=dict)
 
     def target(self, k: int) -> Program:
@@ -69,6 +72,7 @@ class Proof:
                     for k, form in enumerate(self.forms):
                         node = find_difference(self.target(k), form(program))
                         if node is None:
+                            self.own = program
                             return None
                     assert node is not None
                     place = path_of(node) if node.op == "call_function" else ""
