@@ -20,6 +20,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()([^()\s#]+)(?=[)#])")
+SOURCE = re.compile(r"\[([^]]+)\]\(([^()\s]+\.py)\)")  # a link to a script
 LOADED = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*?=["']?(?:https?:)?//[^>]*>""")
 PUBLIC = re.compile(r"^::: (\S+)$", re.M)
 SELDOM = (
@@ -98,7 +99,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         return posixpath.relpath(site_path(target), posixpath.dirname(page.file.src_uri) or ".")
 
-    return PUBLIC.sub(reference, LINK.sub(rewritten, markdown))
+    def unlinked(match: re.Match[str]) -> str:  # the site has no scripts but those of examples/
+        target = linked(path, match[2]) or ""
+        return match[0] if target.startswith("examples/") else match[1]
+
+    return PUBLIC.sub(reference, LINK.sub(rewritten, SOURCE.sub(unlinked, markdown)))
 
 
 def on_post_build(config: MkDocsConfig) -> None:
