@@ -100,10 +100,8 @@ def raced(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     real = race.CandidateRace.speed
 
     def speed(self: Any, name: str) -> Any:
-        if self.program is not None:
-            return real(self, name)
         found, _ = real(self, name)
-        fast = answers.pop(0)
+        fast = self.program is not None or answers.pop(0)  # each part alone is fast
         return module.replace(found, least=1.0 if fast else 0.5), not fast
 
     monkeypatch.setattr(race.CandidateRace, "speed", speed)

@@ -201,6 +201,7 @@ LAYERS = {
 
 
 @pytest.mark.sampled(6)
+@pytest.mark.filterwarnings("ignore:Using padding=.same.")
 @pytest.mark.parametrize("name", LAYERS)
 def test_each_layer_is_exact_and_tight(name):
     make, scale = LAYERS[name]

@@ -15,13 +15,18 @@ NAMED = 3  # modules named in a message
 DATA_DEPENDENT = "this line branches on the values of a tensor"
 
 
+def check_args(args: Any) -> None:
+    """Raise BadInput for positional inputs that are no tuple."""
+    if not isinstance(args, tuple):
+        raise BadInput(f"args must be a tuple of the model's inputs, got {type(args).__name__}: "
+                       "write (x,) for one input")  # fmt: skip
+
+
 def check_call(model: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> None:
     """Raise BadInput for arguments of `capture` of other types."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"expected an nn.Module or an ExportedProgram, got {type(model).__name__}")
-    if not isinstance(args, tuple):
-        raise BadInput(f"args must be a tuple of the model's inputs, got {type(args).__name__}: "
-                       "write (x,) for one input")  # fmt: skip
+    check_args(args)
     if isinstance(model, torch.jit.ScriptModule):
         raise BadInput(
             "a TorchScript module cannot be captured: torch.export needs Python code. Pass the "

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from demask.compat.dispatch import has_schema
 from demask.errors import BadInput, NotExportable
 from demask.failures import public
-from demask.graph.capture.errors import check_call
+from demask.graph.capture.errors import check_args
 from demask.graph.isolation import in_isolation
 from demask.ops import TABLE, Table
 from demask.ops.entry import op_name
@@ -224,7 +224,7 @@ def halo(
         >>> sizes.inputs[0].rows.before, sizes.inputs[0].rows.after
         (2, 2)
     """
-    check_call(model, args, kwargs, None)
+    check_args(args)
     kwargs = dict(kwargs or {})
     _check(args, kwargs)
     recording, paths, notes = _read(model, args, kwargs, table)
