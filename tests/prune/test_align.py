@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import prune as pytorch_prune
 
 import demask
 from demask import prune
-from demask.prune.masks import read_masks
 
 
 class Meet(nn.Module):
@@ -68,35 +64,6 @@ def test_masks_last_and_what_is_alike_stays() -> None:
     torch.optim.SGD(net.parameters(), lr=0.1).step()
     net.eval()(X)
     assert not net.a.weight[[0, 5]].any() and not net.n.bias[[0, 5]].any()
-
-
-def test_a_second_call_masks_nothing() -> None:
-    """After the first, each convolution has one more zero channel than both have alike."""
-    net = masked((0, 1, 2, 3), (2, 3, 4, 5))
-    for norm in (net.n, net.m):
-        nn.init.normal_(norm.bias, std=0.3)
-    with torch.no_grad():
-        net.b.weight[0] *= 0.01
-        net.a.weight[4] *= 0.01
-    with pytest.warns(UserWarning, match=r"of a and b; demask.prune.align does so"):
-        demask.demask(net, (X,))
-    (done,) = prune.align(net, X)
-    assert done.slices == (0, 2, 3, 4)
-    zeros = {name: mask == 0 for name, mask in read_masks(net).items()}
-    assert prune.align(net, X) == ()
-    again = read_masks(net)
-    assert all(torch.equal(again[name] == 0, mask) for name, mask in zeros.items())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        demask.demask(net, (X,))
-    assert not any("prune.align" in str(one.message) for one in caught)
-    stays = torch.ones(8, dtype=torch.bool)
-    stays[6] = False
-    for conv in (net.a, net.b):  # other masks are aligned again
-        pytorch_prune.custom_from_mask(
-            conv, "weight", stays.view(8, 1, 1, 1).expand_as(conv.weight)
-        )
-    assert len(prune.align(net, X)) == 1
 
 
 def test_a_layer_that_is_not_masked_stays() -> None:

@@ -428,7 +428,7 @@ def test_a_class_gets_what_one_graph_computes_only_if_it_does(tmp_path: Path) ->
     demask.save(graph, tmp_path / "net.demask")
     for put in (lambda: demask.load(tmp_path / "net.demask", into=Vit()),
                 lambda: demask.resize(Vit(), graph.state_dict())):  # fmt: skip
-        with pytest.raises(demask.BadInput, match="the whole network is a graph"):
+        with pytest.raises(demask.BadInput, match="all of it is a graph"):
             put()
     layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
     with torch.no_grad():

@@ -123,7 +123,7 @@ def resize(
 
 def describe_graphs(paths: Sequence[str]) -> str:
     """Why the class of a network cannot compute what modules at these paths do, and what to do."""
-    names = [path or "the whole network" for path in paths]
+    names = [path or "all of it" for path in paths]
     more = [f"{len(names) - 3} more"] if len(names) > 3 else []
     verb = "is a graph" if len(names) == 1 else "are graphs"
     return (f"{', '.join([*names[:3], *more])} {verb} in the demasked network, and the class does "

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from demask.failures import public
-from demask.graph.aligned_zeros import remember_zeros, remembered_zeros, zero_slices
 from demask.graph.isolation import in_isolation
 from demask.prune.coupling.find_groups import as_arguments, groups
 from demask.prune.coupling.groups import Group, Member
@@ -61,8 +60,8 @@ def align(
     `demask.demask` keeps, in the model's own class, what one of them has. Of every such group
     (`demask.prune.groups`), as many slices are masked as the weight with the fewest masked ones
     has: those whose weights have the least norm (L2, over all weights that compute them). Other
-    zeros stay: what `demask.demask` still warns of are these, of one layer alone. Call it once: a
-    group is left alone until its zeros change.
+    zeros stay, and `demask.demask` still warns of them. Call it once: every call is a step of
+    pruning, which counts the zeros of the one before.
 
     Args:
         model: an `nn.Module`, in any mode, whose weights have zeros or masks. Masks are added to
@@ -97,12 +96,9 @@ def align(
     args, kwargs = as_arguments(example_inputs)
     values = {name: places[0].value for name, places in find_places(model).items()}
     masks: dict[str, Tensor] = {}
-    done, before, axes = [], remembered_zeros(model), dict[str, int]()
+    done = []
     for group in groups(model, example_inputs, structure=structure, skip=skip):
-        own = {member.parameter: member.axis for member in group.producers if member.is_weight}
-        now = {name: zero_slices(values[name], axis) for name, axis in own.items()}
-        slices = None if now.items() <= before.items() else _common_slices(group, values)
-        axes |= own if slices is not None else {}
+        slices = _common_slices(group, values)
         dropped = {}
         for member in group.producers if slices is not None else ():
             mask = _mask_of(member, ~slices, values[member.parameter])  # type: ignore[operator]
@@ -115,11 +111,6 @@ def align(
             chosen = tuple(slices.nonzero().squeeze(1).tolist())
             done.append(Alignment(group.name, group.size, chosen, dropped))
     write_masks(model, masks, find_uncalled(model, args, kwargs))
-    if axes:
-        places = find_places(model)
-        remember_zeros(
-            model, {name: zero_slices(places[name][0].value, axis) for name, axis in axes.items()}
-        )
     return tuple(done)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from demask.pages import Box, Lines, NetworkPicture, Section, TextTable
 from demask.report.values import ModuleRow, ReportValues, share
 
-WHOLE_TIMED = ("Milliseconds are of the whole network. The page of demask bench MODEL --report "
+ALL_TIMED = ("Milliseconds are of the network. The page of demask bench MODEL --report "
                "bench.html has those of each module.")  # fmt: skip
 PARTS_TIMED = ("Milliseconds of modules are of the chosen form, as measured for this choice, each "
-               "alone; those of all are of the whole network, called in turns.")  # fmt: skip
+               "alone; those of all are of the network, called in turns.")  # fmt: skip
 
 
 def module_sections(report: ReportValues, timed: str = "") -> Iterator[Section]:
@@ -41,7 +41,7 @@ def module_sections(report: ReportValues, timed: str = "") -> Iterator[Section]:
         head, rows = head[:-2], [row[:-2] for row in rows]
     yield TextTable(head, rows, "Modules")
     if speed is not None:
-        timed = PARTS_TIMED if any(map(any, times)) else WHOLE_TIMED
+        timed = PARTS_TIMED if any(map(any, times)) else ALL_TIMED
     yield Lines([timed] if timed else [])
 
 

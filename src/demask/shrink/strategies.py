@@ -19,7 +19,6 @@ from torch.export import ExportedProgram
 
 from demask.errors import CaptureDiffers, DemaskError, Mismatch, NeedsGraph
 from demask.failures import Log, described, is_strict, warn_caller
-from demask.graph.aligned_zeros import is_aligned
 from demask.graph.capture.declared_masks import Masks
 from demask.graph.input_domains import Domains
 from demask.graph.input_specs import example_batch, input_specs
@@ -251,8 +250,7 @@ def as_smaller_class(call: DemaskCall, candidate: SmallerProgram) -> nn.Module:
     if not (loss or parts or size > CLASS_OVERHEAD * least):
         return own
     advice = advise(find_preserved_shapes(candidate.target))
-    if advice and not is_aligned(call.model):
-        advice += "; demask.prune.align does so"
+    advice += "; demask.prune.align does so (once: it prunes)" if advice else ""
     if loss:
         warn_caller(f'demask() returns a graph, since {loss} (result="class"){advice}')
         raise ProgramMismatch(loss)
