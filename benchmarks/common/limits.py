@@ -1,17 +1,10 @@
-"""What two cores of this machine can do: how fast a word gets from one to the other, and how many
-multiply-adds they make. Measured by loops that LLVM compiles on the spot.
-
-The host of a virtual machine may place its cores near or far from each other, and move them while
-a program runs: the latency says in which state a number was taken.
-"""
+"""How many multiply-adds the cores of this machine make, by loops that LLVM compiles on the spot."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import nan
 from threading import Thread
 from time import perf_counter
 from typing import Any
@@ -19,39 +12,9 @@ from typing import Any
 import llvmlite.binding as llvm
 import numpy as np
 
-BORDER = 0.75e-6  # seconds one way: hosts showed 0.55 and 0.97 microseconds, by state
 CHAINS = 14  # independent sums: two units times a latency of four, and some to spare
 WINDOW = 8192  # bytes that operands are read from: any first cache holds them
 LINE = 64  # bytes
-
-# One side of a game of ping. Words: the ball's address, turns, this side's first number. It waits
-# until the ball is that number and makes it one more, then the one two above, and so on.
-PING = """
-define void @f(ptr %words) {
-entry:
-  %ball = load ptr, ptr %words
-  %at1 = getelementptr i64, ptr %words, i64 1
-  %turns = load i64, ptr %at1
-  %at2 = getelementptr i64, ptr %words, i64 2
-  %first = load i64, ptr %at2
-  %double = shl i64 %turns, 1
-  %last = add i64 %first, %double
-  br label %wait
-wait:
-  %awaited = phi i64 [%first, %entry], [%awaited, %wait], [%next, %hit]
-  %seen = load atomic i64, ptr %ball acquire, align 8
-  %here = icmp eq i64 %seen, %awaited
-  br i1 %here, label %hit, label %wait
-hit:
-  %after = add i64 %awaited, 1
-  store atomic i64 %after, ptr %ball release, align 8
-  %next = add i64 %awaited, 2
-  %more = icmp ult i64 %next, %last
-  br i1 %more, label %wait, label %end
-end:
-  ret void
-}
-"""
 
 # Sums that each take one multiply-add a turn. Words: the operands' address, turns.
 SUMS = """
@@ -122,42 +85,6 @@ def together(tasks: Sequence[Callable[[], None]]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-def latency(game: Compiled, turns: int = 5000, parts: int = 9) -> float:
-    """Seconds that a word takes from one core to the other: the best of `parts` games of two
-    threads, each on a core of its own. NaN where there are no two cores to put them on.
-
-    The best, as a game in which another process took a core says nothing of the way between them.
-
-    game: `compiled(PING)`.
-    """
-    places = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if len(places) < 2:
-        return nan
-    ball, taken = aligned(LINE), []
-
-    def play(side: int) -> None:
-        os.sched_setaffinity(0, {places[side]})  # of this thread, which ends with the games
-        for part in range(parts):
-            start = perf_counter()
-            game(ball.ctypes.data, turns, 2 * turns * part + side)
-            taken.append((side, perf_counter() - start))
-
-    together([lambda side=side: play(side) for side in range(2)])
-    ours = [seconds for side, seconds in taken if side == 0]
-    return min(ours[1:]) / (2 * turns)  # the first one waits for the other thread to start
-
-
-def state(seconds: float) -> str:
-    """The host's state, by the latency that it shows.
-
-    >>> state(0.55e-6), state(0.97e-6), state(float("nan"))
-    ('fast', 'slow', 'unknown')
-    """
-    if seconds != seconds:
-        return "unknown"
-    return "fast" if seconds < BORDER else "slow"
 
 
 @dataclass(frozen=True, slots=True)
