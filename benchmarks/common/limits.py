@@ -1,4 +1,4 @@
-"""How many multiply-adds the cores of this machine make, by loops that LLVM compiles on the spot."""
+"""How many multiply-adds this machine makes, by loops that LLVM compiles on the spot."""
 
 from __future__ import annotations
 
