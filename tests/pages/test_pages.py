@@ -259,7 +259,7 @@ def test_modules_have_milliseconds_where_they_were_measured():
              for name, fields in records.items()}  # fmt: skip
     assert "4,500 30.0 % – 0.300 layer3.conv2" in shown["parts"]
     assert "2.000 1.000 Milliseconds of modules are" in shown["parts"]
-    assert "2.000 1.000 Milliseconds are of the whole" in shown["whole"]
+    assert "2.000 1.000 Milliseconds are of the network" in shown["whole"]
     assert "ms before" in shown["whole"] and "ms before" not in shown["no"]
     assert sum(row.seconds == (None, None) for row in report(recorded()).modules) == 2
 

@@ -60,8 +60,8 @@ def align(
     `demask.demask` keeps, in the model's own class, what one of them has. Of every such group
     (`demask.prune.groups`), as many slices are masked as the weight with the fewest masked ones
     has: those whose weights have the least norm (L2, over all weights that compute them). Other
-    zeros stay, and `demask.demask` still warns of them. Call it once: every call is a step of
-    pruning, which counts the zeros of the one before.
+    zeros stay, and `demask.demask` still warns of them. Call it once: a second call is a further
+    step of pruning, which counts the zeros of the first.
 
     Args:
         model: an `nn.Module`, in any mode, whose weights have zeros or masks. Masks are added to
